@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("ngram", "draft_model")
-WITH_MODEL = ("draft_model",)  # those that take `model`
+METHODS = ("ngram", "draft_model", "eagle3")
+WITH_MODEL = ("draft_model", "eagle3")  # those that take `model`
 ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'
 MEANING = (
     "a JSON object as vLLM spells it, `method` (ngram: what followed the last tokens when they were there before; "
-    "draft_model: what a smaller model says), `model` (the folder of that model), `num_speculative_tokens` (most "
+    "draft_model: what a smaller model says; eagle3: what an EAGLE-3 head says), `model` (the folder of that model or "
+    "head), `num_speculative_tokens` (most "
     'drafts of a sequence in a step, or "auto"; how many it is, is measured, down to none where they do not pay), '
     "`prompt_lookup_max` and `prompt_lookup_min` (tokens that ngram compares)"
 )

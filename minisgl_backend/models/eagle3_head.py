@@ -117,8 +117,8 @@ class Eagle3Head(nn.Module):
         """embedding: the target's; None: the head has its own."""
         super().__init__()
         self.config = config
-        rope, head_dim = config.layers[0].attention.rope, config.head_dim
-        cos_sin = rope_table(rope, head_dim, max_seq_len, layer_context.device)
+        attention = config.layers[0].attention
+        cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
         self.fc: LinearMethod = layer_context.methods.plain_linear(_whole("fc", config), None)
         self.midlayer = MidLayer(config, cos_sin, layer_context.at("midlayer"))
         self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)

@@ -19,10 +19,10 @@ from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import EagerContext, ForwardContext
+from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
-from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
+from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
@@ -78,8 +78,7 @@ class ModelRunner:
         Args:
             graphs: captures the decode step, and serves the steps without a prefill part that fit its sizes.
             pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
-            longest_prefill: GEMMs are measured and kernels chosen for prefills of up to this many tokens, and for the
-                sizes of `graphs`; None: none is measured.
+            longest_prefill: GEMMs are measured for prefills of up to so many tokens, and for the sizes of `graphs`.
             proposer: its layers are in the pool behind the model's; `proposer_graphs` captures its passes.
         """
         self._model = model
@@ -96,20 +95,21 @@ class ModelRunner:
         self._graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
         self._proposer = proposer
+        self._aux_states = no_aux_states if proposer is None else proposer.aux_states
         with torch.inference_mode():
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
+            if proposer is not None:  # first: the model's captured passes may have it look on
+                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_layouts)), self._builder)
+                if longest_prefill is not None:
+                    proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:
                 plain, rehearsed = self._decode_plain, partial(self._decode_plain, rehearses=True)
                 graphs.capture(DecodeSteps(plain, rehearsed, self._decode_extended), self._builder, attention)
                 self._graphs = graphs
             if pieces is not None:
-                pieces.capture(model.forward, attention, self._builder.prompt_tensors)
+                pieces.capture(model.forward, attention, self._builder.prompt_tensors, self._aux_states)
                 self._pieces = pieces
-            if proposer is not None:
-                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_layouts)), self._builder)
-                if longest_prefill is not None:
-                    proposer.prepare(proposer_graphs, longest_prefill)
 
     @property
     def num_pages(self) -> int:
@@ -193,8 +193,7 @@ class ModelRunner:
             proposed = self._proposer.propose(batch.step)
             return self._reader.start(Computed(batch.step, None, None), Sampled(proposed, None))
         if isinstance(batch, PromptBatch):
-            hidden = self._run_prompt(batch.host.decisions.prompt_size)
-            step = self._builder.follow_prompt(batch.host)
+            step, hidden = self._run_prompt(batch.host)
             computed = self._logits(step, hidden)
             return UnsampledStep(computed) if step.waits_for_masks else self._sample(computed, None)
         step = batch.step
@@ -233,12 +232,19 @@ class ModelRunner:
             return self._hidden_states(rows, positions, plan, logits_indices)
         token_ids, slots = self._table.lookup(rows, positions)
         hidden = self._pieces.run(token_ids, positions, slots, plan)
+        self._observe(rows, positions, self._pieces.aux)
         return hidden if logits_indices is None else hidden[logits_indices]
 
-    def _run_prompt(self, size: int) -> torch.Tensor:
-        """The hidden states of a lone prompt's last token, [1, hidden_size]."""
+    def _run_prompt(self, host: HostBatch) -> tuple[StepTensors, torch.Tensor]:
+        """A lone prompt's step, and the hidden states of its last token, [1, hidden_size]."""
         assert self._pieces is not None, "a prompt's size comes from the captured passes"
-        return self._pieces.run_prompt(size)
+        hidden = self._pieces.run_prompt(host.decisions.prompt_size)
+        step = self._builder.follow_prompt(host)
+        if self._pieces.aux is not None:
+            (chunk,) = host.plan.prefill
+            positions = torch.arange(chunk.start, chunk.end, dtype=torch.int32, device=self._table.device)
+            self._observe(torch.full_like(positions, chunk.row), positions, self._pieces.aux)
+        return step, hidden
 
     def _logits_indices(self, step: StepTensors) -> torch.Tensor | None:
         """The tokens whose hidden states logits are computed from, or that are checked; None: all of them."""
@@ -264,8 +270,16 @@ class ModelRunner:
             logits_indices=logits_indices,
             rehearses=rehearses,
             captured=captured,
+            aux=self._aux_states(len(rows)),
         )
-        return self._model.forward(token_ids, positions, ctx)
+        hidden = self._model.forward(token_ids, positions, ctx)
+        self._observe(rows, positions, ctx.aux)
+        return hidden
+
+    def _observe(self, rows: torch.Tensor, positions: torch.Tensor, aux: AuxStates | None) -> None:
+        """A proposer that looks on is told of these tokens, int32 [num_tokens] each; `aux`: of as many or more."""
+        if self._proposer is not None and aux is not None:
+            self._proposer.observe(rows, positions, aux.out[: len(rows)])
 
     def _logits(self, step: StepTensors, hidden: torch.Tensor) -> Computed:
         """From hidden states to all that sampling needs."""
@@ -281,13 +295,9 @@ class ModelRunner:
         return Computed(step, logits, None, sound, prompt_logprobs, pooled)
 
     def _pooled(self, step: StepTensors, states: torch.Tensor) -> Pooled | None:
+        model, is_rank_0 = self._model, self._tp.rank == 0
         return pool(
-            step.pooled,
-            states,
-            step.pooled_tokens,
-            logits=self._model.logits,
-            scores=self._model.scores,
-            is_rank_0=self._tp.rank == 0,
+            step.pooled, states, step.pooled_tokens, logits=model.logits, scores=model.scores, is_rank_0=is_rank_0
         )
 
     def _sample(self, computed: Computed, masks: GrammarMasks | None) -> PendingStep:

@@ -34,7 +34,7 @@ def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
     [
         ("ngram", "allowed: a JSON object such as"),
         ("[1]", "allowed: a JSON object such as"),
-        ({"method": "eagle3"}, "its method is 'eagle3'; allowed: ngram"),
+        ({"method": "medusa"}, "its method is 'medusa'; allowed: ngram"),
         ({"num_speculative_tokens": 3}, "its method is None; allowed: ngram"),
         (
             {"method": "ngram", "rank": 4},
@@ -42,6 +42,7 @@ def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
         ),
         ({"method": "ngram", "model": "x"}, "its model is 'x'; allowed with the method ngram: unset"),
         ({"method": "draft_model"}, "its model is None; allowed with the method draft_model: the folder of a model"),
+        ({"method": "eagle3", "model": 1}, "its model is 1; allowed with the method eagle3: the folder of a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "its num_speculative_tokens is 0; allowed: 1 to 15, or"),
         ({"method": "ngram", "num_speculative_tokens": True}, "its num_speculative_tokens is True; allowed"),
         ({"method": "ngram", "prompt_lookup_max": 99}, "its prompt_lookup_max is 99; allowed: 1 to 32"),

@@ -18,26 +18,32 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
-from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
 AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
+AuxStatesOf = Callable[[int], AuxStates | None]  # what passes over so many tokens are asked for besides their result
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 
 # Up to here there is a size for every step that fills the tiles of a GEMM; above, each would cost a start tens of
 # milliseconds, so sizes are few, and the planner aims at them.
 MOST_FINE_TOKENS = 2048
 MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel by kernel
+
+
+def no_aux_states(num_tokens: int) -> AuxStates | None:
+    """Passes are asked for nothing more."""
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +94,15 @@ class PiecewiseRunner(ABC):
         self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
 
-    def capture(self, forward: Forward, attention: AttentionPair, prompt_inputs: PromptInputs) -> None:
-        """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
+    def capture(
+        self,
+        forward: Forward,
+        attention: AttentionPair,
+        prompt_inputs: PromptInputs,
+        aux_states: AuxStatesOf = no_aux_states,
+    ) -> None:
+        """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it.
+        What `aux_states` asks for, they leave in `aux`."""
         spec = attention.spec
         group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
         heads = (self.sizes[-1], group.num_q_heads)
@@ -99,6 +112,7 @@ class PiecewiseRunner(ABC):
         self._attended = torch.zeros((*heads, group.v_head_dim), dtype=spec.dtype, device=spec.device)
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
+        self.aux = aux_states(self.sizes[-1])
         if attention.supports_prompt_graphs:
             self.prompt_sizes = tuple(size for size in self.sizes if size <= PROMPT_GRAPH_CONTEXT)
         for done, size in enumerate(reversed(self.sizes)):
@@ -160,6 +174,7 @@ class PiecewiseRunner(ABC):
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
             rehearses=rehearses,
+            aux=self._aux_of(len(inputs.token_ids)),
         )
         self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
 
@@ -172,8 +187,12 @@ class PiecewiseRunner(ABC):
             attended=self._attended[:size],
             at_attention=at_attention,
             rehearses=rehearses,
+            aux=self._aux_of(size),
         )
         self._hidden[:size].copy_(self._forward(token_ids, positions, context))
+
+    def _aux_of(self, size: int) -> AuxStates | None:
+        return None if self.aux is None else replace(self.aux, out=self.aux.out[:size])
 
 
 class PiecewiseCudaGraph(PiecewiseRunner):
@@ -186,9 +205,15 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         self._captured: dict[int, _Pieces] = {}
         self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # of `prompt_sizes`
 
-    def capture(self, forward: Forward, attention: AttentionPair, prompt_inputs: PromptInputs) -> None:
+    def capture(
+        self,
+        forward: Forward,
+        attention: AttentionPair,
+        prompt_inputs: PromptInputs,
+        aux_states: AuxStatesOf = no_aux_states,
+    ) -> None:
         with many_captures():
-            super().capture(forward, attention, prompt_inputs)
+            super().capture(forward, attention, prompt_inputs, aux_states)
 
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in memory that may hold anything before.

@@ -11,7 +11,8 @@ What its layers know of earlier tokens comes in one of two ways, which `speculat
 
 * it catches up: its own steps bring the tokens that it has not seen (`StepPlan.prefill`, and decode entries behind the
   proposing ones), be it prompts, cached prefixes or what was sampled while it was off;
-* or it looks on: `observe` is called in each of the model's steps, with hidden states of all tokens.
+* or it looks on: `observe` is called in each of the model's steps, with those hidden states of all tokens that it has
+  asked for (`aux_states`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.context import AuxStates
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors
 from minisgl_backend.runner.graphs.whole import GraphRunner
 
@@ -59,9 +61,14 @@ class DeviceProposer(ABC):
         `kv_lens - 1`. There are pages for the keys and values of all tokens but the last one proposed.
         """
 
-    def observe(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:  # noqa: B027
-        """The model computes these tokens, int32 [num_tokens] each; the proposer's own steps come behind that. Inside
-        of captured passes, too. hidden: [num_tokens, hidden_size], after the final norm."""
+    def aux_states(self, num_tokens: int) -> AuxStates | None:
+        """Where one of the model's passes over so many tokens leaves what `observe` is given; None: it does not look
+        on."""
+        return None
+
+    def observe(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:  # noqa: B027
+        """The model has computed these tokens, int32 [num_tokens] each; the proposer's own steps come behind that.
+        Inside of captured passes, too. states: of `aux_states`, [num_tokens, len(layers) * hidden_size]."""
 
     @abstractmethod
     def parameters(self) -> Iterable[torch.Tensor]:

@@ -185,6 +185,7 @@ def _load(
             table=table,
             sampler=sampler,
             tp=tp,
+            target=model,
             load_model=lambda draft, folder, tp: _build_native(runtime, draft, folder, device, tp, progress),
         )
     )

@@ -16,6 +16,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.eagle3 import Eagle3Config
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.models.json_files import read_json_if_there
 from minisgl_backend.runner.start.device import MachineFacts
@@ -42,11 +43,14 @@ def resolve_draft(
     name = f"speculative_config's model {speculation.model!r}"
     try:
         folder = find_model_dir(speculation.model, trust_remote_code=config.trust_remote_code)
-        model = load_model_config(folder, "native")
+        model = Eagle3Config.load(folder) if speculation.method == "eagle3" else load_model_config(folder, "native")
         model.check_tensor_parallel(config.tp)
+        if isinstance(model, Eagle3Config):
+            model.states_of(target)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot propose: {error}") from None
-    _check_vocabulary(name, folder, model, target_dir, target)
+    if not isinstance(model, Eagle3Config):
+        _check_vocabulary(name, folder, model, target_dir, target)
     own_kv_dtype = dtype if model.latents is not None else kv_dtype
     attention = choose_attention(
         config.attention_backend if (model.latents is None) == (target.latents is None) else "auto",
@@ -72,7 +76,8 @@ def resolve_draft(
         model=model,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
-        max_seq_len=min(max_seq_len, model.max_seq_len()),
+        # What heads say of positions is what they were trained on: they draft beyond it.
+        max_seq_len=max_seq_len if isinstance(model, Eagle3Config) else min(max_seq_len, model.max_seq_len()),
     )
 
 

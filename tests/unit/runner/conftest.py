@@ -15,6 +15,7 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.graphs.pieces import EagerPieces
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -57,6 +58,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         prompt_graphs: bool = False,
         tp: TensorParallel | None = None,
         graphs: GraphRunner | None = None,
+        proposer: DeviceProposer | None = None,
     ) -> ModelRunner:
         model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
         spec = attention_spec(
@@ -82,6 +84,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             tp=tp,
             graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
             pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,
+            proposer=proposer,
         )
 
     return make

@@ -1,0 +1,162 @@
+"""An EAGLE-3 head as a proposer (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+via Training-Time Test"): a chain of drafts, each made from the head's own hidden state of the one before.
+
+It looks on while the model computes. At position p the head reads the model's hidden states of p and the token at
+p + 1, so that a step's tokens give it keys and values of the positions before them; the states of each row's last
+tokens are kept for that. So prompts, cached prefixes and steps without drafts cost no pass of their own. Of a cached
+prefix the last position may have been computed with another token behind it, which costs acceptance alone.
+
+It samples as the model will, by the row's temperature and the noise of the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.models.eagle3_head import Eagle3Head
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.sampling.sampler import Sampler
+from minisgl_backend.speculative_config import MOST_DRAFTS
+from minisgl_backend.tensor_parallel import TensorParallel
+
+KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: of a step with drafts any may be the last right one
+
+
+class Eagle3Proposer(DeviceProposer):
+    """Its steps: one pass for each token that is proposed. All passes are alike, and captured."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        aux_layers: tuple[int, ...],
+        attention: AttentionPair,
+        table: RowTable,
+        sampler: Sampler,
+        tp: TensorParallel,
+    ) -> None:
+        """`aux_layers`: of the target, as of `AuxStates`; `attention`: of the head's layer; `table` and `sampler`: the
+        target's."""
+        super().__init__(attention.spec)
+        self._head, self._aux_layers = head, aux_layers
+        self._attention = attention
+        self._table = table
+        self._sampler = sampler
+        self._tp = tp
+        self._graphs: GraphRunner | None = None
+        spec, size = attention.spec, head.config.hidden_size
+        self._aux_size = len(aux_layers) * head.config.target_hidden_size
+        # Of the last tokens of each row, by position modulo KEPT: combined states, and the slots that they are of. A
+        # slot tells whether they are those of this row's sequence: its cached prefix was computed by others.
+        self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
+        self._slots = torch.full((table.max_rows, KEPT), -1, dtype=torch.int32, device=spec.device)
+        self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # of the pass before
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        return () if self._graphs is None else self._graphs.sizes
+
+    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
+        self._builder = builder
+        self._head.bind_attention(self.spec, pool)
+
+    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
+        self._head.prepare(() if graphs is None else graphs.sizes, longest_prefill)
+        if graphs is not None:
+            graphs.capture(DecodeSteps(self._pass, self._pass, None), self._builder, self._attention)
+            self._graphs = graphs
+
+    def aux_states(self, num_tokens: int) -> AuxStates:
+        spec = self.spec
+        out = torch.zeros(num_tokens, self._aux_size, dtype=spec.dtype, device=spec.device)
+        return AuxStates(layers=self._aux_layers, out=out)
+
+    def observe(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
+        hidden = self._head.combine(states)
+        token_ids, slots = self._table.lookup(rows, positions)
+        before = (positions - 1).clamp_(min=0)
+        slots_before = self._table.slots(rows, before)
+        kept = before % KEPT
+        previous, is_known = self._states[rows, kept], self._slots[rows, kept] == slots_before
+        if len(rows) > 1:  # the token before may be one of these
+            follows = (rows[1:] == rows[:-1]) & (before[1:] == positions[:-1])
+            previous[1:] = torch.where(follows[:, None], hidden[:-1], previous[1:])
+            is_known[1:] |= follows
+        is_known &= positions > 0
+        # What is not known goes to the padding page, and as zeros, since NaN would be met there.
+        previous = torch.where(is_known[:, None], previous, 0)
+        self._head.keep(token_ids, previous, before, torch.where(is_known, slots_before, 0))
+        if len(rows) > KEPT:  # of a chunk the last ones are kept, the others go to the padding row
+            goes_on = rows[KEPT:] == rows[:-KEPT]
+            padding = torch.where(goes_on, self._table.padding_row, rows[:-KEPT])
+            rows = torch.cat([padding, rows[-KEPT:]])
+        self._states[rows, positions % KEPT] = hidden
+        self._slots[rows, positions % KEPT] = slots
+
+    def propose(self, step: StepTensors) -> torch.Tensor:
+        plan, decode = step.plan, step.decode
+        assert decode is not None, "a step of proposals has rows"
+        count = plan.num_proposing
+        rows, lengths = decode.rows[:count], decode.kv_lens[:count]
+        # The last position whose states are known is the one before the last token's.
+        torch.sub(decode.kv_lens, 1, out=decode.kv_lens).clamp_(min=1)
+        self._chain[:count] = self._states[rows, (lengths - 1) % KEPT]
+        rows_host, lengths_host = plan.decode_rows[:count], np.maximum(plan.decode_lengths[:count] - 1, 1)
+        proposed = torch.empty(plan.num_proposed, count, dtype=torch.int32, device=self._table.device)
+        for index in range(plan.num_proposed):
+            if index:
+                lengths.add_(1)
+            token_ids = self._next_pass(rows_host, lengths_host + np.int32(index))
+            proposed[index] = token_ids[0, :count]
+            self._table.write_tokens(rows, lengths + 1, proposed[index])
+        return proposed
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self._head.parameters()
+
+    def close(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
+    def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> torch.Tensor:
+        """The next tokens of these rows, int32 [2, num_rows or more]; rows and lengths are those in the staging
+        buffer."""
+        size = graph_size(len(rows), self.graph_sizes)
+        if size and self._graphs is not None:
+            decode = self._builder.padded_inputs(rows, lengths, size)
+            self._graphs.plan_replay(decode)
+            return self._graphs.replay(size).token_ids
+        decode = self._builder.decode_inputs(rows, lengths)
+        return self._pass(decode, self._attention.plan(None, decode), captured=False).token_ids
+
+    def _pass(self, decode: DecodeInputs, plan: PairPlan, captured: bool = True) -> DecodeOutputs:
+        """One draft of each row, as it is captured: from the token table to tokens. The row's keys and values are those
+        of `kv_lens` positions, the last of which is computed here."""
+        rows, lengths, chain = decode.rows, decode.kv_lens, self._chain[: decode.batch_size]
+        token_ids, _ = self._table.lookup(rows, lengths)
+        positions = lengths - 1
+        ctx = EagerContext(
+            slots=self._table.slots(rows, positions), attention=self._attention, plan=plan, captured=captured
+        )
+        drafted, states = self._head(token_ids, chain, positions, ctx)
+        chain.copy_(states)
+        logits = self._head.spread(drafted)
+        if self._tp.rank == 0:
+            sampled = self._sampler.sample_plain(logits, rows, lengths + 1)
+            # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
+            sampled.clamp_(0, self._head.config.vocab_size - 1)
+        else:
+            sampled = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)
+        self._tp.share_tokens(sampled)
+        return DecodeOutputs(logits, sampled)
