@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BACK_SECONDS = 100.0  # an idle machine needs five to ten
 LIVING, DEAD = 0, 1
-PER_KIND = 2  # questions
+PER_KIND = 1  # question
 COUNT = "Count from 1 to 120."
 
 

@@ -28,7 +28,7 @@ from tests.e2e.wire import Server, assert_same_processes, lasting_processes
 pytestmark = pytest.mark.e2e
 
 ANSWER_SECONDS = 60.0  # far above what any answer needs: a hang is what it finds
-RANDOM_SECONDS = 20.0
+RANDOM_SECONDS, MANY_SECONDS = 8.0, 20.0  # with --full the latter
 OK, BAD = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
 HARM = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 FORMATS = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?", "UINT8": "<B", "FP16": "<e"}
@@ -320,11 +320,12 @@ def random_input(draw: random.Random, name: str) -> Raw:
     return encode(name, texts)
 
 
-def test_random_requests_are_all_answered(client: RawClient) -> None:
+def test_random_requests_are_all_answered(client: RawClient, pytestconfig: pytest.Config) -> None:
     """Inputs, request parameters and JSON texts at random. The seed is printed; the same one repeats the requests."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
-    draw, deadline, counts = random.Random(seed), time.monotonic() + RANDOM_SECONDS, {}
+    seconds = MANY_SECONDS if pytestconfig.getoption("--full", default=False) else RANDOM_SECONDS
+    draw, deadline, counts = random.Random(seed), time.monotonic() + seconds, {}
     names = [tensor.name for tensor in INPUTS if len(tensor.dims) == 1]
     while time.monotonic() < deadline:
         chosen = draw.sample(names, draw.choice([1, 1, 2, 4]))

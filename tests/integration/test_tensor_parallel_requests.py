@@ -20,7 +20,7 @@ from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers
 from tests.random_requests import RandomAnswer, RandomRequest, ask_core, assert_same, random_requests
 
-ROUNDS, MANY_ROUNDS = (4, 6, 7), range(20)  # of random requests; with --full many, else three in which pages are taken
+ROUNDS, MANY_ROUNDS = (4, 6), range(20)  # of random requests; with --full many, else two in which pages are taken
 REQUESTS = 10  # of a round
 FEW_PAGES = {**BASELINE, "page_size": 1, "num_pages": 300, "max_running_requests": 8, "max_prefill_length": 64}
 CAPTURED = {"tp": 2, "cuda_graph_max_tokens": 64}
