@@ -236,12 +236,12 @@ def check(
     repository: Annotated[
         Path | None, typer.Option(help="A model repository: its engine's options instead of those given here")
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say only what is wrong")] = False,
 ) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.host.model_check import check_tokenizer
     from minisgl_backend.host.settings import read_engine_config
-    from minisgl_backend.runner.start.kernel_report import kernel_names
     from minisgl_backend.runner.start.memory import memory_of
     from minisgl_backend.weights.files import Checkpoint
 
@@ -259,6 +259,8 @@ def check(
         if runtime.draft is not None:
             Checkpoint(Path(runtime.draft.model_dir), runtime.draft.model.tensor_names)
         memory = memory_of(runtime, model)
+    if quiet:
+        return
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
     through = "a native family" if model.implementation == "native" else f"transformers {version('transformers')}"
@@ -267,6 +269,8 @@ def check(
     schemes = model.quantization.with_option(config.quantization).schemes
     table.add_row("number format of weights", "; ".join(map(str, schemes)) or f"plain: {runtime.dtype}")
     if model.implementation == "native" and not null:
+        from minisgl_backend.runner.start.kernel_report import kernel_names  # whose trial run takes torch's compiler
+
         table.add_row("kernels of weights", f"{kernel_names(config, model, runtime.dtype)} (minisgl kernels says when)")
     for spec in dataclasses.fields(runtime):
         if spec.name not in ("config", "draft"):

@@ -27,7 +27,7 @@ class OptionCheck:
             # Where the machine has no process left for it, the server's own start says what is wrong, only later.
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "minisgl_backend", "check", "--repository", str(repository)],
+                    [sys.executable, "-m", "minisgl_backend", "check", "--quiet", "--repository", str(repository)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
