@@ -1,6 +1,7 @@
 """What drafts are worth on a GPU: shapes of a known model with random weights, and a proposer that costs nothing.
 
     python -m benchmarks.speculation_gpu --shape qwen3-14b
+    python -m benchmarks.speculation_gpu --shape qwen3-14b --draft-shape qwen3-0.6b  # a model that proposes, really run
 
 Which drafts are right is drawn, each with the same probability where all before it are; so the figures are those of a
 proposer that errs at this rate, whatever the model says. One JSON line a measurement.
@@ -57,6 +58,8 @@ def measure(llm: LLM, batch: int, control: DraftControl | None) -> tuple[float, 
     drafting: Any = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
     if control is not None:
         drafting._control = control
+        if drafting._steps is not None:
+            drafting._steps._control = control
     rng = np.random.default_rng(batch)
     prompts = [rng.integers(0, 10000, PROMPT).tolist() for _ in range(batch)]
     options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "speculative": control is not None}
@@ -67,7 +70,8 @@ def measure(llm: LLM, batch: int, control: DraftControl | None) -> tuple[float, 
         llm.generate(prompts, max_tokens=TOKENS, **options)
         rate = TOKENS / (time.perf_counter() - started)
         if rate > best:
-            best, delivered = rate, TOKENS / (llm.stats.step - before.step)
+            accepted = sum(llm.stats.speculation.accepted) - sum(before.speculation.accepted)
+            best, delivered = rate, TOKENS / (TOKENS - accepted / batch)
     return best, delivered
 
 
@@ -77,14 +81,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--draft-shape", help="of a model that proposes; unset: what proposes costs nothing")
     options = parser.parse_args(arguments)
-    config = {"method": "ngram", "num_speculative_tokens": options.drafts}
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.drafts}
     environment = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None)
     shared: dict[str, Any] = {"max_running_requests": 64, "attention_backend": options.backend}
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_folder(options.shape, Path(folder)))
+        if options.draft_shape:
+            config |= {"method": "draft_model", "model": str(make_folder(options.draft_shape, Path(folder)))}
         with LLM(model, environment=environment, dummy_weights=True, speculative_config=config, **shared) as llm:
-            llm.engine.core._scheduler._drafting._proposer = AnyTokens()  # type: ignore[attr-defined]
+            if not options.draft_shape:
+                llm.engine.core._scheduler._drafting._proposer = AnyTokens()  # type: ignore[attr-defined]
             for batch in options.batches:
                 plain, _ = measure(llm, batch, None)
                 for name, rate, control in (
@@ -97,6 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
                     draw(rate)
                     found, delivered = measure(llm, batch, control)
                     figures = {"tok_s": round(found, 1), "delivered": round(delivered, 2)}
+                    if options.draft_shape:
+                        (proposing,) = control._proposing.of([options.drafts])
+                        figures["proposing_ms"] = round(1e3 * float(proposing), 3)
                     figures |= {"plain_tok_s": round(plain, 1), "speedup": round(found / plain, 3)}
                     print(json.dumps({"batch": batch, "drafts": name, **figures}), flush=True)
 

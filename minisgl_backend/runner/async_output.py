@@ -23,7 +23,7 @@ class Sampled:
 
     # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
     # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none. Of a
-    # proposer's step [num_proposed, num_proposing].
+    # proposer's step [num_proposed, num_proposing or more].
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None  # int32 [k, 3 + 2 * top], see logprobs.pack
 
@@ -72,7 +72,8 @@ class PendingStep:
         # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
         step, plan = self._step, self._step.plan
         if plan.num_proposed:
-            return StepResult(plan.step, NO_INT32, proposed=self._copies[0].numpy().T.copy())
+            proposed = self._copies[0].numpy()[:, : plan.num_proposing]
+            return StepResult(plan.step, NO_INT32, proposed=proposed.T.copy())
         found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
         failed: list[int] = []
         if len(plan.draft_tokens):

@@ -65,6 +65,7 @@ class ProposerSteps:
             rows, uids = index.tolist(), state.uid.take(index).tolist()
             control.decide_depth(rows, uids, len(running.decode_index), room)
         if not len(index) or room < 1:
+            self._plain_turns = 0  # nothing waits for what is not to be
             return False
         if not control.is_on:
             self._plain_turns += 1

@@ -24,6 +24,7 @@ from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.staging import aligned
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -71,7 +72,8 @@ class DraftModelProposer(DeviceProposer):
             self._see(step, None)
             return torch.empty(plan.num_proposed, 0, dtype=torch.int32, device=self._table.device)
         rows, lengths = decode.rows[:count], decode.kv_lens[:count]
-        proposed = torch.empty(plan.num_proposed, count, dtype=torch.int32, device=self._table.device)
+        # Each line begins at a multiple of 16 bytes: see staging.ALIGNMENT.
+        proposed = torch.empty(plan.num_proposed, aligned(count), dtype=torch.int32, device=self._table.device)
         rows_host, lengths_host = plan.decode_rows[:count], plan.decode_lengths[:count]
         for position in range(plan.num_proposed):
             if position == 0:
@@ -82,8 +84,8 @@ class DraftModelProposer(DeviceProposer):
                 lengths.add_(1)
                 token_ids = self._next_pass(rows_host, lengths_host + np.int32(position))
             # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
-            torch.clamp(token_ids[0, :count], 0, self._last_token, out=proposed[position])
-            self._table.write_tokens(rows, lengths, proposed[position])
+            tokens = torch.clamp(token_ids[0, :count], 0, self._last_token, out=proposed[position, :count])
+            self._table.write_tokens(rows, lengths, tokens)
         return proposed
 
     def parameters(self) -> Iterable[torch.Tensor]:

@@ -54,8 +54,8 @@ class DeviceProposer(ABC):
 
     @abstractmethod
     def propose(self, step: StepTensors) -> torch.Tensor:
-        """Computes one of its steps: int32 [num_proposed, num_proposing], the tokens at the positions `kv_lens`,
-        `kv_lens + 1`, ... of the proposing rows, all in the vocabulary and the same on all ranks.
+        """Computes one of its steps: int32 [num_proposed, num_proposing or more], the tokens at the positions
+        `kv_lens`, `kv_lens + 1`, ... of the proposing rows, all in the vocabulary and the same on all ranks.
 
         `step.decode` has the proposing rows first: the input of each is its sequence's last token, at position
         `kv_lens - 1`. There are pages for the keys and values of all tokens but the last one proposed.

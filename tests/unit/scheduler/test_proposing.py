@@ -114,6 +114,19 @@ def test_while_it_does_not_pay_it_is_asked_now_and_then() -> None:
     assert control._all.rates.min() > 0.8  # what it would have been is known
 
 
+def test_nothing_waits_for_it_under_load() -> None:
+    """Where a step has no room for drafts, steps overlap, however long nothing was proposed."""
+    loop = loop_of(dataclasses.replace(LIMITS, most_draft_entries=3), NeverOn(MOST))
+    for uid in range(4):
+        loop.scheduler.add(make_request(uid, PROMPT, max_tokens=200, ignore_eos=True))
+    loop.run()
+    assert not proposer_plans(loop)
+    drafting = loop.scheduler._drafting
+    assert drafting is not None
+    assert drafting._steps is not None
+    assert not drafting._steps.is_due
+
+
 @pytest.mark.parametrize("fails", ["in vain", "as a whole"])
 def test_a_step_that_fails_costs_drafts_alone(fails: str) -> None:
     loop = loop_of()
