@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+DEMO_LAYERS = (1, 3, 5)
 SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -61,6 +62,13 @@ def save_head(folder: Path, *, own_embedding: bool = False, seed: int = 0, **cha
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def eagle3_head(folder: Path, most: int, **changes: Any) -> dict[str, Any]:
+    """Options by which a random head proposes for the demo model, from the inputs of DEMO_LAYERS."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 1024, "draft_vocab_size": 300}
+    save_head(folder, **{**sizes, "eagle_aux_hidden_state_layer_ids": list(DEMO_LAYERS), **changes})
+    return {"speculative_config": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": most}}
 
 
 def reference_drafts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,16 @@ from minisgl_backend import LLM
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import find_model_dir
-from tests.eagle3_heads import reference_drafts, save_head
+from tests.eagle3_heads import DEMO_LAYERS, eagle3_head, reference_drafts
 from tests.gauge.harness import engine
 from tests.parity.checkpoints import reference_model
 from tests.proposers import EveryDraft
 
-LAYERS, MOST = (1, 3, 5), 4
-FOR_DEMO: dict[str, Any] = {
-    "hidden_size": 256,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "draft_vocab_size": 300,
-    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
-}
+MOST = 4
 # Nothing cached: of a cached prefix the head may know the last position with another token behind it.
 CHUNKED = {"max_prefill_length": 24, "page_size": 4, "max_running_requests": 4, "cache_type": "naive"}
 CAPTURED = {"eager_graphs": True, "cuda_graph_max_bs": 8, "cuda_graph_max_tokens": 32}
 CELLS: dict[str, dict[str, Any]] = {"chunked": CHUNKED, "captured": {**CHUNKED, **CAPTURED}}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_head(tmp_path_factory.mktemp("eagle3") / "head", **FOR_DEMO)
-
-
-def speculating(folder: Path) -> dict[str, Any]:
-    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
-    return {"speculative_config": json.dumps(config)}
 
 
 def proposals_of(llm: LLM, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
@@ -65,10 +47,10 @@ def proposals_of(llm: LLM, texts: list[list[int]]) -> list[tuple[list[int], list
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_drafts_are_those_of_plain_torch(cell: str, head: Path) -> None:
+def test_drafts_are_those_of_plain_torch(cell: str, tmp_path: Path) -> None:
     """Behind prompts in chunks, beside other rows, after drafts that were right and wrong."""
     prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
-    with engine(**CELLS[cell], **speculating(head)) as llm:
+    with engine(**CELLS[cell], **eagle3_head(tmp_path, MOST)) as llm:
         answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
         texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
         found = proposals_of(llm, texts)
@@ -83,13 +65,12 @@ def test_drafts_are_those_of_plain_torch(cell: str, head: Path) -> None:
     for known, proposed in found:
         with torch.inference_mode():
             hidden = target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
-        states = torch.cat([hidden[layer][0] for layer in LAYERS], dim=-1)
-        assert proposed == reference_drafts(head, states, known, embedding, len(proposed))[0]
+        states = torch.cat([hidden[layer][0] for layer in DEMO_LAYERS], dim=-1)
+        assert proposed == reference_drafts(tmp_path, states, known, embedding, len(proposed))[0]
 
 
 def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
-    folder = save_head(tmp_path / "head")
     with pytest.raises(ConfigError, match=r"speculative_config's model .* cannot propose: .*target's hidden_size"):
-        engine(**speculating(folder)).__enter__()
+        engine(**eagle3_head(tmp_path, MOST, hidden_size=64)).__enter__()
     with pytest.raises(ConfigError, match=r"architectures is .*; allowed: one of LlamaForCausalLMEagle3"):
-        engine(**speculating(find_model_dir("demo"))).__enter__()
+        engine(speculative_config={"method": "eagle3", "model": "demo"}).__enter__()

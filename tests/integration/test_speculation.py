@@ -16,6 +16,7 @@ import pytest
 from minisgl_backend import LLM
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.speculation.proposer import Proposer
+from tests.eagle3_heads import eagle3_head
 from tests.gauge.harness import engine, expect_short_answers
 from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft
 from tests.random_requests import (
@@ -89,9 +90,11 @@ def test_speculation_changes_no_answer(
     assert counts.drafts >= counts.drafted[0] >= counts.drafted[-1] > 0
 
 
-# A model that proposes: all of the demo model, whose drafts are right, or its first layers, whose are now and then.
+# A model that proposes: all of the demo model, whose drafts are right, or its first layers, whose are now and then. Of
+# no layers: a random EAGLE-3 head, whose drafts are wrong; tests/integration/test_eagle3.py has right ones behind one.
 DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "captured, starved": (2, {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}),
+    "EAGLE-3, captured, starved": (0, {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}),
 }
 MORE_DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "itself": (6, {"max_running_requests": 16}),
@@ -100,6 +103,9 @@ MORE_DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "prompts first": (4, {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0}),
     "one at a time": (2, {"max_running_requests": 1}),
     "two ranks": (4, {"tp": 2, **CHUNKS, **CAPTURED}),
+    "EAGLE-3": (0, {"max_running_requests": 16}),
+    "EAGLE-3, small pages": (0, {"page_size": 1, "overlap": False, **CHUNKS}),
+    "EAGLE-3, two ranks": (0, {"tp": 2, **CHUNKS, **CAPTURED}),
 }
 
 
@@ -117,7 +123,8 @@ def test_a_model_that_proposes_changes_no_answer(
     number, (num_layers, options) = list(cells).index(cell), cells[cell]
     full = pytestconfig.getoption("--full", default=False)
     seeds = range(number, MANY_ROUNDS, len(cells)) if full else range(number, number + DRAFT_ROUNDS)
-    with engine(**options, **draft_model(tmp_path, num_layers, MOST)) as llm:
+    proposes = draft_model(tmp_path, num_layers, MOST) if num_layers else eagle3_head(tmp_path, MOST)
+    with engine(**options, **proposes) as llm:
         if "starved" in cell:
             expect_short_answers(llm)
         verify_every_draft(llm, MOST)
@@ -128,7 +135,8 @@ def test_a_model_that_proposes_changes_no_answer(
             llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
             assert llm.stats.pages_leased == 0
         counts = llm.stats.speculation
-    assert 0 < sum(counts.accepted) <= sum(counts.drafted)
+    assert counts.drafts > 0
+    assert (num_layers > 0) <= sum(counts.accepted) <= sum(counts.drafted)
 
 
 def test_a_model_agrees_with_itself(tmp_path: Path) -> None:
