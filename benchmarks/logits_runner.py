@@ -109,8 +109,13 @@ class LogitsRunner:
         )
         names = backend.split(",")
         attention = create_attention(names[0], names[-1], spec)
+        self._num_groups = len(spec.cache_windows)
         self._table = RowTable(
-            max_running=max_running, max_seq_len=max_seq_len, page_size=page_size, device=self.device
+            max_running=max_running,
+            max_seq_len=max_seq_len,
+            page_size=page_size,
+            device=self.device,
+            num_groups=self._num_groups,
         )
         config, table = model.config, self._table
         sampling = SamplingRows(table.max_rows, config.vocab_size, config.eos_token_ids, max_seq_len, self.device)
@@ -122,7 +127,13 @@ class LogitsRunner:
         self._runner = ModelRunner(
             model=self._tap,
             attention=attention,
-            pool=KVPool(spec.kv_layouts, page_size, sum(self._counts), self.device),
+            pool=KVPool(
+                spec.kv_layouts,
+                page_size,
+                self._num_groups * sum(self._counts),
+                self.device,
+                places=spec.kv_places,
+            ),
             table=self._table,
             sampling=sampling,
             sampler=Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace),
@@ -164,13 +175,14 @@ class LogitsRunner:
             for row, start, end in step.chunks
         )
         rows = np.array(step.decode, dtype=np.int32)
-        pages = self._all_pages() if number == 0 else np.zeros((3, 0), dtype=np.int32)
+        pages = self._all_pages() if number == 0 else np.zeros((4, 0), dtype=np.int32)
         return StepPlan(
             step=number,
             admitted=self._all_rows() if number == 0 else (),
-            page_rows=pages[0],
-            page_columns=pages[1],
-            page_ids=pages[2],
+            page_groups=pages[0],
+            page_rows=pages[1],
+            page_columns=pages[2],
+            page_ids=pages[3],
             prefill=chunks,
             decode_rows=rows,
             decode_lengths=lengths[rows].astype(np.int32),
@@ -186,11 +198,15 @@ class LogitsRunner:
         )
 
     def _all_pages(self) -> np.ndarray:
-        """Row, column and id of every page, int32 [3, num_pages]: scattered, so that a wrong page table shows."""
+        """Cache group, row, column and id of every page, int32 [4, num_pages]: scattered, so that a wrong page table
+        shows."""
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         columns = np.concatenate([np.arange(count) for count in self._counts])
-        ids = np.random.default_rng(7).permutation(len(rows)) + 1
-        return np.stack([rows, columns, ids]).astype(np.int32)
+        groups = np.repeat(np.arange(self._num_groups), len(rows))
+        ids = np.random.default_rng(7).permutation(len(groups)) + 1
+        return np.stack([groups, np.tile(rows, self._num_groups), np.tile(columns, self._num_groups), ids]).astype(
+            np.int32
+        )
 
     def _step_logits(self, batch: Batch) -> torch.Tensor:
         """One line for each token of the step, prefill first."""

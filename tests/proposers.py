@@ -15,6 +15,7 @@ from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
+from tests.random_requests import RandomAnswer, RandomRequest
 
 if TYPE_CHECKING:
     from minisgl_backend import LLM
@@ -40,6 +41,18 @@ class KnowingProposer(Proposer):
             if self._kind == "random" or (self._kind == "erring" and self._random.random() < 0.25):
                 tokens[at] = self._random.randrange(self._vocab_size)
         return np.array(tokens, dtype=np.int32)
+
+
+def what_follows(requests: Sequence[RandomRequest], answers: Sequence[Sequence[RandomAnswer]]) -> Answers:
+    """Of sequences that are asked in this order, from uid 0 on."""
+    prompts = [len(one.token_ids) for one in requests for _ in range(one.params.n)]
+    said = [answer.token_ids for sequences in answers for answer in sequences]
+
+    def follow(uid: int, token_ids: Int32Array, most: int) -> list[int]:
+        done = len(token_ids) - prompts[uid]
+        return said[uid][done : done + most]
+
+    return follow
 
 
 class EveryDraft(DraftControl):

@@ -79,4 +79,4 @@ def latent_group(
 
 
 def make_pool(spec: AttentionSpec, num_pages: int) -> KVPool:
-    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device)
+    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, places=spec.kv_places)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class LayerGroup:
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
     latent: LatentHeads | None = None  # where latents are kept (MLA): what queries and values of a head are
+    cache_group: int = 0  # all of them are in one (`kv.groups`)
 
     @property
     def num_kv_heads(self) -> int:
@@ -77,7 +79,7 @@ class AttentionSpec:
     max_rows: int  # rows of the page table, the padding row included
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
-    # The windows of the model's cache groups, those without one first; None: keys and values of all tokens are kept.
+    # The windows of the model's cache groups (`kv.groups`), those without one first; None: all tokens are kept.
     cache_windows: tuple[int | None, ...] = (None,)
     flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes on them; None: as measured
 
@@ -88,9 +90,22 @@ class AttentionSpec:
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
     @property
+    def kv_places(self) -> tuple[int, ...]:
+        """By layer: its part of a page, which layers of other cache groups have in their pages."""
+        seen = [0] * len(self.cache_windows)
+        places = []
+        for index in self.group_of_layer:
+            cache_group = self.groups[index].cache_group
+            places.append(seen[cache_group])
+            seen[cache_group] += 1
+        return tuple(places)
+
+    @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """By layer."""
-        return tuple(self.groups[index].kv for index in self.group_of_layer)
+        """Of the parts of a page."""
+        of_layer = (self.groups[index].kv for index in self.group_of_layer)
+        by_place = dict(zip(self.kv_places, of_layer, strict=True))
+        return tuple(by_place[place] for place in range(len(by_place)))
 
     def layer(
         self,
@@ -105,6 +120,7 @@ class AttentionSpec:
         return AttentionLayer(
             index=index,
             group=number,
+            cache_group=group.cache_group,
             num_q_heads=group.num_q_heads,
             num_kv_heads=group.num_kv_heads,
             head_dim=group.head_dim,
@@ -136,6 +152,11 @@ class PrefillInputs:
     cu_seqlens_q_host: Int32Array
     kv_lens_host: Int32Array
     rows_host: Int32Array
+    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, where there are several; `page_table` is one of them
+
+    def of(self, cache_group: int) -> PrefillInputs:
+        """With the page table of this group."""
+        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +168,11 @@ class PromptInputs:
     cu_seqlens_q: torch.Tensor  # int32 [2]; 0 and the number of query tokens
     kv_lens: torch.Tensor  # int32 [1]; at most PROMPT_GRAPH_CONTEXT
     page_table: torch.Tensor  # int32 [1, pages for PROMPT_GRAPH_CONTEXT tokens]
+    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, as in PrefillInputs
+
+    def of(self, cache_group: int) -> PromptInputs:
+        """With the page table of this group."""
+        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +190,11 @@ class DecodeInputs:
     rows_host: Int32Array
     # Some entries see keys of others: all are stored before one attends, and `decode_with_rope` serves no such step.
     has_drafts: bool = False
+    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, as in PrefillInputs
+
+    def of(self, cache_group: int) -> DecodeInputs:
+        """With the page table of this group."""
+        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
     @property
     def batch_size(self) -> int:
@@ -179,6 +210,11 @@ class AttentionBackend(ABC):
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         self.spec = spec
         self.group = group
+
+    @classmethod
+    def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
+        """One for each of these groups. They attend in turn, so those with large workspaces share one."""
+        return [cls(spec, group) for group in groups]
 
     @abstractmethod
     def plan_prefill(self, inputs: PrefillInputs) -> Plan:

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,14 @@ class FlashInferBackend(AttentionBackend):
     """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query
     heads a KV head on, not only from 4 as FlashInfer's own rule has it."""
 
-    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+    def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: torch.Tensor | None = None) -> None:
+        """`workspace`: uint8 [_WORKSPACE_BYTES], zeros."""
         super().__init__(spec, group)
         import flashinfer
 
         self._flashinfer = flashinfer
         self._tensor_cores = spec.flashinfer_tensor_cores is not False
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._workspace = _zeros(spec) if workspace is None else workspace
         self._prefill = Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
         self._decode = Planner(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=self._tensor_cores)
@@ -112,6 +114,11 @@ class FlashInferBackend(AttentionBackend):
         self._window_left = -1 if group.window is None else group.window - 1
         self._graph_planners: dict[int, Planner] = {}
         self._graph_indices: torch.Tensor | None = None
+
+    @classmethod
+    def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
+        workspace = _zeros(spec)
+        return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> Any:
         pages = flatten_pages(inputs.kv_lens_host, inputs.rows, inputs.page_table, self.spec.page_size)
@@ -182,3 +189,7 @@ def flatten_pages(
     indices = table[rows[line], column]
     last = kv_lens - (counts - 1) * page_size
     return Pages(torch.from_numpy(indptr), indices, torch.from_numpy(last.astype(np.int32)))
+
+
+def _zeros(spec: AttentionSpec) -> torch.Tensor:
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)

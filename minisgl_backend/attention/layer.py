@@ -40,6 +40,7 @@ class AttentionLayer:
 
     index: int  # in the model
     group: int  # in AttentionSpec.groups: layers that share a backend and, in each step, its plan
+    cache_group: int  # the page table by which it keeps its tokens (`kv.groups`)
     num_q_heads: int
     num_kv_heads: int
     head_dim: int

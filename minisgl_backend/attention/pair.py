@@ -45,8 +45,12 @@ class AttentionPair:
     def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> PairPlan:
         """Prepares one step, outside of graphs. At least one part is given."""
         return PairPlan(
-            prefill=tuple([one.plan_prefill(prefill) for one in self._prefill]) if prefill is not None else None,
-            decode=tuple([one.plan_decode(decode) for one in self._decode]) if decode is not None else None,
+            prefill=tuple([one.plan_prefill(prefill.of(one.group.cache_group)) for one in self._prefill])
+            if prefill is not None
+            else None,
+            decode=tuple([one.plan_decode(decode.of(one.group.cache_group)) for one in self._decode])
+            if decode is not None
+            else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
             has_drafts=decode is not None and decode.has_drafts,
         )
@@ -107,12 +111,12 @@ class AttentionPair:
             one.allocate_graph(max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> PairPlan:
-        plans = tuple([one.plan_capture(inputs) for one in self._decode])
+        plans = tuple([one.plan_capture(inputs.of(one.group.cache_group)) for one in self._decode])
         return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:
-            one.plan_replay(inputs)
+            one.plan_replay(inputs.of(one.group.cache_group))
 
     @property
     def supports_prompt_graphs(self) -> bool:
@@ -121,4 +125,5 @@ class AttentionPair:
 
     def plan_prompt(self, inputs: PromptInputs) -> PairPlan:
         """See AttentionBackend."""
-        return PairPlan(tuple([one.plan_prompt(inputs) for one in self._prefill]), None, inputs.num_tokens)
+        plans = tuple([one.plan_prompt(inputs.of(one.group.cache_group)) for one in self._prefill])
+        return PairPlan(plans, None, inputs.num_tokens)

@@ -12,6 +12,7 @@ On a CPU that multiplies bfloat16, decode steps read the pages where they are, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ _PADDING_ALLOWED = 256  # tokens by which a sequence may be padded even if that 
 _GROUP_TOKENS_CPU = 1 << 13
 _GROUP_TOKENS_GPU = 1 << 18
 _COMPILED_HEADS = (64, 128, 256)  # head sizes of minisgl_decode_attention
+_Scratch = dict[tuple[str, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class _DecodeGroup:
 class TorchBackend(AttentionBackend):
     """Serves every head size, page size and number format. Neither plans nor attention synchronise."""
 
-    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+    def __init__(self, spec: AttentionSpec, group: LayerGroup, scratch: _Scratch | None = None) -> None:
+        """`scratch`: shared with others; see `_gather`."""
         super().__init__(spec, group)
         if group.num_q_heads % group.num_kv_heads:
             raise ConfigError(
@@ -79,12 +82,17 @@ class TorchBackend(AttentionBackend):
         self._num_kv_heads, self._head_dim = group.num_kv_heads, group.head_dim
         self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
-        self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
+        self._scratch = {} if scratch is None else scratch  # CPU only: gathered K and V, kept from call to call
         self._heads_of_kv_head = group.num_q_heads // group.num_kv_heads
         self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
         self._library = cpu_library() if is_served and self._is_plain else None
+
+    @classmethod
+    def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
+        scratch: _Scratch = {}
+        return [cls(spec, group, scratch) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> tuple[_SequencePrefill, ...]:
         sequences = []
@@ -267,10 +275,10 @@ class TorchBackend(AttentionBackend):
         return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
     def _scratch_rows(self, name: str, count: int, size: int) -> torch.Tensor:
-        scratch = self._scratch.get(name)
+        scratch = self._scratch.get((name, size))
         if scratch is None or len(scratch) < count:
             with torch.inference_mode(False):
-                scratch = self._scratch[name] = torch.empty((count, size), dtype=self.group.kv.dtype)
+                scratch = self._scratch[name, size] = torch.empty((count, size), dtype=self.group.kv.dtype)
         return scratch[:count]
 
     def _tiles(self, begin: int, end: int, kv_len: int) -> tuple[_Tile, ...]:

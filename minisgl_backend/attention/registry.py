@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
 from minisgl_backend.attention.latent_entry import LatentEntry
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError
@@ -257,10 +257,8 @@ def choose_attention(
 
 def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> AttentionPair:
     """The backends of both parts of a step for each group; one object serves both where the names are the same."""
-    prefill_backends = [_create(prefill, spec, group) for group in spec.groups]
-    if decode == prefill:
-        return AttentionPair(spec, prefill_backends, prefill_backends)
-    return AttentionPair(spec, prefill_backends, [_create(decode, spec, group) for group in spec.groups])
+    prefill_backends = _create(prefill, spec)
+    return AttentionPair(spec, prefill_backends, prefill_backends if decode == prefill else _create(decode, spec))
 
 
 def import_failure(name: str) -> str | None:
@@ -388,17 +386,18 @@ def _page_size(prefill: str, decode: str, requested: int | None, latents: bool) 
     return size, []
 
 
-def _create(name: str, spec: AttentionSpec, group: LayerGroup) -> AttentionBackend:
-    entry = BACKENDS[name]
-    dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
-    scores = Scores(group.soft_cap is not None, group.sinks)
-    latents = None if group.latent is None else (group.latent.rank, group.latent.rope_dim)
-    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores, latents)) is not None:
-        raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
+def _create(name: str, spec: AttentionSpec) -> list[AttentionBackend]:
+    entry, keeps_latents = BACKENDS[name], any(group.latent is not None for group in spec.groups)
+    for group in spec.groups:
+        dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
+        scores = Scores(group.soft_cap is not None, group.sinks)
+        latents = None if group.latent is None else (group.latent.rank, group.latent.rope_dim)
+        if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores, latents)) is not None:
+            raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
-        source = entry if latents is None or entry.latents is None else entry.latents
+        source = entry.latents if keeps_latents and entry.latents is not None else entry
         module = importlib.import_module(f"minisgl_backend.attention.{source.module}")
     except ImportError as error:
         raise ConfigError(f"the attention backend {name} cannot be loaded: {error}; {entry.remedy}") from error
-    backend: AttentionBackend = getattr(module, source.class_name)(spec, group)
-    return backend
+    backends: list[AttentionBackend] = getattr(module, source.class_name).for_groups(spec, spec.groups)
+    return backends

@@ -6,6 +6,7 @@ on the host: the kernels read lengths and page table on the device, so captured 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,16 +47,20 @@ class _DecodePlan:
 class TritonBackend(AttentionBackend):
     """Flash decoding with an in-kernel merge, and a paged FlashAttention-2 prefill."""
 
-    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+    def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: DecodeWorkspace | None = None) -> None:
+        """`workspace`: for the heads of this group, or more."""
         super().__init__(spec, group)
         self._window = group.window or 0
         self._group = group.num_q_heads // group.num_kv_heads
         self._can_share = group.window is None and not group.kv.is_fp8
-        self._workspace = DecodeWorkspace(
-            spec.max_rows, group.num_q_heads, group.num_kv_heads, group.head_dim, spec.device
-        )
+        self._workspace = workspace or _workspace_for(spec, [group])
         facts = DeviceFacts.of(spec.device)
         self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
+
+    @classmethod
+    def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
+        workspace = _workspace_for(spec, groups)
+        return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
@@ -120,3 +125,8 @@ class TritonBackend(AttentionBackend):
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         """Nothing to do: the kernels read lengths and pages from the device."""
+
+
+def _workspace_for(spec: AttentionSpec, groups: Sequence[LayerGroup]) -> DecodeWorkspace:
+    q_heads, kv_heads = max(one.num_q_heads for one in groups), max(one.num_kv_heads for one in groups)
+    return DecodeWorkspace(spec.max_rows, q_heads, kv_heads, max(one.head_dim for one in groups), spec.device)

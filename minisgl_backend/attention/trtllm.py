@@ -6,6 +6,7 @@ serves as the second of a pair (`fa,trtllm`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +31,22 @@ class _Plan:
 class TrtllmBackend(AttentionBackend):
     """The kernels read lengths and pages on the device; only the batch's rows of the page table are gathered."""
 
-    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+    def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: torch.Tensor | None = None) -> None:
+        """`workspace`: uint8 [_WORKSPACE_BYTES], zeros."""
         super().__init__(spec, group)
         if spec.page_size not in (16, 32, 64):
             raise ConfigError(f"attention_backend trtllm serves page_size 16, 32 and 64, not {spec.page_size}")
         import flashinfer
 
         self._flashinfer = flashinfer
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._workspace = _zeros(spec) if workspace is None else workspace
         self._window_left = -1 if group.window is None else group.window - 1
         self._graph_tables: torch.Tensor | None = None
+
+    @classmethod
+    def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
+        workspace = _zeros(spec)
+        return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
@@ -85,3 +92,7 @@ class TrtllmBackend(AttentionBackend):
             raise RuntimeError("allocate_graph comes before plan_capture")
         table = self._graph_tables[: inputs.batch_size]
         return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
+
+
+def _zeros(spec: AttentionSpec) -> torch.Tensor:
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)

@@ -11,35 +11,42 @@ import triton
 import triton.language as tl
 
 _TILE = 128
+_ALIGNMENT = 4  # int32 words of 16 bytes
 
 
 def lookup(
-    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
+    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, page_tables: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and KV slots at (row, position): int32 [n] each; tokens and page_table as in runner.RowTable."""
-    n = rows.shape[0]
+    """Token ids, int32 [n], and KV slots, int32 [num_groups, n], at (row, position); tokens and page_tables as in
+    runner.RowTable."""
+    n, num_groups = rows.shape[0], page_tables.shape[0]
     # Two tensors and not one: kernels are compiled anew for pointers that are no multiple of 16 bytes.
     token_ids = torch.empty(n, dtype=torch.int32, device=rows.device)
-    slots = torch.empty(n, dtype=torch.int32, device=rows.device)
-    _lookup_kernel[(triton.cdiv(n, _TILE),)](
-        rows, positions, tokens, page_table, token_ids, slots, n, tokens.stride(0), page_table.stride(0),
-        PAGE_SIZE=page_size, TILE=_TILE, num_warps=4,
+    width = -(-n // _ALIGNMENT) * _ALIGNMENT
+    slots = torch.empty((num_groups, width), dtype=torch.int32, device=rows.device)
+    _lookup_kernel[(triton.cdiv(n, _TILE), num_groups)](
+        rows, positions, tokens, page_tables, token_ids, slots, n, width, tokens.stride(0), page_tables.stride(1),
+        page_tables.stride(0), PAGE_SIZE=page_size, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    return token_ids, slots
+    return token_ids, slots[:, :n]
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "slots_stride"])
 def _lookup_kernel(
-    rows_ptr, positions_ptr, tokens_ptr, table_ptr, ids_ptr, slots_ptr, n, tokens_stride, table_stride,
-    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    rows_ptr, positions_ptr, tokens_ptr, table_ptr, ids_ptr, slots_ptr, n, slots_stride, tokens_stride, table_stride,
+    group_stride, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    group = tl.program_id(1)
+    table_ptr += group.to(tl.int64) * group_stride
+    slots_ptr += group * slots_stride
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ok = i < n
     row = tl.load(rows_ptr + i, mask=ok, other=0).to(tl.int64)
     position = tl.load(positions_ptr + i, mask=ok, other=0)
-    token = tl.load(tokens_ptr + row * tokens_stride + position, mask=ok, other=0)
+    if group == 0:
+        token = tl.load(tokens_ptr + row * tokens_stride + position, mask=ok, other=0)
+        tl.store(ids_ptr + i, token, mask=ok)
     page = tl.load(table_ptr + row * table_stride + position // PAGE_SIZE, mask=ok, other=0)
-    tl.store(ids_ptr + i, token, mask=ok)
     tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=ok)
 
 

@@ -19,7 +19,8 @@ def max_pages(page_size: int) -> int:
 class KVPool:
     """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns.
 
-    A page id means the same page in all layers, whatever their layouts: a sequence has one page table.
+    A page has a part for each of the layers of a cache group (`kv.groups`), and belongs to one group at a time. Where
+    there are several, layers at the same place of their groups share the memory of that part.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class KVPool:
         num_pages: int,
         device: torch.device,
         scales: Sequence[KVScales] | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
-        """`layouts` and `scales`: one for each layer; no scales: all are 1."""
+        """`layouts`: of the parts of a page. `places`: by layer, which of them is its; None: each layer has its own.
+        `scales`: by layer; None: all are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         # One piece of memory for each layout: many small ones would each be rounded up.
@@ -38,20 +41,23 @@ class KVPool:
             layout: iter(layout.allocate(layouts.count(layout), num_pages + 1, page_size, device))
             for layout in set(layouts)
         }
-        scales = scales or [ONE] * len(layouts)
-        self._layers: list[LayerKV] = []
-        for layout, layer_scales in zip(layouts, scales, strict=True):
-            self._layers.append(layout.layer(next(unused[layout]), layer_scales))
+        parts = [next(unused[layout]) for layout in layouts]
+        places = range(len(layouts)) if places is None else places
+        scales = scales or [ONE] * len(places)
+        self._parts = [layout.layer(part, ONE) for layout, part in zip(layouts, parts, strict=True)]
+        self._layers = [
+            layouts[place].layer(parts[place], layer_scales) for place, layer_scales in zip(places, scales, strict=True)
+        ]
 
     @staticmethod
     def bytes_per_page(layouts: Sequence[KVLayout], page_size: int) -> int:
-        """Device memory of one page, all layers."""
+        """Device memory of one page with these parts."""
         return sum(layout.bytes_per_token for layout in layouts) * page_size
 
     def clear(self, pages: torch.Tensor) -> None:
-        """Sets pages (int [num_cleared]) to zero in all layers."""
+        """Sets pages (int [num_cleared]) to zero, whole."""
         pages = pages.long()
-        for kv in self._layers:
+        for kv in self._parts:
             for cache in (kv.k, kv.v):
                 cache.view(torch.uint8).index_fill_(0, pages, 0)  # zero is all bits 0 in every format
 

@@ -157,7 +157,7 @@ class SelfAttention(AttentionBlock):
             self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
         if not self._adjusts_queries and ctx.fuses_rope(layer):
             return ctx.attend_with_rope(layer, qkv, r).flatten(1)
-        q = self._ops.rope_store(qkv, r, positions, ctx.slots, layer.kv, layer.num_q_heads)
+        q = self._ops.rope_store(qkv, r, positions, ctx.slots[layer.cache_group], layer.kv, layer.num_q_heads)
         return ctx.attend(layer, self._adjusted(q, positions)).flatten(1)
 
     def _adjusted(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

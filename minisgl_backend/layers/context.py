@@ -34,7 +34,7 @@ class AuxStates:
 class ForwardContext(ABC):
     """Tokens are in step order: prefill first, decode after them."""
 
-    slots: torch.Tensor  # int [num_tokens], device; where each token's keys and values go
+    slots: tuple[torch.Tensor, ...]  # by cache group, int [num_tokens] on the device; where what is kept of tokens goes
     logits_indices: torch.Tensor | None = None  # int [num_logits], tokens that are asked for; None: all of them
     rehearses: bool = False  # only layers that launch other kernels than those before them; what comes out is noise
     # The pass is captured, or rehearses one that is: what it launches is the same in each replay.

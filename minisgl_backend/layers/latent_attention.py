@@ -88,11 +88,10 @@ class LatentAttention(AttentionBlock):
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             queries = self.q_b_proj.of(self.q_a_layernorm(queries))
         q = queries.unflatten(1, (self._num_heads, -1))
-        norm = self.kv_a_layernorm
-        q = self._ops.latent_store(
-            q, kept, norm.weight, self._cos_sin, positions, ctx.slots, self._layer.kv.k, norm.eps
-        )
-        return ctx.attend(self._layer, q).flatten(1)
+        norm, layer = self.kv_a_layernorm, self._layer
+        slots = ctx.slots[layer.cache_group]
+        q = self._ops.latent_store(q, kept, norm.weight, self._cos_sin, positions, slots, layer.kv.k, norm.eps)
+        return ctx.attend(layer, q).flatten(1)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

@@ -12,6 +12,7 @@ from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kv.groups import MOST_GROUPS, group_layers
 from minisgl_backend.kv.latent import KVLayout, LatentLayout
 from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig
@@ -82,29 +83,36 @@ def attention_spec(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
     flashinfer_tensor_cores: bool | None = None,
+    most_cache_groups: int = MOST_GROUPS,
 ) -> AttentionSpec:
     """What attention backends and the KV pool of one rank must serve for this model.
 
-    `kv_dtype`: of keys and values in the cache; None: `dtype`.
+    `kv_dtype`: of keys and values in the cache; None: `dtype`. `most_cache_groups`: see `kv.groups`; with one, as
+    where layers differ in their layouts, layers that differ in windows keep all tokens.
     """
     kinds = [_kind(layer.attention, max_seq_len) for layer in config.layers]
+    layouts = {kind: _kv_layout(kind, tp_size, kv_dtype or dtype) for kind in kinds}
+    if len(set(layouts.values())) > 1:  # pages of groups would not be equal
+        most_cache_groups = 1
+    grouped = group_layers([kind.window for kind in kinds], page_size, max_seq_len, most_cache_groups)
+    alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
         LayerGroup(
-            layers=tuple(index for index, other in enumerate(kinds) if other == kind),
+            layers=tuple(index for index, other in enumerate(alike) if other == (kind, cache_group)),
             num_q_heads=kind.num_q_heads // tp_size,
-            kv=_kv_layout(kind, tp_size, kv_dtype or dtype),
+            kv=layouts[kind],
             window=kind.window,
             scale=kind.scale,
             soft_cap=kind.soft_cap,
             sinks=kind.sinks,
             latent=_latent_heads(kind),
+            cache_group=cache_group,
         )
-        for kind in dict.fromkeys(kinds)
+        for kind, cache_group in dict.fromkeys(alike)
     )
-    windows = {kind.window for kind in kinds}
     return AttentionSpec(
         groups=groups,
-        cache_windows=tuple(windows) if len(windows) == 1 else (None,),
+        cache_windows=grouped.windows,
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_rows=max_rows,

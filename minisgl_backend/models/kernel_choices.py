@@ -299,10 +299,10 @@ def kernel_choices(
     spec = attention_spec(
         config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
     )
-    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META))
+    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, places=spec.kv_places))
     for notes.rows in sorted(rows, reverse=True):  # the largest asks for all but logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
-        hidden = model(ints(), ints(), _NoAttention(slots=ints(), rehearses=True))
+        hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), rehearses=True))
         if notes.rows <= MOST_LOGITS:
             model.decode_logits(hidden)
     return notes.choices

@@ -100,7 +100,7 @@ class BatchBuilder:
         self._sampling = sampling
         self._poolings: dict[int, PoolingParams] = {}  # by row, where there is one
         self._miscounted: set[int] = set()  # rows whose penalties may have counted what was sampled behind wrong drafts
-        self._prompts = PromptLayout(table.page_size, table.page_table.shape[1])
+        self._prompts = PromptLayout(table.page_size, table.max_pages_per_row, table.num_groups)
         self.staging = Staging(table.max_rows, table.device)
 
     def build_host(
@@ -217,7 +217,7 @@ class BatchBuilder:
         penalised: tuple[PenaltyReset, ...],
     ) -> HostBatch:
         rows, positions, lines = sampled
-        arrays = _update_arrays(plan, self._sampling.vocab_size)
+        arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
         checked_rows: tuple[int, ...] = ()
         pooled: tuple[PooledChunk, ...] = ()
         if prefill is not None:
@@ -290,7 +290,8 @@ class BatchBuilder:
     def follow_prompt(self, host: HostBatch) -> StepTensors:
         """Brings the row table up to date behind a pass that reads nothing of it."""
         arrays, (admitted,) = self.staging.arrays(host.staged), host.plan.admitted
-        pages = self._prompts.pages(arrays["prompt"], host.decisions.prompt_size, len(host.plan.page_ids))
+        num_pages = len(host.plan.page_ids) // self._table.num_groups
+        pages = self._prompts.pages(arrays["prompt"], host.decisions.prompt_size, num_pages)
         self._table.admit(admitted.row, pages, arrays["admitted_tokens"], arrays["admitted_params"])
         self._reset_sampling(host)
         return StepTensors(
@@ -327,6 +328,7 @@ class BatchBuilder:
             page_table=self._table.page_table,
             kv_lens_host=lengths,
             rows_host=rows,
+            page_tables=self._table.page_tables,
         )
 
     def _decode_part(self, host: HostBatch) -> DecodeInputs:
@@ -385,6 +387,7 @@ class BatchBuilder:
             cu_seqlens_q_host=prefill.cu_seqlens,
             kv_lens_host=prefill.ends,
             rows_host=prefill.rows,
+            page_tables=self._table.page_tables,
         )
 
     def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
@@ -415,7 +418,7 @@ def _named(pooled: tuple[PooledChunk, ...]) -> dict[str, Int32Array]:
     return {"pooled_tokens": tokens} if len(tokens) else {}
 
 
-def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
+def _update_arrays(plan: StepPlan, vocab_size: int, max_rows: int) -> dict[str, Int32Array]:
     arrays: dict[str, Int32Array] = {}
     if len(plan.cleared_pages):
         arrays["cleared_pages"] = plan.cleared_pages
@@ -427,7 +430,8 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
             "draft_tokens": plan.draft_tokens[drafts],
         }
     if len(plan.page_ids):
-        arrays |= {"page_rows": plan.page_rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
+        rows = plan.page_groups * max_rows + plan.page_rows if len(plan.page_groups) else plan.page_rows
+        arrays |= {"page_rows": rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
     if plan.admitted:
         admitted_rows = np.array([admitted.row for admitted in plan.admitted], dtype=np.int32)
         lengths = np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32)

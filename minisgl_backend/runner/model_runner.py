@@ -84,7 +84,7 @@ class ModelRunner:
         self._model = model
         self.attention = attention
         self._pool = pool
-        num_layers = len(attention.spec.kv_layouts)
+        num_layers = len(attention.spec.kv_places)
         model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()
@@ -100,7 +100,7 @@ class ModelRunner:
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
             if proposer is not None:  # first: the model's captured passes may have it look on
-                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_layouts)), self._builder)
+                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_places)), self._builder)
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:

@@ -16,7 +16,7 @@ from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 class RowUpdates:
     """The changes that one plan makes, as device tensors, all int32."""
 
-    page_rows: torch.Tensor  # [num_new_pages]
+    page_rows: torch.Tensor  # [num_new_pages]  of the page tables of all groups, one below the other
     page_columns: torch.Tensor  # [num_new_pages]
     page_ids: torch.Tensor  # [num_new_pages]
     admitted_rows: torch.Tensor  # [num_admitted]
@@ -29,18 +29,26 @@ class RowUpdates:
 class RowTable:
     """Tables indexed by row, on the device. The last row pads captured graphs and owns only page 0."""
 
-    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]  of the first cache group
+    page_tables: tuple[torch.Tensor, ...]  # by cache group, where there are several
     tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  by position
     params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]  see kernels.sampling_layout
 
-    def __init__(self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
+        """`num_groups`: cache groups of the model."""
         self.max_rows = max_running + 1
         self.padding_row = max_running
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.device = device
         max_pages_per_row = -(-max_seq_len // page_size)
-        self.page_table = torch.zeros(self.max_rows, max_pages_per_row, dtype=torch.int32, device=device)
+        shape = (num_groups, self.max_rows, max_pages_per_row)
+        self._pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.num_groups, self.max_pages_per_row = num_groups, max_pages_per_row
+        self.page_table = self._pages[0]
+        self.page_tables = tuple(self._pages) if num_groups > 1 else ()
         self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self._kernels = _kernels(device)
@@ -48,27 +56,31 @@ class RowTable:
     def apply(self, updates: RowUpdates) -> None:
         """Writes the pages, tokens and parameters of one plan; in stream order, never waits."""
         if len(updates.page_ids):
-            self._scatter(self.page_table, updates.page_rows, updates.page_columns, updates.page_ids)
+            self._scatter(self._pages.flatten(0, 1), updates.page_rows, updates.page_columns, updates.page_ids)
         if len(updates.admitted_rows):
             self.params[updates.admitted_rows] = updates.admitted_params
             self._scatter(self.tokens, updates.token_rows, updates.token_positions, updates.token_ids)
 
     def admit(self, row: int, pages: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor) -> None:
-        """Writes one row from its first page and token on, without kernels of indices; all int32, in stream order."""
-        self.page_table[row, : len(pages)] = pages
+        """Writes one row from its first page and token on, without kernels of indices; all int32, in stream order.
+        pages: [num_groups, num_pages]."""
+        self._pages[:, row, : pages.shape[1]] = pages
         self.tokens[row, : len(tokens)] = tokens
         self.params[row] = params
 
-    def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens at these positions and where in the KV pool they go: token ids and slots, int32 [num_tokens]."""
+    def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The tokens at these positions and where in the KV pool they go: token ids, and slots by cache group; int32
+        [num_tokens] each."""
         if self._kernels is not None:
-            return self._kernels.lookup(rows, positions, self.tokens, self.page_table, self.page_size)
+            token_ids, slots = self._kernels.lookup(rows, positions, self.tokens, self._pages, self.page_size)
+            return token_ids, slots.unbind(0)
         return self.tokens[rows, positions], self.slots(rows, positions)
 
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the KV pool the tokens at these positions go; int32 [num_tokens]."""
-        pages = self.page_table[rows, positions // self.page_size]
-        return pages * self.page_size + positions % self.page_size
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Where in the KV pool the tokens at these positions go, by cache group; int32 [num_tokens] each."""
+        columns, offsets = positions // self.page_size, positions % self.page_size
+        tables = self.page_tables or (self.page_table,)
+        return tuple(table[rows, columns] * self.page_size + offsets for table in tables)
 
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Records sampled tokens, so that the next step can read them without the host."""

@@ -61,9 +61,14 @@ def _history(question: Question) -> int:
 
 @contextmanager
 def engine(
-    *, overlap: bool = True, eager_graphs: bool = False, tokens: int | None = POOL_TOKENS, **options: Any
+    *,
+    model: str = "demo",
+    overlap: bool = True,
+    eager_graphs: bool = False,
+    tokens: int | None = POOL_TOKENS,
+    **options: Any,
 ) -> Iterator[LLM]:
-    """An engine on the demo model, float32, with `options` on top of the baseline's.
+    """An engine on the demo model, or another, float32, with `options` on top of the baseline's.
 
     `tokens`: what the KV pool holds where num_pages is not given; None: as many as the engine chooses.
     """
@@ -73,7 +78,7 @@ def engine(
     options = {**BASELINE, **options}
     if tokens is not None:
         options.setdefault("num_pages", tokens // options["page_size"])
-    with LLM("demo", environment=environment, **options) as llm:
+    with LLM(model, environment=environment, **options) as llm:
         yield llm
 
 

@@ -112,7 +112,7 @@ def save(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "names"),
-    [*(("mistral-24", names) for names in NAMES), ("qwen2-24-above-2", "triton"), ("qwen2-24-above-2", "fa,triton")],
+    [*((model, names) for model in ("mistral-24", "qwen2-24-above-2") for names in NAMES)],
 )
 def test_a_window_of_24(model: str, names: str, folder: Path) -> None:
     """Prompts shorter than the window, in pieces (to 256 tokens), in chunks and longer than those; decode in graphs."""

@@ -6,15 +6,27 @@ More rounds, with tensor parallelism against one rank, are in test_tensor_parall
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minisgl_backend import LLM
+from minisgl_backend.models.folder import find_model_dir
 from tests.gauge.harness import engine, expect_short_answers
-from tests.random_requests import RandomAnswer, RandomRequest, alone, ask_core, assert_same, random_requests
+from tests.proposers import EveryDraft, KnowingProposer, what_follows
+from tests.random_requests import (
+    VOCAB_SIZE,
+    RandomAnswer,
+    RandomRequest,
+    alone,
+    ask_core,
+    assert_same,
+    random_requests,
+)
 
 # Of random requests, the same in each cell: what each is answered alone is asked once. With --full each cell has twenty
 # of its own. Of the model's short answers few outgrow their pages: those of PREEMPTING have one that does.
@@ -34,6 +46,14 @@ CELLS: dict[str, dict[str, Any]] = {
     "captured": {**CHUNKS, **CAPTURED},
     "captured, starved": {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED},
 }
+MOST_DRAFTS = 4
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}}
+STARVED_WINDOWS = {"page_size": 4, "num_pages": 60, **CHUNKS, **CAPTURED}
+WINDOWS = {  # two layers of three see few tokens: three cache groups
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +68,43 @@ def lonely() -> Iterator[LLM]:
 def expected(lonely: LLM) -> Callable[[int], list[list[RandomAnswer]]]:
     """What the requests of a round are answered alone."""
     return lru_cache(lambda seed: [_ask_alone(lonely, one) for one in _requests(seed)])
+
+
+@pytest.fixture(scope="module")
+def with_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, its weights as they are, with windows."""
+    folder = tmp_path_factory.mktemp("windows")
+    for path in find_model_dir("demo").iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | WINDOWS))
+    return folder
+
+
+def test_company_changes_no_answer_where_there_are_windows(
+    with_windows: Path, pytestconfig: pytest.Config, expected: Callable[[int], list[list[RandomAnswer]]]
+) -> None:
+    """Also with drafts, right and wrong ones."""
+    full = pytestconfig.getoption("--full", default=False)
+    rounds = [_requests(seed) for seed in range(20 if full else 2)]
+    with engine(model=str(with_windows), overlap=False, cache_type="naive", max_running_requests=4) as llm:
+        answers = [[_ask_alone(llm, one) for one in requests] for requests in rounds]
+    assert answers[0] != expected(0), "windows change answers"
+    with engine(model=str(with_windows), **STARVED_WINDOWS) as llm:
+        expect_short_answers(llm)
+        for requests, wanted in zip(rounds, answers, strict=True):
+            assert_same(requests, wanted, ask_core(llm.engine.core, requests, together=True))
+            llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+            assert llm.stats.pages_leased == 0
+    with engine(model=str(with_windows), **STARVED_WINDOWS, **NGRAM) as llm:
+        drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+        for requests, wanted in zip(rounds, answers, strict=True):
+            drafting._proposer = KnowingProposer("erring", VOCAB_SIZE, what_follows(requests, wanted))
+            drafting._control = EveryDraft(MOST_DRAFTS)
+            assert_same(requests, wanted, ask_core(llm.engine.core, requests), tolerance=1e-4)
+            llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+        assert 0 < sum(llm.stats.speculation.accepted) < sum(llm.stats.speculation.drafted)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from minisgl_backend import LLM
-from minisgl_backend.arrays import Int32Array
 from minisgl_backend.speculation.proposer import Proposer
 from tests.eagle3_heads import eagle3_head
 from tests.gauge.harness import engine, expect_short_answers
-from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft
+from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft, what_follows
 from tests.random_requests import (
     VOCAB_SIZE,
     RandomAnswer,
@@ -174,14 +173,7 @@ def _proposer(
     kind = (*KINDS, "served")[seed % (len(KINDS) + 1)]
     if kind == "served":
         return None
-    prompts = [len(one.token_ids) for one in requests for _ in range(one.params.n)]
-    said = [answer.token_ids for sequences in answers for answer in sequences]
-
-    def follow(uid: int, token_ids: Int32Array, most: int) -> list[int]:
-        done = len(token_ids) - prompts[uid]
-        return said[uid][done : done + most]
-
-    return KnowingProposer(kind, VOCAB_SIZE, follow, seed)
+    return KnowingProposer(kind, VOCAB_SIZE, what_follows(requests, answers), seed)
 
 
 def _propose(llm: LLM, proposer: Proposer, seed: int) -> None:

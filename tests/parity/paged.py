@@ -53,18 +53,19 @@ class PagedModel:
             self.model = build_model(
                 config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=formats
             )
-        num_pages = max_rows * self.spec.max_pages_per_row
+        num_groups = len(self.spec.cache_windows)
+        num_pages = num_groups * max_rows * self.spec.max_pages_per_row
         self.pool = make_pool(self.spec, num_pages)
         self.model.bind_attention(self.spec, self.pool)
         self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
-        self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).to(self.device)
+        self.page_tables = torch.from_numpy(order.astype(np.int32)).view(num_groups, max_rows, -1).to(self.device)
         self.lengths = [0] * max_rows
         self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
 
     def share_prefix(self, source: int, target: int, num_pages: int) -> None:
         """Lets row `target` begin with the first pages of row `source`, as a prefix cache would."""
-        self.page_table[target, :num_pages] = self.page_table[source, :num_pages]
+        self.page_tables[:, target, :num_pages] = self.page_tables[:, source, :num_pages]
         self.lengths[target] = num_pages * self.spec.page_size
         self.tokens[target] = self.tokens[source][: self.lengths[target]]
 
@@ -89,14 +90,17 @@ class PagedModel:
             self.tokens[row] += tokens
         page_size = self.spec.page_size
         slots = [
-            int(self.page_table[row, position // page_size]) * page_size + position % page_size
-            for row in new
-            for position in positions[row]
+            [
+                int(table[row, position // page_size]) * page_size + position % page_size
+                for row in new
+                for position in positions[row]
+            ]
+            for table in self.page_tables
         ]
         counts = [len(tokens) for tokens in new.values()]
         last = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
         ctx = EagerContext(
-            slots=torch.tensor(slots, device=self.device),
+            slots=tuple(torch.tensor(slots, device=self.device)),
             attention=self.attention,
             plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
             logits_indices=last,
@@ -117,7 +121,8 @@ class PagedModel:
             cu_seqlens_q=torch.from_numpy(cu_seqlens).to(self.device),
             kv_lens=torch.from_numpy(kv_lens).to(self.device),
             rows=torch.from_numpy(rows).to(self.device),
-            page_table=self.page_table,
+            page_table=self.page_tables[0],
+            page_tables=tuple(self.page_tables),
             cu_seqlens_q_host=cu_seqlens,
             kv_lens_host=kv_lens,
             rows_host=rows,
@@ -131,7 +136,8 @@ class PagedModel:
         return DecodeInputs(
             kv_lens=torch.from_numpy(kv_lens).to(self.device),
             rows=torch.from_numpy(row_array).to(self.device),
-            page_table=self.page_table,
+            page_table=self.page_tables[0],
+            page_tables=tuple(self.page_tables),
             kv_lens_host=kv_lens,
             rows_host=row_array,
         )

@@ -53,8 +53,9 @@ class AttentionCalls:
         size, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
         if missing:
             value = F.pad(value, (0, missing))
-        store_tokens(layer.kv.k, key, ctx.slots, layer.kv.scales.k)
-        store_tokens(layer.kv.v, value, ctx.slots, layer.kv.scales.v)
+        slots = ctx.slots[layer.cache_group]
+        store_tokens(layer.kv.k, key, slots, layer.kv.scales.k)
+        store_tokens(layer.kv.v, value, slots, layer.kv.scales.v)
         attended = ctx.attend(layer, query.to(value.dtype).contiguous())
         return attended[..., :size] if missing else attended
 

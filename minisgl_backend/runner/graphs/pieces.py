@@ -107,7 +107,8 @@ class PiecewiseRunner(ABC):
         group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
         heads = (self.sizes[-1], group.num_q_heads)
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
-        self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
+        shape = (2 + len(spec.cache_windows), self.sizes[-1])  # ids, positions, slots by cache group
+        self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self._queries = torch.zeros((*heads, group.q_head_dim), dtype=spec.dtype, device=spec.device)
         self._attended = torch.zeros((*heads, group.v_head_dim), dtype=spec.dtype, device=spec.device)
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
@@ -128,15 +129,16 @@ class PiecewiseRunner(ABC):
         return piece_size(num_tokens, self.sizes) > 0
 
     def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: PairPlan
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: tuple[torch.Tensor, ...], plan: PairPlan
     ) -> torch.Tensor:
-        """Token ids, positions and slots, int32 [num_tokens] each -> hidden states [num_tokens, hidden_size].
+        """Token ids, positions and slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
+        hidden_size].
 
         These are overwritten by the next run. `plan` is that of attention for these tokens.
         """
         num_tokens = len(token_ids)
         size = piece_size(num_tokens, self.sizes)
-        torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
+        torch.stack([token_ids, positions, *slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
         self._attended[num_tokens:size].zero_()  # NaN there would reach the padding page
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
@@ -180,9 +182,9 @@ class PiecewiseRunner(ABC):
 
     def _pass(self, size: int, at_attention: AtAttention, rehearses: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
-        token_ids, positions, slots = self._inputs[:, :size]
+        token_ids, positions, *slots = self._inputs[:, :size]
         context = PiecewiseContext(
-            slots=slots,
+            slots=tuple(slots),
             queries=self._queries[:size],
             attended=self._attended[:size],
             at_attention=at_attention,

@@ -9,6 +9,7 @@ up to date behind it, while the device computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, PromptInputs
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.step import StepPlan
 
+_Words = TypeVar("_Words", Int32Array, torch.Tensor)
 _NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's row
 
 
@@ -28,50 +30,55 @@ class PromptTensors:
 
     token_ids: torch.Tensor  # [size]
     positions: torch.Tensor  # [size]
-    slots: torch.Tensor  # [size]
+    slots: tuple[torch.Tensor, ...]  # by cache group, [size]
     last_line: torch.Tensor  # [1]  of the hidden states: the only one that anybody reads
     attention: PromptInputs
 
 
 class PromptLayout:
-    """Where each of these is in the array: token ids, positions and slots, then pages, then lengths."""
+    """Where each of these is in the array: token ids, positions and slots, then pages, then lengths. Slots and pages of
+    each cache group follow one another."""
 
-    def __init__(self, page_size: int, max_pages_per_row: int) -> None:
+    def __init__(self, page_size: int, max_pages_per_row: int, num_groups: int = 1) -> None:
         self._page_size = page_size
+        self._num_groups = num_groups
         self._max_pages = min(max_pages_per_row, -(-PROMPT_GRAPH_CONTEXT // page_size))
         self._in_page = np.arange(page_size, dtype=np.int32)
         self._positions = np.arange(PROMPT_GRAPH_CONTEXT, dtype=np.int32)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the step is the first one of a sequence and has nothing else in it; of any number of tokens."""
+        """Whether the step is the first one of a sequence and has nothing else in it; of any number of tokens. Pages
+        come group by group then, in the same columns of each."""
         if len(plan.prefill) != 1 or len(plan.admitted) != 1 or len(plan.decode_rows) or len(plan.cleared_pages):
             return False
-        chunk, num_pages = plan.prefill[0], len(plan.page_ids)
+        chunk, num_pages = plan.prefill[0], len(plan.page_ids) // self._num_groups
         return (
             plan.admitted[0].row == chunk.row
             and chunk.end <= PROMPT_GRAPH_CONTEXT
             and num_pages <= self._max_pages
             and bool((plan.page_rows == chunk.row).all())
+            and len(plan.page_ids) == self._num_groups * num_pages
             and (not num_pages or int(plan.page_columns[-1]) == num_pages - 1)
         )
 
     def num_words(self, size: int) -> int:
         """Of the array."""
-        return 3 * aligned(size) + aligned(self._max_pages) + _NUM_LENGTHS
+        return self._first_page(size) + self._num_groups * aligned(self._max_pages) + _NUM_LENGTHS
 
     def pack(self, plan: StepPlan, size: int) -> Int32Array:
         """The array of a plan that it serves and whose chunk has at most `size` tokens; int32 [num_words(size)]."""
-        chunk, pages, width = plan.prefill[0], plan.page_ids, aligned(size)
+        chunk, pages, width = plan.prefill[0], plan.page_ids.reshape(self._num_groups, -1), aligned(size)
         count, start, end = len(chunk.token_ids), chunk.start, chunk.end
         words = np.zeros(self.num_words(size), dtype=np.int32)
         words[:count] = chunk.token_ids
         words[width : width + count] = self._positions[start:end]
-        if len(pages):
-            slots = pages[:, None] * np.int32(self._page_size) + self._in_page
-            words[2 * width : 2 * width + count] = slots.reshape(-1)[start:end]
-            words[3 * width : 3 * width + len(pages)] = pages
+        slots = words[2 * width : self._first_page(size)].reshape(self._num_groups, width)[:, :count]
+        if pages.size:
+            of_pages = pages[:, :, None] * np.int32(self._page_size) + self._in_page
+            slots[:] = of_pages.reshape(self._num_groups, -1)[:, start:end]
+            self._pages(words, size)[:, : pages.shape[1]] = pages
         else:  # a step before the first request: all is on the padding page
-            words[2 * width : 2 * width + count] = self._positions[start:end] % self._page_size
+            slots[:] = self._positions[start:end] % self._page_size
         words[-_NUM_LENGTHS:] = 0, count, end, count - 1
         return words
 
@@ -84,22 +91,30 @@ class PromptLayout:
     def views(self, words: torch.Tensor, size: int) -> PromptTensors:
         """The parts of the array on the device; `words` int32 [num_words(size)]."""
         width = aligned(size)
-        token_ids, positions, slots = words[: 3 * width].view(3, width)[:, :size]
+        token_ids, positions, *slots = words[: self._first_page(size)].view(-1, width)[:, :size]
+        tables = tuple(table.view(1, -1) for table in self._pages(words, size)[:, : self._max_pages])
         lengths = words[len(words) - _NUM_LENGTHS :]
         return PromptTensors(
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
+            slots=tuple(slots),
             last_line=lengths[3:4],
             attention=PromptInputs(
                 num_tokens=size,
                 cu_seqlens_q=lengths[:2],
                 kv_lens=lengths[2:3],
-                page_table=self.pages(words, size, self._max_pages).view(1, -1),
+                page_table=tables[0],
+                page_tables=tables if self._num_groups > 1 else (),
             ),
         )
 
     def pages(self, words: torch.Tensor, size: int, count: int) -> torch.Tensor:
-        """The first `count` pages of the array on the device; int32 [count]."""
-        first = 3 * aligned(size)
-        return words[first : first + count]
+        """The first `count` pages of each cache group on the device; int32 [num_groups, count]."""
+        return self._pages(words, size)[:, :count]
+
+    def _first_page(self, size: int) -> int:
+        return (2 + self._num_groups) * aligned(size)
+
+    def _pages(self, words: _Words, size: int) -> _Words:
+        """int32 [num_groups, aligned(max_pages)]"""
+        return words[self._first_page(size) : len(words) - _NUM_LENGTHS].reshape(self._num_groups, -1)

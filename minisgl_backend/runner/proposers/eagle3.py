@@ -83,9 +83,9 @@ class Eagle3Proposer(DeviceProposer):
 
     def observe(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
         hidden = self._head.combine(states)
-        token_ids, slots = self._table.lookup(rows, positions)
+        token_ids, (slots,) = self._table.lookup(rows, positions)
         before = (positions - 1).clamp_(min=0)
-        slots_before = self._table.slots(rows, before)
+        (slots_before,) = self._table.slots(rows, before)
         kept = before % KEPT
         previous, is_known = self._states[rows, kept], self._slots[rows, kept] == slots_before
         if len(rows) > 1:  # the token before may be one of these

@@ -19,7 +19,7 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
-from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.groups import FULL, CacheGroups
 from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.layout import ONE
 from minisgl_backend.kv.pool import KVPool
@@ -133,10 +133,11 @@ def _build(
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
     groups = CacheGroups(spec.cache_windows, runtime.page_size)
     log.info(
-        "%d pages of %d tokens, %s, %s",
+        "%d pages of %d tokens, %s%s, %s",
         num_pages,
         runtime.page_size,
         groups.room_in(num_pages, runtime.max_seq_len),
+        _kept_whole(runtime, spec),
         ", ".join(graphs_of) or "no CUDA graphs",
     )
     return runner
@@ -160,6 +161,7 @@ def _load(
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
         flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
+        most_cache_groups=runtime.most_cache_groups,
     )
     spec = keeping_for(spec, draft_spec(runtime, runtime.draft, device) if runtime.draft is not None else None)
     is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
@@ -173,6 +175,7 @@ def _load(
         max_seq_len=runtime.max_seq_len,
         page_size=runtime.page_size,
         device=device,
+        num_groups=len(spec.cache_windows),
     )
     vocab_size, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
     sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
@@ -190,14 +193,15 @@ def _load(
         )
     )
     layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.spec.kv_layouts))
+    places = (*spec.kv_places, *range(len(spec.kv_layouts), len(layouts)))
     if scales is not None:
-        scales += [ONE] * (len(layouts) - len(scales))
+        scales += [ONE] * (len(places) - len(scales))
 
     def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(layouts, spec.page_size, num_pages, device, scales),
+            pool=KVPool(layouts, spec.page_size, num_pages, device, scales, places),
             table=table,
             sampling=sampling,
             sampler=sampler,
@@ -284,6 +288,19 @@ def _pieces(
     """`others`: captures that came before, in the same report of progress."""
     kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
     return kind(sizes, hidden_size, lambda done, total: progress.graphs(others + done, others + total))
+
+
+def _kept_whole(runtime: RuntimeConfig, spec: AttentionSpec) -> str:
+    """Why windows give no pages back, where they do not."""
+    if spec.cache_windows != FULL or all(group.window is None for group in spec.groups):
+        return ""
+    if runtime.draft is not None:
+        reason = "the proposing model's layers have the same pages"
+    elif len(set(spec.kv_layouts)) > 1:
+        reason = "layers differ in the size of a token"
+    else:
+        reason = "that would save little"
+    return f" (layers with windows keep all tokens, since {reason})"
 
 
 def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exception) -> str:

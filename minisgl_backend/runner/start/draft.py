@@ -94,6 +94,7 @@ def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.devic
         kv_dtype=getattr(torch, kv_dtype),
         device=device,
         flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
+        most_cache_groups=runtime.most_cache_groups,
     )
 
 

@@ -115,6 +115,7 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         dtype=getattr(torch, runtime.dtype),
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
+        most_cache_groups=runtime.most_cache_groups,
     )
     layouts = spec.kv_layouts
     if runtime.draft is not None:

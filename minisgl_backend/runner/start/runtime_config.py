@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.speculative_config import most_decode_entries
 
@@ -46,6 +47,11 @@ class RuntimeConfig:
     def most_decode_entries(self) -> int:
         """Entries of the largest decode step: rows, and drafts of rows."""
         return most_decode_entries(self.config.max_running_requests, self.config.speculation)
+
+    @property
+    def most_cache_groups(self) -> int:
+        """Of the model. The layers of one that proposes have its pages, too, and so all of them are one group."""
+        return MOST_GROUPS if self.draft is None else 1
 
     def device_index(self, rank: int) -> int:
         """Index of a tensor-parallel rank's GPU on its machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +227,19 @@ def test_pool_sizes() -> None:
     assert pool.layer(0).k.shape == (11, 2, 16, HEAD_DIM)
     used = sum(pool.layer(layer).k.nbytes + pool.layer(layer).v.nbytes for layer in range(2))
     assert KVPool.bytes_per_page(spec.kv_layouts, 16) * 11 == used
+
+
+def test_layers_of_several_cache_groups_share_memory() -> None:
+    groups = [replace(make_spec(16).groups[0], layers=(layer,), cache_group=layer // 2) for layer in range(3)]
+    spec = replace(make_spec(16), groups=tuple(groups), cache_windows=(None, 24))
+    pool = make_pool(spec, 10)
+    addresses = [pool.layer(layer).k.data_ptr() for layer in range(3)]
+    assert addresses[0] == addresses[2] != addresses[1]
+    assert len(spec.kv_layouts) == 2
+    pool.layer(2).k[[3, 4]] = 1.0
+    pool.clear(torch.tensor([3]))
+    assert (pool.layer(0).k[3] == 0).all()
+    assert (pool.layer(0).k[4] == 1).all()
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -125,10 +125,10 @@ def test_log_probabilities(kind: str, top: int):
 
 def test_row_tables():
     tokens = torch.randint(0, 99, (5, 40)).int()
-    table = torch.randint(1, 30, (5, 10)).int()
+    tables = torch.randint(1, 30, (2, 5, 10)).int()
     lines, positions = torch.tensor([4, 0, 2]).int(), torch.tensor([39, 0, 17]).int()
-    ids, slots = rows.lookup(lines, positions, tokens, table, 4)
+    ids, slots = rows.lookup(lines, positions, tokens, tables, 4)
     assert ids.tolist() == tokens[lines, positions].tolist()
-    assert slots.tolist() == (table[lines, positions // 4] * 4 + positions % 4).tolist()
+    assert slots.tolist() == (tables[:, lines, positions // 4] * 4 + positions % 4).tolist()
     rows.scatter(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
     assert tokens[lines, positions].tolist() == [7, 8, 9]

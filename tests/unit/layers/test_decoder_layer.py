@@ -174,7 +174,7 @@ def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tenso
         page_table=torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), cu_seqlens_q_host=starts, kv_lens_host=lengths,
         rows_host=rows,
     )  # fmt: skip
-    ctx = EagerContext(slots=torch.arange(8, 8 + TOKENS), attention=pair, plan=pair.plan(prefill, None))
+    ctx = EagerContext(slots=(torch.arange(8, 8 + TOKENS),), attention=pair, plan=pair.plan(prefill, None))
     with torch.inference_mode():
         after = module((Residual(hidden.clone(), tp),), torch.arange(TOKENS), ctx)
         last = RMSNorm(HIDDEN, NormConfig(eps=0.0), "last", context)

@@ -27,6 +27,7 @@ class Driver:
     """Turns "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
 
     page_size: int
+    num_groups: int = 1  # cache groups
     next_step: int = 0
     next_page: int = 1
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by row, the host's view
@@ -62,13 +63,15 @@ class Driver:
             pages += self._grow(row)
         admitted, self.pending = tuple(self.pending), []
         self.next_step += 1
-        columns = np.array(pages, dtype=np.int32).reshape(-1, 3).T
+        pages.sort(key=lambda entry: entry[0])  # group by group, as the scheduler
+        columns = np.array(pages, dtype=np.int32).reshape(-1, 4).T
         return StepPlan(
             step=self.next_step,
             admitted=admitted,
-            page_rows=columns[0],
-            page_columns=columns[1],
-            page_ids=columns[2],
+            page_groups=columns[0] if self.num_groups > 1 else columns[0, :0],
+            page_rows=columns[1],
+            page_columns=columns[2],
+            page_ids=columns[3],
             prefill=tuple(chunks),
             decode_rows=np.array(decode, dtype=np.int32),
             decode_lengths=np.array([self.computed[row] for row in decode], dtype=np.int32),
@@ -79,12 +82,12 @@ class Driver:
         for row, token in zip(plan.sampled_rows.tolist(), token_ids.tolist(), strict=True):
             self.tokens[row].append(token)
 
-    def _grow(self, row: int) -> list[tuple[int, int, int]]:
+    def _grow(self, row: int) -> list[tuple[int, int, int, int]]:
         new = []
         while self.pages[row] * self.page_size < self.computed[row]:
-            new.append((row, self.pages[row], self.next_page))
+            new += [(group, row, self.pages[row], self.next_page + group) for group in range(self.num_groups)]
             self.pages[row] += 1
-            self.next_page += 1
+            self.next_page += self.num_groups
         return new
 
 

@@ -28,19 +28,20 @@ class Mirror:
     """What the tables should hold, written the slow way."""
 
     def __init__(self) -> None:
-        self.pages: dict[tuple[int, int], int] = {}
+        self.pages: dict[tuple[int, int, int], int] = {}  # by cache group, row and column
         self.tokens: dict[tuple[int, int], int] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        for row, column, page in zip(plan.page_rows, plan.page_columns, plan.page_ids, strict=True):
-            self.pages[int(row), int(column)] = int(page)
+        groups = plan.page_groups if len(plan.page_groups) else np.zeros_like(plan.page_rows)
+        for group, row, column, page in zip(groups, plan.page_rows, plan.page_columns, plan.page_ids, strict=True):
+            self.pages[int(group), int(row), int(column)] = int(page)
         for admitted in plan.admitted:
             for position, token in enumerate(admitted.token_ids.tolist()):
                 self.tokens[admitted.row, position] = token
 
 
-def make_builder(page_size: int = 4) -> tuple[RowTable, BatchBuilder]:
-    table = RowTable(max_running=ROWS, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
+def make_builder(page_size: int = 4, num_groups: int = 1) -> tuple[RowTable, BatchBuilder]:
+    table = RowTable(max_running=ROWS, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU, num_groups=num_groups)
     return table, BatchBuilder(table, SamplingRows(table.max_rows, 100, (), table.max_seq_len, CPU))
 
 
@@ -52,9 +53,11 @@ def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, pa
     assert list(zip(rows.tolist(), positions.tolist(), strict=True))[:count] == expected
     token_ids, slots = table.lookup(rows, positions)
     assert token_ids.tolist()[:count] == [mirror.tokens[place] for place in expected]
-    assert slots.tolist()[:count] == [
-        mirror.pages[row, p // page_size] * page_size + p % page_size for row, p in expected
-    ]
+    assert len(slots) == max(1, len(table.page_tables))
+    for group, of_group in enumerate(slots):
+        assert of_group.tolist()[:count] == [
+            mirror.pages[group, row, p // page_size] * page_size + p % page_size for row, p in expected
+        ]
     sampled = [(c.row, c.end) for c in plan.prefill if c.samples]
     sampled += list(zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True))
     assert list(zip(step.sampling.rows.tolist(), step.sampling.positions.tolist(), strict=True)) == sampled
@@ -70,9 +73,9 @@ def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, pa
 @pytest.mark.parametrize("sizes", [(), (1, 2, 4)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans(page_size: int, sizes: tuple[int, ...], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    table, builder = make_builder(page_size)
-    driver, mirror = Driver(page_size), Mirror()
+    rng, num_groups = np.random.default_rng(seed), 1 + seed % 3
+    table, builder = make_builder(page_size, num_groups)
+    driver, mirror = Driver(page_size, num_groups), Mirror()
     for _ in range(60):
         for row in range(ROWS):
             known = driver.tokens.get(row)
@@ -152,10 +155,11 @@ def test_the_decode_part_never_moves() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_lone_prompt_goes_where_its_graph_reads_it(page_size: int) -> None:
-    table, builder = make_builder(page_size)
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_lone_prompt_goes_where_its_graph_reads_it(page_size: int, num_groups: int) -> None:
+    table, builder = make_builder(page_size, num_groups)
     inputs = {size: builder.prompt_tensors(size) for size in (6, 32)}
-    driver, mirror = Driver(page_size), Mirror()
+    driver, mirror = Driver(page_size, num_groups), Mirror()
     for row, length, size in ((0, 20, 32), (2, 5, 6), (1, 32, 32), (2, 1, 6)):
         driver.admit(row, list(range(40, 40 + length)), SamplingParams(seed=1, repetition_penalty=1.5))
         plan = driver.plan(prefill={row: length})
@@ -167,16 +171,21 @@ def test_a_lone_prompt_goes_where_its_graph_reads_it(page_size: int) -> None:
         padding = [0] * (size - length)
         assert sent.token_ids.tolist() == [*range(40, 40 + length), *padding]
         assert sent.positions.tolist() == [*range(length), *padding]
-        places = [mirror.pages[row, p // page_size] * page_size + p % page_size for p in range(length)]
-        assert sent.slots.tolist() == [*places, *padding]
+        expected = [
+            [mirror.pages[group, row, p // page_size] * page_size + p % page_size for p in range(length)]
+            for group in range(num_groups)
+        ]
+        assert [slots.tolist() for slots in sent.slots] == [[*places, *padding] for places in expected]
         assert sent.last_line.tolist() == [length - 1]
         assert sent.attention.cu_seqlens_q.tolist() == [0, length]
         assert sent.attention.kv_lens.tolist() == [length]
         pages = -(-length // page_size)
-        assert sent.attention.page_table[0, :pages].tolist() == table.page_table[row, :pages].tolist()
+        for group, live in enumerate(table.page_tables or (table.page_table,)):
+            assert sent.attention.of(group).page_table[0, :pages].tolist() == live[row, :pages].tolist()
         rows, positions = torch.full((length,), row), torch.arange(length)
         token_ids, slots = table.lookup(rows, positions)
-        assert (token_ids.tolist(), slots.tolist()) == (list(range(40, 40 + length)), places)
+        assert token_ids.tolist() == list(range(40, 40 + length))
+        assert [of_group.tolist() for of_group in slots] == expected
         assert (step.sampling.rows.tolist(), step.sampling.positions.tolist()) == ([row], [length])
         assert builder.mirror_host(plan, host.decisions).decisions == host.decisions
 
