@@ -100,9 +100,10 @@ class Drafting:
         if self._steps is not None:
             self._steps.note_plan(plan)
 
-    def plan_proposals(self, builder: StepPlanBuilder, step: int) -> bool:
-        """Whether the step is one of a proposer that has steps of its own; if so, the builder has it."""
-        return self._steps is not None and self._steps.plan(builder, step)
+    def plan_proposals(self, builder: StepPlanBuilder, step: int) -> None:
+        """Where the step is one of a proposer that has steps of its own, the builder has it then."""
+        if self._steps is not None:
+            self._steps.plan(builder, step)
 
     def take_proposals(self, plan: StepPlan, result: StepResult) -> None:
         """What came of such a step."""

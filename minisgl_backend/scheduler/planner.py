@@ -59,10 +59,9 @@ class Planner:
         self._admits = True
         if self._shares is not None:
             self._make_way(self._shares)
-        if self._drafting is not None and not self.prompts_wait and self._drafting.plan_proposals(builder, step):
-            self._running.send_page_changes(builder)
-            return builder.build(step)
-        if self._has_background_beside_others():
+        if self._drafting is not None and not self.prompts_wait:
+            self._drafting.plan_proposals(builder, step)
+        if builder.empty and self._has_background_beside_others():
             self._make_way_for_others()
             self._plan_beside_background(builder, step)
         if builder.empty:
