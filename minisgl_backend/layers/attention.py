@@ -104,7 +104,7 @@ class SelfAttention(AttentionBlock):
         self._tp = tp = layer_context.tp
         self._sinks_name = layer_context.name("sinks")
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        outputs = self._outputs(config)
         # Of more ranks than KV heads, several have the same one.
         kv_parts = min(config.num_kv_heads, tp.size)
         order = head_order(config.rope, config.head_dim)
@@ -144,6 +144,11 @@ class SelfAttention(AttentionBlock):
             cos_sin=cos_sin,
             eps=norm.eps if norm is not None else 0.0,
         )
+
+    def _outputs(self, config: AttentionConfig) -> dict[str, int]:
+        """Of `qkv_proj`, by name."""
+        kv_size = config.num_kv_heads * config.head_dim
+        return {"q_proj": config.num_q_heads * config.head_dim, "k_proj": kv_size, "v_proj": kv_size}
 
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
         sinks = None if self.sinks is None else self.sinks.data

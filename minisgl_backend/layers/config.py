@@ -19,11 +19,11 @@ UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 class RopeConfig:
     """Rotary position embedding. Fields beyond `theta` and `rotary_dim` are for the types that they name."""
 
-    type: str = "default"  # default, linear, llama3, yarn or longrope
+    type: str = "default"  # default, linear, llama3, yarn, longrope or proportional
     theta: float = 10000.0
     rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None: all (partial rotary)
     interleaved: bool = False  # neighbours are rotated together, not dimension i with i + rotary_dim / 2 (GPT-J)
-    factor: float = 1.0  # linear, llama3, yarn, longrope
+    factor: float = 1.0  # linear, llama3, yarn, longrope, proportional
     original_max_position: int = 0  # llama3, yarn, longrope; tokens
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -35,6 +35,7 @@ class RopeConfig:
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope; one a pair of dimensions
     long_factor: tuple[float, ...] = ()  # longrope
+    rotated_pairs: int = 0  # proportional: the first of a whole head's, the others are not rotated (Gemma 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,14 @@ class AttentionConfig:
     def rope_head_dim(self) -> int:
         """Dimensions of a head that the rope's table is made for."""
         return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueNormAttentionConfig(AttentionConfig):
+    """Self-attention whose values have an RMSNorm without a weight (Gemma 4)."""
+
+    value_norm_eps: float
+    values_are_keys: bool = False  # what keys are made of, before their norm and rotation, are the values, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +183,4 @@ class LayerConfig:
     # both (Wang and Komatsuzaki, 2021: GPT-J).
     norms: Literal["before", "after", "both", "parallel"] = "before"
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+    output_factor: bool = False  # a stored number multiplies the residual stream behind the layer (Gemma 4)

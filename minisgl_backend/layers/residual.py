@@ -101,6 +101,11 @@ class Residual:
         """With nothing left to be added."""
         return Residual(hidden, self._tp, self._all_reduce)
 
+    def times(self, factor: torch.Tensor) -> Residual:
+        """All of it multiplied, factor [1]."""
+        residual, hidden = self.settled(None)
+        return residual.become(hidden * factor)
+
     def at(self, indices: torch.Tensor) -> Residual:
         """Some tokens of this one, which is settled; indices int [num_chosen]."""
         return replace(self, _hidden=self._hidden[indices])

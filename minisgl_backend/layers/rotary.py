@@ -94,6 +94,9 @@ def rope_table(rope: RopeConfig | None, head_dim: int, max_seq_len: int, device:
     """float32 [max_seq_len, head_dim] for `Ops.rope_store`. Without `rope` (NoPE) nothing is rotated."""
     if rope is None:
         return rotary_table(torch.empty(0), max_seq_len, device, still=head_dim // 2)
+    if rope.type == "proportional":
+        frequencies = default_frequencies(head_dim, rope.theta)[: rope.rotated_pairs] / rope.factor
+        return rotary_table(frequencies, max_seq_len, device, still=head_dim // 2 - rope.rotated_pairs)
     rotary_dim = rope.rotary_dim or head_dim
     frequencies, attention_factor = _stretched(rope, default_frequencies(rotary_dim, rope.theta), max_seq_len)
     return rotary_table(frequencies, max_seq_len, device, attention_factor, still=(head_dim - rotary_dim) // 2)

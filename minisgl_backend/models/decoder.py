@@ -18,6 +18,7 @@ from minisgl_backend.layers.config import (
     MoeConfig,
     RopeConfig,
     UngatedMlpConfig,
+    ValueNormAttentionConfig,
 )
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
@@ -28,9 +29,11 @@ from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.pooling import ClassificationHead
 from minisgl_backend.layers.residual import MicroBatches, Residual, join
 from minisgl_backend.layers.rotary import rope_table
-from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.layers.value_norm_attention import ValueNormAttention
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.method import LinearMethod, process_weights_after_loading
+from minisgl_backend.weights.parts import WeightPart
 
 
 class DecoderLayer(nn.Module):
@@ -50,6 +53,7 @@ class DecoderLayer(nn.Module):
         }
         for name, norm in norms.items():
             self.add_module(name, norm)
+        self.output_factor = OutputFactor(layer_context) if layer.output_factor else None
         self._attention_norms, self._mlp_norms = (
             SublayerNorms(norms.get(before), norms.get(after), layer.residual_multiplier) for before, after in names
         )
@@ -79,7 +83,23 @@ class DecoderLayer(nn.Module):
         micro_batches = self.self_attn(
             micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
         )
-        return tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
+        outputs = tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
+        return outputs if self.output_factor is None else tuple([self.output_factor(one) for one in outputs])
+
+
+class OutputFactor(WeightedLayer):
+    """A stored number that multiplies the residual stream."""
+
+    def __init__(self, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._name = layer_context.name("layer_scalar")
+        self.weight = layer_context.parameter(1)
+
+    def forward(self, residual: Residual) -> Residual:
+        return residual.times(self.weight)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [WeightPart(name=self._name, shape=(1,), target=self.weight)]
 
 
 def _attention(
@@ -89,6 +109,8 @@ def _attention(
     cos_sin: torch.Tensor,
     layer_context: LayerContext,
 ) -> AttentionBlock:
+    if isinstance(attention, ValueNormAttentionConfig):
+        return ValueNormAttention(attention, hidden_size, index, cos_sin, layer_context)
     if isinstance(attention, AttentionConfig):
         return SelfAttention(attention, hidden_size, index, cos_sin, layer_context)
     return LatentAttention(attention, hidden_size, index, cos_sin, layer_context)

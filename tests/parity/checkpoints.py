@@ -33,13 +33,13 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.1, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+}  # fmt: skip
 _GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -148,13 +148,7 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
             "full_attention": {**_YARN_ROPE, "rope_theta": 10000.0},
         },
     ),
-    "granite": _maker(
-        "GraniteForCausalLM",
-        attention_multiplier=0.1,
-        residual_multiplier=0.4,
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
-    ),
+    "granite": _maker("GraniteForCausalLM", **_GRANITE),
     "gemma2": _maker("Gemma2ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **_GEMMA),
     "gemma3": _maker(
         "Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, layer_types=_SLIDES, **_GEMMA
@@ -169,6 +163,18 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
         },
+        **_GEMMA,
+    ),
+    "gemma4": _maker(
+        "Gemma4ForCausalLM",
+        head_dim=16,
+        sliding_window=24,
+        layer_types=[*_SLIDES[:2], "full_attention"],
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=20.0,
         **_GEMMA,
     ),
     "smollm3": _maker("SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1]),
@@ -203,15 +209,7 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "nemotron": _maker("NemotronForCausalLM", head_dim=32),
     "starcoder2": _maker("Starcoder2ForCausalLM", sliding_window=24),
     "olmoe": _maker("OlmoeForCausalLM", num_experts=6, num_experts_per_tok=2),
-    "granitemoe": _maker(
-        "GraniteMoeForCausalLM",
-        attention_multiplier=0.1,
-        residual_multiplier=0.4,
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-    ),
+    "granitemoe": _maker("GraniteMoeForCausalLM", num_local_experts=6, num_experts_per_tok=2, **_GRANITE),
     "glm": _maker("GlmForCausalLM", head_dim=32, pad_token_id=0),
     "gemma": _maker("GemmaForCausalLM", head_dim=32, pad_token_id=0),
     "solar_open": _maker("SolarOpenForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True, **_ROUTED),

@@ -20,6 +20,8 @@ from minisgl_backend.models.families import FAMILIES
 # What transformers' default config lacks of a model.
 LACKING: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
+    "Gemma4ForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
     "GraniteMoeHybridForCausalLM": {
         "layer_types": ["full_attention"] * 32,
         "num_local_experts": 0,
@@ -234,6 +236,12 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("CwmForCausalLM", "attention_bias", True),
     ("ExaoneForCausalLM", "activation_function", "relu"),
     ("FlexOlmoForCausalLM", "num_experts_per_tok", 8),
+    ("Gemma4ForCausalLM", "hidden_size_per_layer_input", 256),
+    ("Gemma4ForCausalLM", "num_kv_shared_layers", 10),
+    ("Gemma4ForCausalLM", "enable_moe_block", True),
+    ("Gemma4ForCausalLM", "use_bidirectional_attention", "all"),
+    ("Gemma4ForCausalLM", "per_layer_config", {"5": {"sliding_window": 8}}),
+    ("Gemma4ForConditionalGeneration", "text_config", None),
     ("GraniteMoeHybridForCausalLM", "num_local_experts", 8),
     ("GraniteMoeHybridForCausalLM", "layer_types", ["linear_attention"] * 32),
     ("GraniteMoeHybridForCausalLM", "position_embedding_type", "alibi"),

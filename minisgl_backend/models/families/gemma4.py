@@ -1,0 +1,132 @@
+"""Gemma 4, text, of the size whose layers are dense and have no embeddings of their own (31B): norms of queries, keys
+and values, another head size in layers without a window, a stored factor of the residual stream behind each layer.
+
+Others run through transformers' code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_backend.layers.config import LayerConfig, RopeConfig, ValueNormAttentionConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, SLIDING, Family, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.families.gemma2 import every
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import by_layer_type, make_rope
+from minisgl_backend.weights.names import TensorNames
+
+_ROPES: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def read(keys: Keys) -> DecoderConfig:
+    _check_kind(keys)
+    num_layers, size = keys.integer("num_hidden_layers"), window(keys, 512)
+    types = layer_types(keys, num_layers) or every(6, num_layers)
+    types = (*types[:-1], FULL)  # as transformers has it
+    if size is None and SLIDING in types:
+        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    given = by_layer_type(keys, _ROPES)
+    ropes = {kind: {**_ROPES[kind], **values} for kind, values in given.items()}
+    sizes = _per_layer(keys, types)
+
+    def layer(index: int, kind: str) -> LayerConfig:
+        head_dim, num_kv_heads = sizes[index]
+        return LayerConfig(
+            attention=ValueNormAttentionConfig(
+                num_q_heads=keys.integer("num_attention_heads"),
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                rope=_rope(keys, ropes[kind], head_dim),
+                window=size if kind == SLIDING else None,
+                scale=1.0,
+                qk_norm=norm(keys),
+                value_norm_eps=norm(keys).eps,
+                values_are_keys=kind == FULL and keys.boolean("attention_k_eq_v", False),
+            ),
+            mlp=mlp(keys, "hidden_activation"),
+            norm=norm(keys),
+            norms="both",
+            output_factor=True,
+        )
+
+    return decoder(
+        keys,
+        [layer(index, kind) for index, kind in enumerate(types)],
+        embedding_multiplier=math.sqrt(keys.integer("hidden_size")),
+        logits_soft_cap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+def _check_kind(keys: Keys) -> None:
+    """Refuses what smaller models and those with experts have besides."""
+    keys.choice("hidden_size_per_layer_input", (0,))
+    keys.choice("num_kv_shared_layers", (0,))
+    keys.choice("enable_moe_block", (False,))
+    keys.choice("attention_bias", (False,))
+    keys.choice("use_bidirectional_attention", (None, "vision"))  # of images, which are not served
+    keys.without_effect("vocab_size_per_layer_input", "use_double_wide_mlp")
+    keys.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
+def _per_layer(keys: Keys, types: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Head size and number of KV heads: those of `per_layer_config`, or those that layers without a window have in
+    common."""
+    head_dim, num_kv_heads = keys.integer("head_dim"), keys.integer("num_key_value_heads")
+    full: Mapping[str, Any] = {"head_dim": keys.integer("global_head_dim", 512)}
+    own_heads = keys.get("num_global_key_value_heads")
+    if own_heads is not None and keys.boolean("attention_k_eq_v", False):
+        full = {**full, "num_key_value_heads": own_heads}
+    given = keys.mapping("per_layer_config")
+    overrides = [
+        given.get(str(index), {}) if given else full if kind == FULL else {} for index, kind in enumerate(types)
+    ]
+    found = []
+    for one in overrides:
+        of_layer = Keys({"head_dim": head_dim, "num_key_value_heads": num_kv_heads, **one})
+        if more := set(one) - {"head_dim", "num_key_value_heads"}:
+            refuse("per_layer_config", sorted(more), "head_dim and num_key_value_heads of a layer")
+        found.append((of_layer.integer("head_dim"), of_layer.integer("num_key_value_heads")))
+    return found
+
+
+def _rope(keys: Keys, values: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    if values["rope_type"] != "proportional":
+        own = {key: value for key, value in values.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        return make_rope(own, values["rope_theta"], keys.integer("max_position_embeddings"), head_dim)
+    part, theta, factor = (values.get(key, 1.0) for key in ("partial_rotary_factor", "rope_theta", "factor"))
+    for key, value in (("partial_rotary_factor", part), ("rope_theta", theta), ("factor", factor)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            refuse(key, value, "a number above 0")
+    return RopeConfig(
+        type="proportional", theta=float(theta), factor=float(factor), rotated_pairs=int(part * head_dim // 2)
+    )
+
+
+_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "tie_word_embeddings": True,
+}
+FAMILY = Family(model_type="gemma4_text", read=read, defaults=_DEFAULTS)
+
+_ENCODERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+
+# The text model of a checkpoint that has encoders, too.
+MULTIMODAL_FAMILY = Family(
+    model_type="gemma4",
+    read=read,
+    defaults=_DEFAULTS,
+    text_config="text_config",
+    tensor_names=TensorNames(
+        prefixes=(("model.language_model.", "model."),), left_out=tuple(f"model.{name}." for name in _ENCODERS)
+    ),
+)
