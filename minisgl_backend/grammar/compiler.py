@@ -21,6 +21,7 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.grammar.answer import Answer, compile_translated
 from minisgl_backend.grammar.helper import begin_helper
 from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
 from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
@@ -34,15 +35,6 @@ MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is
 MAX_THREADS = 4  # of one grammar
 PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What came of a grammar: xgrammar's own JSON of it, or what is wrong with it; or, where it is quick, the grammar
-    as it was translated."""
-
-    compiled: str = ""
-    error: str = ""
-    plain: Grammar | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,7 +84,7 @@ def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
     try:
         plain = translated(grammar)
         started = time.process_time()
-        compiled = compile_grammar(compiler, plain)
+        compiled = compile_translated(compiler, plain)
         seconds, size = time.process_time() - started, compiled.memory_size_bytes
         try_answer(compiled, lengths)
         if size > MOST_BYTES:
@@ -110,10 +102,7 @@ def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
 
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
     """By xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
-    plain = translated(grammar)
-    if plain.kind == "structural_tag":
-        return compiler.compile_structural_tag(plain.text)
-    return compiler.compile_regex(plain.text) if plain.kind == "regex" else compiler.compile_grammar(plain.text)
+    return compile_translated(compiler, translated(grammar))
 
 
 def try_answer(compiled: Any, lengths: Int32Array) -> None:

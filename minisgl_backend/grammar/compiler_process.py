@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from minisgl_backend.grammar.compiler import Answer
+from minisgl_backend.grammar.answer import Answer
 from minisgl_backend.grammar.light_import import ENVIRONMENT
 from minisgl_backend.grammar.tokenizer_info import Description, TokenizerSource
 from minisgl_backend.process.spawn import start_child

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.grammar.compiler import Answer, compile_grammar
+from minisgl_backend.grammar.answer import Answer, compile_translated
 from minisgl_backend.grammar.compiler_process import CompilerProcess, HelperProcess, TokenizerProcess
 from minisgl_backend.grammar.jobs import Job, Limits, Outcome
 from minisgl_backend.grammar.light_import import import_xgrammar
@@ -270,7 +270,7 @@ class GrammarCompilers:
             return self._tokenizer
 
     def load(self, grammar: Grammar, answer: Answer) -> Any:
-        """The compiled grammar from xgrammar's JSON of it, or anew where there is none, since it is quick; it is kept
+        """The compiled grammar from xgrammar's JSON of it, or from the translated one, which is quick; it is kept
         for whoever asks for the same. What a process has translated is not translated again: that is Python's work,
         which would hold up the engine's step loop."""
         import xgrammar
@@ -279,6 +279,7 @@ class GrammarCompilers:
         if answer.compiled:
             compiled = xgrammar.CompiledGrammar.deserialize_json(answer.compiled, tokenizer.info)
         else:
-            compiled = compile_grammar(tokenizer.compiler, answer.plain or grammar)
+            assert answer.plain is not None, "what is not sent compiled is sent translated"
+            compiled = compile_translated(tokenizer.compiler, answer.plain)
         self.memory.note_compiled(grammar, compiled, compiled.memory_size_bytes)
         return compiled

@@ -19,7 +19,7 @@ from minisgl_backend.errors import MinisglError
 from minisgl_backend.grammar import compiler as grammar_process
 from minisgl_backend.grammar import compilers as grammar_compilers
 from minisgl_backend.grammar import memory as grammar_memory
-from minisgl_backend.grammar.compiler import Answer
+from minisgl_backend.grammar.answer import Answer
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.jobs import Job, Limits
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
@@ -153,9 +153,8 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
 
 def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) -> None:
     """Those that are remembered are: its cache counts no texts."""
-    compilers.load(
-        Grammar(kind="json_schema", text='{"type": "integer", "description": "of its own"}'), grammar_process.Answer()
-    )
+    plain = Grammar(kind="ebnf_grammar", text="root ::= [0-9]+ # of its own")
+    compilers.load(plain, Answer(plain=plain))
     assert compilers._take_tokenizer().compiler.get_cache_size_bytes() == 0
 
 
