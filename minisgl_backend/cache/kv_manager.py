@@ -139,8 +139,11 @@ class KVManager:
 
     def pages_to_take(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
         """Pages that `acquire` takes."""
-        full, windows = self.pages_for(num_tokens), self.pages_for(chunk_end)
-        return self._num_full * (full - match.num_pages) + self.groups.num_windows * (windows - match.num_pages)
+        cached = match.num_pages
+        pages = self._num_full * (self.pages_for(num_tokens) - cached)
+        if self.has_windows:
+            pages += self.groups.num_windows * (self.pages_for(chunk_end) - cached)
+        return pages
 
     def pages_to_start(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
         """Pages that a prompt needs until it is computed, with chunks as long as the first one: at least those that
@@ -211,8 +214,8 @@ class KVManager:
         else:
             axis = np.arange(self.groups.num_groups)[:, None]  # a slice here would be ten times slower
             self._table[axis, rows, columns] = pages.reshape(-1, len(rows))
-        self._held[rows] = columns + 1
-        self.covered[rows] += self.page_size
+        held = columns + 1
+        self._held[rows], self.covered[rows] = held, held * self.page_size
         return columns, pages
 
     def shrink(self, rows: IndexArray, num_tokens: Int32Array) -> None:
@@ -266,9 +269,10 @@ class KVManager:
         lease.pin = kept.pin
         lease.num_shared = self._shared[lease.row] = first + kept.num_pages
         own = own[:, : kept.num_pages]
-        groups, columns = np.nonzero(own != kept.pages)
-        if not len(groups):
+        differs = own != kept.pages
+        if True not in differs:
             return None
+        groups, columns = differs.nonzero()
         old, new = own[groups, columns], kept.pages[groups, columns]
         own[groups, columns] = new  # a view: this writes the page table
         rows = np.full(len(new), lease.row, dtype=np.int32)
@@ -310,7 +314,10 @@ class KVManager:
     def pages_of(self, lease: PageLease) -> Int32Array:
         """All pages of a lease in order, int32 [num_groups, num_pages]; a view of the page table. 0: a group with a
         window has given the page back, or does not have it yet."""
-        return self._table[:, lease.row, : max(self._held[lease.row], self._reserved[lease.row])]
+        count = self._held[lease.row]
+        if self.has_windows:
+            count = max(count, self._reserved[lease.row])
+        return self._table[:, lease.row, :count]
 
     def entries(self, groups: Int32Array, rows: Int32Array, columns: Int32Array) -> TableEntries:
         """What the page table has at these places now; [num_entries] each."""

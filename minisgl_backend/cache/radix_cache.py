@@ -98,8 +98,10 @@ class RadixCache(PrefixCache[RadixNode]):
             runs.append(node.pages)
             position += node.num_pages
         self._pin(node, self._root)
-        pages = np.concatenate(runs, axis=1) if runs else self._none
-        if self._windows is not None and runs:
+        if self._windows is None or not runs:
+            pages = self._joined(runs)
+        else:
+            pages = np.concatenate(runs, axis=1)  # a copy
             seen = pages[self._num_full :]
             seen[np.arange(end) < end - self._groups.needed] = 0
             self._windows.pin(seen[seen > 0])
@@ -142,11 +144,13 @@ class RadixCache(PrefixCache[RadixNode]):
                 if common < child.num_pages:
                     child = self._split(child, common)
             child.used_at = self._tick
-            runs.append(self._use(child, pages[:, position : position + common]))
+            runs.append(
+                child.pages if self._windows is None else self._use(child, pages[:, position : position + common])
+            )
             position += common
             node = child
         self._pin(node, pin)
-        return PrefixMatch(np.concatenate(runs, axis=1) if runs else self._none, node, salt)
+        return PrefixMatch(self._joined(runs), node, salt)
 
     def evict(self, count: int) -> Int32Array:
         evicted: list[Int32Array] = []
@@ -232,9 +236,8 @@ class RadixCache(PrefixCache[RadixNode]):
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:
-        """What `extend` returns for one node, whose tokens are in the pages `own` too."""
-        if self._windows is None:
-            return node.pages
+        """What `extend` returns for one node, where there are groups with windows; `own` are pages with its tokens."""
+        assert self._windows is not None, "there are such groups"
         theirs, own = node.pages[self._num_full :], own[self._num_full :]
         fills = (theirs == 0) & (own > 0)
         if fills.any():
@@ -249,6 +252,12 @@ class RadixCache(PrefixCache[RadixNode]):
         assert self._windows is not None, "pages of groups with windows"
         self._holders[pages] = node
         self._windows.add(pages)
+
+    def _joined(self, runs: list[Int32Array]) -> Int32Array:
+        """The pages of a path, [num_groups, num_pages]; those of one node are not copied."""
+        if len(runs) == 1:
+            return runs[0]
+        return np.concatenate(runs, axis=1) if runs else self._none
 
     def _oldest_leaf(self) -> RadixNode | None:
         """The leaf to be evicted next, the first of the heap."""
