@@ -171,7 +171,12 @@ class LogitsRunner:
     def _plan(self, number: int, step: Step, lengths: np.ndarray) -> StepPlan:
         tokens, prompts = self._sequences.tokens, self._sequences.prompt_lengths
         chunks = tuple(
-            PrefillChunk(row, start, np.array(tokens[row][start:end], dtype=np.int32), Wants(end == prompts[row]))
+            PrefillChunk(
+                row,
+                start,
+                np.array(tokens[row][start:end], dtype=np.int32),
+                Wants.TOKEN if end == prompts[row] else Wants.NOTHING,
+            )
             for row, start, end in step.chunks
         )
         rows = np.array(step.decode, dtype=np.int32)

@@ -5,6 +5,7 @@ All values are immutable and serialise with msgspec.
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import operator
@@ -109,13 +110,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         for field, normalise in _NORMALISE.items():
-            value = getattr(self, field)
-            if value is None:
-                normal = _DEFAULTS[field]
-            else:
-                normal = normalise(field, value)
+            value, default = getattr(self, field), _DEFAULTS[field]
+            if value is default:  # most are
+                continue
+            normal = default if value is None else normalise(field, value)
             if normal is not value:
                 msgspec.structs.force_setattr(self, field, normal)
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """A copy with a seed of 0 to SEED_RANGE - 1; its other fields, which are as they should be, are not checked
+        again."""
+        copied = copy.copy(self)
+        msgspec.structs.force_setattr(copied, "seed", seed)
+        return copied
 
     @property
     def greedy(self) -> bool:
@@ -270,9 +277,10 @@ def check_token_ids(name: str, token_ids: Any, vocab_size: int | None) -> None:
     if not len(token_ids):
         raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
     is_list = isinstance(token_ids, (list, tuple))
-    low, high = (min(token_ids), max(token_ids)) if is_list else (token_ids.min(), token_ids.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
+    wrong = min(token_ids) if is_list else token_ids.min()
+    if wrong >= 0 and vocab_size is not None:
+        wrong = max(token_ids) if is_list else token_ids.max()
+    if wrong < 0 or (vocab_size is not None and wrong >= vocab_size):
         allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise InvalidRequestError(f"{name} holds token id {wrong}; allowed: token ids {allowed}")
 

@@ -6,9 +6,9 @@ A plan is born complete and never changes. Rank 0 makes it and every tensor-para
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Container
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -25,22 +25,22 @@ class RowError(Exception):
         self.row = row
 
 
-class Wants(enum.IntFlag):
-    """What a row asks of its chunk of a step."""
+class Wants:
+    """What a row asks of its chunk of a step: bits. Plain integers, since every chunk is asked several times, and an
+    `IntFlag` takes a microsecond each time."""
 
-    NOTHING = 0
-    TOKEN = 1  # the next token, sampled from the last one's logits
-    PROMPT_LOGPROBS = 2  # of the chunk's tokens
-    FIRST_STATE = 4  # the hidden state of its first token
-    LAST_STATE = 8  # of its last token
-    STATE_SUM = 16  # the sum of those of all its tokens
-    SCORES = 32  # what the model's classification head makes of the last token's
-    TOKEN_LOGPROBS = 64  # of some tokens (AdmittedRow.pooling) as the next one
-    POOLED = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
+    NOTHING: Final = 0
+    TOKEN: Final = 1  # the next token, sampled from the last one's logits
+    PROMPT_LOGPROBS: Final = 2  # of the chunk's tokens
+    FIRST_STATE: Final = 4  # the hidden state of its first token
+    LAST_STATE: Final = 8  # of its last token
+    STATE_SUM: Final = 16  # the sum of those of all its tokens
+    SCORES: Final = 32  # what the model's classification head makes of the last token's
+    TOKEN_LOGPROBS: Final = 64  # of some tokens (AdmittedRow.pooling) as the next one
+    POOLED: Final = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedRow:
+class AdmittedRow(msgspec.Struct, frozen=True):
     """A sequence that takes a row with this step (first admission, or resumption after preemption).
 
     The runner resets everything that it keeps for the row: sampling parameters, penalty counts, history.
@@ -57,17 +57,18 @@ class AdmittedRow:
     def asking_nothing(self) -> AdmittedRow:
         """The row with one token and no option."""
         params = SamplingParams(seed=0)
-        return replace(self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None)
+        return msgspec.structs.replace(
+            self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(msgspec.Struct, frozen=True):
     """Prompt tokens `start` to `start + len(token_ids)` of one row, to be computed in this step."""
 
     row: int
     start: int  # tokens of the sequence that are in the cache before this step
     token_ids: Int32Array  # [chunk_len]
-    wants: Wants  # TOKEN alone has a place in the step's sampled rows
+    wants: int  # bits of Wants; TOKEN alone has a place in the step's sampled rows
 
     @property
     def end(self) -> int:
@@ -84,8 +85,7 @@ class PrefillChunk:
         return bool(self.wants & Wants.POOLED)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """One step: a prefill part and a decode part, either of which may be empty.
 
     Row order is data: prefill chunks come first, then decode rows, both in the order given. The result lists
@@ -106,13 +106,13 @@ class StepPlan:
     decode_uids: Int64Array  # [num_decode]  for sampling noise and logs
     # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
     # what may be NaN in them, and kernels may read a page beyond the end of the next one.
-    cleared_pages: Int32Array = field(default_factory=lambda: NO_INT32)
+    cleared_pages: Int32Array = NO_INT32
     # [num_new_pages]  cache group of each new entry of the page table; [0] for a model of one group.
-    page_groups: Int32Array = field(default_factory=lambda: NO_INT32)
+    page_groups: Int32Array = NO_INT32
     is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
     # [num_decode]  the drafts that are verified: the input token of each entry, and -1 of a row's first, whose input is
     # its last token; [0] in a step without drafts.
-    draft_tokens: Int32Array = field(default_factory=lambda: NO_INT32)
+    draft_tokens: Int32Array = NO_INT32
     # Not 0: a step of the proposer on the device, not of the model. So many tokens are proposed for each of the first
     # `num_proposing` decode entries, one of each row; the entries behind them, and `prefill`, are tokens that the
     # proposer has not seen.
@@ -153,7 +153,7 @@ class StepPlan:
         """The same step without the parts of these rows. Those of them that it admits ask for nothing then, so that
         nothing is left of what they asked."""
         kept = np.array([row not in rows for row in self.decode_rows.tolist()], dtype=np.bool_)
-        return replace(
+        return msgspec.structs.replace(
             self,
             admitted=tuple(one.asking_nothing() if one.row in rows else one for one in self.admitted),
             prefill=tuple(chunk for chunk in self.prefill if chunk.row not in rows),
@@ -186,8 +186,7 @@ class PromptLogprobsRequest:
     top: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecisions:
+class StepDecisions(msgspec.Struct, frozen=True):
     """What rank 0 decides about a step beyond its plan: all that says which collectives the step makes.
 
     It rests on more than the plan, such as grammars and the options of each row, and is made in one place
@@ -231,20 +230,19 @@ class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str = "INTERNAL"  # of the error, as errors.status_of names it
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """The tokens that one step sampled, in `StepPlan.sampled_rows` order."""
 
     step: int
     token_ids: Int32Array  # [num_sampled]
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index into token_ids; only where asked for
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # by row: the chunk's positions
+    logprobs: dict[int, Logprobs] = {}  # by index into token_ids; only where asked for
+    prompt_logprobs: dict[int, list[Logprobs]] = {}  # by row: the chunk's positions
     # Rows whose sequence must end with FinishReason.ERROR: also those of chunks that do not end their prompt.
     failed_rows: frozenset[int] = frozenset()
     why: str = ""  # they failed, where not because of what the model computed
     executed: bool = True  # False: nothing of the plan has reached the device
     accepted: BoolArray | None = None  # [num_sampled]  which tokens count; None: all, as in a step without drafts
-    pooled: dict[int, Float32Array] = field(default_factory=dict)  # by row: what its chunk was asked for; [width]
+    pooled: dict[int, Float32Array] = {}  # by row: what its chunk was asked for; [width]
     proposed: Int32Array | None = None  # [num_proposing, num_proposed]  of a proposer's step
 
 

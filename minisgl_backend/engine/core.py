@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.cache.changes import CacheChange
@@ -272,7 +273,7 @@ class EngineCore:
         elif launched.failed_rows:
             result = with_left_out(plan, result, launched.failed_rows, why)
         if len(plan.draft_tokens):
-            result = dataclasses.replace(result, accepted=plan.accepted(result.token_ids))
+            result = msgspec.structs.replace(result, accepted=plan.accepted(result.token_ids))
         if self._grammars is not None and self._guides:
             self._grammars.advance(plan, result)
         self._scheduler.commit(plan, result)

@@ -7,7 +7,7 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.request import PoolingParams, SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan, Wants
+from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
 
 
 class _Admitted(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +108,7 @@ def _plan_of(plan: _Step) -> StepPlan:
         page_rows=_array(plan.page_rows),
         page_columns=_array(plan.page_columns),
         page_ids=_array(plan.page_ids),
-        prefill=tuple(PrefillChunk(c.row, c.start, _array(c.token_ids), Wants(c.wants)) for c in plan.prefill),
+        prefill=tuple(PrefillChunk(c.row, c.start, _array(c.token_ids), c.wants) for c in plan.prefill),
         decode_rows=_array(plan.decode_rows),
         decode_lengths=_array(plan.decode_lengths),
         decode_uids=np.frombuffer(plan.decode_uids, dtype=np.int64),

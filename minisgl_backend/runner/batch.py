@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,8 +40,7 @@ class PenaltyReset:
     prompt_len: int
 
 
-@dataclass(frozen=True)
-class HostBatch:
+class HostBatch(msgspec.Struct, frozen=True):
     """A plan in a staging buffer: what `build_host` made and `upload` takes."""
 
     plan: StepPlan
@@ -56,8 +56,7 @@ class HostBatch:
     penalised: tuple[PenaltyReset, ...]
 
 
-@dataclass(frozen=True)
-class StepTensors:
+class StepTensors(msgspec.Struct, frozen=True):
     """One step on the device. Valid until the next upload, in stream order."""
 
     plan: StepPlan

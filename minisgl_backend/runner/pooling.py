@@ -21,7 +21,7 @@ class PooledChunk:
     """One chunk of a step. Its hidden states follow those of the chunks before it."""
 
     row: int
-    wants: Wants
+    wants: int
     num_states: int
     token_ids: tuple[int, ...] = ()  # with TOKEN_LOGPROBS; () on ranks that do not sample
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
@@ -11,8 +10,7 @@ from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import AdmittedRow, RowError, StepPlan
 
 
-@dataclass(frozen=True)
-class PrefillHost:
+class PrefillHost(msgspec.Struct, frozen=True):
     """The prefill part of a plan as arrays, one entry a chunk."""
 
     rows: Int32Array

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,14 +18,13 @@ ORDINARY_EXTRA = 1 << 20  # int32 words beside the decode part; a step that need
 ALIGNMENT = 4  # int32 words
 
 
-@dataclass(frozen=True)
-class Staged:
+class Staged(msgspec.Struct, frozen=True):
     """A filled host buffer, not yet uploaded."""
 
     buffer: int  # which of the two
     used: int  # words of it
     extra: Int32Array | None  # where the arrays did not fit: they are here
-    places: dict[str, tuple[int, tuple[int, ...]]]  # offset in words and shape of each array
+    places: dict[str, tuple[int, tuple[int, ...]]]  # offset in words, and shape, of each array behind the decode part
 
 
 class _HostBuffer:
@@ -51,6 +50,7 @@ class Staging:
         self._hosts = [_HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
         self._next = 0
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._extra = self._on_device[self._extra_at :]
         self.rows = self._on_device[:max_rows]
         self.lengths = self._on_device[self._lengths_at : self._lengths_at + max_rows]
 
@@ -62,17 +62,15 @@ class Staging:
             host.uploaded.synchronize()
         host.array[: len(rows)] = rows
         host.array[self._lengths_at : self._lengths_at + len(lengths)] = lengths
-        total = sum(aligned(array.size) for array in arrays.values())
-        fits = total <= ORDINARY_EXTRA
-        target = host.array if fits else np.empty(total, dtype=np.int32)
-        offset = self._extra_at if fits else 0
-        places = {}
+        places, total = {}, 0
         for name, array in arrays.items():
+            places[name] = (total, array.shape)
+            total += aligned(array.size)
+        fits = total <= ORDINARY_EXTRA
+        target = host.array[self._extra_at :] if fits else np.empty(total, dtype=np.int32)
+        for (offset, _), array in zip(places.values(), arrays.values(), strict=True):
             target[offset : offset + array.size] = array.reshape(-1)
-            places[name] = (offset, array.shape)
-            offset += aligned(array.size)
-        used = offset if fits else self._extra_at
-        return Staged(index, used, None if fits else target, places)
+        return Staged(index, self._extra_at + total if fits else self._extra_at, None if fits else target, places)
 
     def upload(self, staged: Staged) -> dict[str, torch.Tensor]:
         """`send`, then `arrays`."""
@@ -88,11 +86,11 @@ class Staging:
 
     def first(self, words: int) -> torch.Tensor:
         """Where the first of the arrays of a step is, if it has so many words and they fit: a fixed address."""
-        return self._on_device[self._extra_at : self._extra_at + words]
+        return self._extra[:words]
 
     def arrays(self, staged: Staged) -> dict[str, torch.Tensor]:
         """What was sent as int32 device tensors, valid until the next upload."""
-        source = self._on_device if staged.extra is None else to_device(staged.extra, self._device)
+        source = self._extra if staged.extra is None else to_device(staged.extra, self._device)
         return {
             name: source[offset : offset + math.prod(shape)].view(shape)
             for name, (offset, shape) in staged.places.items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -44,8 +45,7 @@ class SamplingInputs:
         return bool(self.flags & layout.EXTENDED)
 
 
-@dataclass(frozen=True)
-class SamplingMetadata:
+class SamplingMetadata(msgspec.Struct, frozen=True):
     """What one step needs, on the host; index arrays are to be uploaded by the names they have in `arrays`."""
 
     flags: int
@@ -97,10 +97,12 @@ class SamplingRows:
         self._logprobs = np.full(max_rows, OFF, dtype=np.int32)
         self._prompt_logprobs = np.full(max_rows, OFF, dtype=np.int32)
         self._prompt_len = np.zeros(max_rows, dtype=np.int32)
+        self._decoding: tuple[Int32Array | None, SamplingMetadata] = None, NOTHING  # of the last steps: rows, needs
 
     def admit(self, admitted: AdmittedRow) -> None:
         """Forgets what the row asked before."""
         row, params = admitted.row, admitted.params
+        self._decoding = None, NOTHING
         flags = flags_of(params, self.vocab_size)
         self._flags[row] = flags
         top_k = params.top_k if params.top_k < self.vocab_size else 0
@@ -117,7 +119,15 @@ class SamplingRows:
 
     def metadata_of(self, plan: StepPlan, rows: Int32Array) -> SamplingMetadata:
         """For the sampled `rows` [n] of a plan."""
-        flags = self._flags[rows]
+        if plan.prefill or len(plan.draft_tokens):
+            return self._metadata_of(plan, rows)
+        # While the same rows decode, plans have the same array of them.
+        if rows is not self._decoding[0]:
+            self._decoding = rows, self._metadata_of(plan, rows)
+        return self._decoding[1]
+
+    def _metadata_of(self, plan: StepPlan, rows: Int32Array) -> SamplingMetadata:
+        flags = self._flags.take(rows)
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         arrays: dict[str, Int32Array] = {}
         wanted: tuple[tuple[int, int], ...] = ()

@@ -142,9 +142,9 @@ class Planner:
         if most_background is not None:
             background = state.background.take(index)
             keep &= ~background | (np.cumsum(background) <= most_background)
-        if not keep.all():
+        if False in keep:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-        short = np.flatnonzero(lengths > running.kv.covered.take(index))
+        short = (lengths > running.kv.covered.take(index)).nonzero()[0]
         if running.kv.has_windows and len(short):
             # Where a row's next token begins a page, others are out of its windows: also out of that of the token
             # before.

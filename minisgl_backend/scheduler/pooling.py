@@ -11,7 +11,7 @@ from minisgl_backend.step import Wants
 _OF_LAST = {"last": Wants.LAST_STATE, "scores": Wants.SCORES, "token_logprobs": Wants.TOKEN_LOGPROBS}
 
 
-def wants(pooling: PoolingParams, *, is_first: bool, is_last: bool) -> Wants:
+def wants(pooling: PoolingParams, *, is_first: bool, is_last: bool) -> int:
     """What one chunk is asked for. What all chunks give is added up."""
     if pooling.kind == "mean":
         return Wants.STATE_SUM

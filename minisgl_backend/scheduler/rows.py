@@ -14,6 +14,7 @@ from minisgl_backend.scheduler.sequence import Sequence
 
 NOT_A_TOKEN = -1
 LARGEST_TOKEN = 2**31 - 1
+LENGTH = np.uint8(FinishReason.LENGTH)
 
 
 class RowState:
@@ -112,7 +113,7 @@ class RowState:
         totals = positions + 1
         self.token_ids[rows, positions] = token_ids
         self.total[rows] = totals
-        reasons: UInt8Array = (totals >= self.limit.take(rows)) * np.uint8(FinishReason.LENGTH)
+        reasons: UInt8Array = (totals >= self.limit.take(rows)) * LENGTH
         stopped = self._stopped(rows, totals, token_ids)
         if stopped is not None:
             reasons[stopped] = FinishReason.STOP
@@ -143,9 +144,8 @@ class RowState:
         """
         found: BoolArray | None = None
         for eos in self._eos:
-            hits = token_ids == eos
-            if hits.any():
-                hits &= self.obeys_eos[rows]
+            if eos in token_ids:
+                hits = (token_ids == eos) & self.obeys_eos[rows]
                 found = hits if found is None else found | hits
         if self._num_stop_rows:
             with_stops = np.flatnonzero(self.has_stop_ids[rows])

@@ -365,7 +365,7 @@ class Scheduler:
         if result.failed_rows:
             dropped |= self._fail_rows(rows, dropped, result)
         kept = entries
-        if dropped.any():
+        if True in dropped:
             stay = np.flatnonzero(~dropped)
             kept = stay if entries is None else entries[stay]
             rows, uids, lengths, tokens = rows[stay], uids[stay], lengths[stay], tokens[stay]
@@ -377,7 +377,7 @@ class Scheduler:
         start = self._outputs.add_run(uids, tokens, reasons)
         if result.logprobs:
             self._add_logprobs(result, first, start, kept)
-        for index in np.flatnonzero(reasons):
+        for index in reasons.nonzero()[0]:
             sequence = state.sequences[rows[index]]
             assert sequence is not None, "a row in flight keeps its sequence"
             self._end(sequence, FinishReason(int(reasons[index])))

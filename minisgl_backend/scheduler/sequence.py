@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-import msgspec
-
 from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.cache.kv_manager import PageLease
 from minisgl_backend.request import SEED_RANGE, PoolingParams, SamplingParams
@@ -111,7 +109,7 @@ class Sequence:
         """Whether its prompt may begin with pages of the prefix cache. Log-probabilities and means need all tokens."""
         return self.prompt_logprobs is None and (self.pooling is None or self.pooling.reads_cache)
 
-    def wants(self, start: int, end: int) -> Wants:
+    def wants(self, start: int, end: int) -> int:
         """What it asks of the chunk from token `start` to `end`."""
         is_last = end == len(self.token_ids)
         if self.pooling is not None:
@@ -221,5 +219,4 @@ class Group:
 
 def with_seed_of(params: SamplingParams, seed: int, index: int) -> SamplingParams:
     """The parameters of a request's sequence `index`, where `seed` is the first one's."""
-    seed = (seed + index * SEED_STRIDE) % SEED_RANGE
-    return params if params.seed == seed else msgspec.structs.replace(params, seed=seed)
+    return params.with_seed((seed + index * SEED_STRIDE) % SEED_RANGE)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -180,7 +180,7 @@ def lone_prompt(runner: ModelRunner, prompt: list[int]) -> list[float]:
         shared = np.arange(1, 1 + cached if row else 1, dtype=np.int32)
         driver.computed[row], driver.pages[row] = len(shared) * PAGE_SIZE, len(shared)
         plan = driver.plan(prefill={row: len(prompt) - driver.computed[row]})
-        plan = dataclasses.replace(
+        plan = msgspec.structs.replace(
             plan,
             page_rows=np.full(len(shared) + len(plan.page_ids), row, dtype=np.int32),
             page_columns=np.arange(len(shared) + len(plan.page_ids), dtype=np.int32),

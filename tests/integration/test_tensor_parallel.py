@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from minisgl_backend.config import EngineConfig
@@ -145,7 +146,7 @@ def test_ranks_that_wait_in_different_collectives_count_as_dead(monkeypatch: pyt
         llm.generate([[5, 6]], max_tokens=5)
 
         def pack_wrongly(plan: StepPlan, decisions: StepDecisions) -> bytes:
-            return pack_step(plan, dataclasses.replace(decisions, resamples=True))
+            return pack_step(plan, msgspec.structs.replace(decisions, resamples=True))
 
         monkeypatch.setattr(followers_module, "pack_step", pack_wrongly)
         with pytest.raises(EngineDeadError, match="does not come to an end on tensor-parallel rank"):

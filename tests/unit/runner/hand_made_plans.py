@@ -33,7 +33,7 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by row, the host's view
     computed: dict[int, int] = field(default_factory=dict)  # by row: tokens in the cache
     pages: dict[int, int] = field(default_factory=dict)  # by row: pages it owns
-    wants: dict[int, Wants] = field(default_factory=dict)  # by row: of each chunk
+    wants: dict[int, int] = field(default_factory=dict)  # by row: of each chunk
     pending: list[AdmittedRow] = field(default_factory=list)
 
     def admit(self, row: int, tokens: list[int], params: SamplingParams, prompt_len: int | None = None) -> None:

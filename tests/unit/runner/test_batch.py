@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -213,9 +212,11 @@ def test_what_is_no_lone_prompt_takes_no_pass_of_one() -> None:
     driver.admit(3, [1] * 3, SamplingParams(seed=1))
     plan = driver.plan(prefill={3: 3})
     assert size(plan) == 8
-    assert size(dataclasses.replace(plan, cleared_pages=np.ones(1, dtype=np.int32))) == 0, "pages are cleared before"
+    assert size(msgspec.structs.replace(plan, cleared_pages=np.ones(1, dtype=np.int32))) == 0, (
+        "pages are cleared before"
+    )
     more = {"page_rows": [3, 1], "page_columns": [0, 0], "page_ids": [9, 8]}
-    assert size(dataclasses.replace(plan, **{k: np.array(v, dtype=np.int32) for k, v in more.items()})) == 0
+    assert size(msgspec.structs.replace(plan, **{k: np.array(v, dtype=np.int32) for k, v in more.items()})) == 0
 
 
 def test_parameters_keep_their_bits() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -176,7 +176,7 @@ def test_grammar_masks_allow_only_their_tokens(
 def test_a_plan_without_tokens_is_executed(make_runner: MakeRunner) -> None:
     runner, driver = make_runner(), Driver(4)
     driver.admit(0, PROMPTS[0], GREEDY)
-    empty = runner.execute(runner.prepare(dataclasses.replace(driver.plan(), step=1))).result()
+    empty = runner.execute(runner.prepare(msgspec.structs.replace(driver.plan(), step=1))).result()
     assert len(empty.token_ids) == 0
     driver.admit(0, PROMPTS[1], GREEDY)
     assert len(run(runner, driver, driver.plan(prefill={0: 6})).token_ids) == 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -49,7 +48,7 @@ def test_a_lone_prompt_takes_over_pages_of_the_prefix_cache(
     shared = np.arange(1, 1 + cached // page_size, dtype=np.int32)
     driver.computed[3], driver.pages[3] = cached, len(shared)
     plan = driver.plan(prefill={3: len(prompt) - cached})
-    plan = dataclasses.replace(
+    plan = msgspec.structs.replace(
         plan,
         page_rows=np.full(len(shared) + len(plan.page_ids), 3, dtype=np.int32),
         page_columns=np.arange(len(shared) + len(plan.page_ids), dtype=np.int32),
