@@ -26,6 +26,7 @@ from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.staging import aligned
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.speculative_config import MOST_DRAFTS
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -112,13 +113,14 @@ class Eagle3Proposer(DeviceProposer):
         torch.sub(decode.kv_lens, 1, out=decode.kv_lens).clamp_(min=1)
         self._chain[:count] = self._states[rows, (lengths - 1) % KEPT]
         rows_host, lengths_host = plan.decode_rows[:count], np.maximum(plan.decode_lengths[:count] - 1, 1)
-        proposed = torch.empty(plan.num_proposed, count, dtype=torch.int32, device=self._table.device)
+        # Each line begins at a multiple of 16 bytes: see staging.ALIGNMENT.
+        proposed = torch.empty(plan.num_proposed, aligned(count), dtype=torch.int32, device=self._table.device)
         for index in range(plan.num_proposed):
             if index:
                 lengths.add_(1)
             token_ids = self._next_pass(rows_host, lengths_host + np.int32(index))
-            proposed[index] = token_ids[0, :count]
-            self._table.write_tokens(rows, lengths + 1, proposed[index])
+            tokens = proposed[index, :count].copy_(token_ids[0, :count])
+            self._table.write_tokens(rows, lengths + 1, tokens)
         return proposed
 
     def parameters(self) -> Iterable[torch.Tensor]:
