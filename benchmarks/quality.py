@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality [--models demo,smollm2,gemma3] [--formats fp8,gptq] [--questions 50] [--json]
 
-For each model and format, over the fixed text quality_text.txt:
+For each model and format, over the fixed text quality_text.txt, or conversations of the demo model's own kind:
 
 - `kl`: mean KL divergence, in nats, of the next token's distribution from the plain model's in float32.
 - `perplexity` of the text, and `best`: the share of places in which the most likely next token stays the same.
@@ -41,6 +41,7 @@ from tests.real import models
 TEXT = (Path(__file__).parent / "quality_text.txt").read_text(encoding="utf-8")
 MODELS = ("demo", "smollm2", "gemma3")
 BEGINNINGS, NEW_TOKENS = 8, 24
+DEMO_CONVERSATIONS, DEMO_TOKENS = 10, 900
 ANSWER_TOKENS = 1300  # the longest answer of a question has 1,200
 
 Row = dict[str, float]
@@ -126,7 +127,8 @@ def _gauge(folder: Path, options: Mapping[str, str], questions: int) -> Row:
     if not questions:
         return {}
     asked = ask(questions)
-    with LLM(str(folder), **{"dtype": "float32", "page_size": 16, "num_pages": 4096, **options}) as llm:
+    engine: dict[str, Any] = {"dtype": "float32", "page_size": 16, "num_pages": 4096, **options}
+    with LLM(str(folder), **engine) as llm:
         said = llm.chat([one.messages for one in asked], SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS))
     return {"gauge": sum(one.is_right(answer.text) for one, answer in zip(asked, said, strict=True)) / len(asked)}
 
@@ -146,7 +148,7 @@ def _gauge_alike(folder: Path, chosen: Format, calibration: Calibration, questio
     right = 0
     for kind in dict.fromkeys(one.kind for one in asked):
         group = [one for one in asked if one.kind == kind]
-        prompts = tokenizer.apply_chat_template(
+        prompts: Any = tokenizer.apply_chat_template(
             [one.messages for one in group], add_generation_prompt=True, padding=True, return_dict=True,
             return_tensors="pt", tokenizer_kwargs={"padding_side": "left"},
         )  # fmt: skip
@@ -159,6 +161,20 @@ def _gauge_alike(folder: Path, chosen: Format, calibration: Calibration, questio
 def find_model(name: str) -> Path:
     made = {"smollm2": models.smollm2, "gemma3": models.gemma3}
     return made[name]() if name in made else find_model_dir(name)
+
+
+def text_ids(folder: Path, *, of_demo: bool) -> list[int]:
+    """Tokens of the fixed text; of_demo: of held-out conversations, as the demo model has learned no other texts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not of_demo:
+        return list(tokenizer.encode(TEXT))
+    ids: list[int] = []
+    for one in ask(DEMO_CONVERSATIONS):
+        messages = [*one.messages, {"role": "assistant", "content": one.answer}]
+        ids += tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        if len(ids) >= DEMO_TOKENS:
+            break
+    return ids[:DEMO_TOKENS]
 
 
 def table(results: Mapping[str, Mapping[str, Row]]) -> str:
@@ -193,8 +209,7 @@ def main() -> None:
     for model in arguments.models.split(","):
         questions = arguments.questions if model == "demo" else 0
         folder = find_model(model)
-        ids = AutoTokenizer.from_pretrained(folder).encode(TEXT)
-        for name, row in measure(folder, ids, formats, questions):
+        for name, row in measure(folder, text_ids(folder, of_demo=model == "demo"), formats, questions):
             print(f"{model} {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
             results.setdefault(model, {})[name] = row
     print(table(results))

@@ -3,8 +3,6 @@ loaded: MLA's kv_b_proj, parts of which are multiplied apart from one another, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minisgl_backend.kernels.plain import PlainKernels
@@ -29,12 +27,9 @@ class DequantizedLinearMethod(LinearMethod):
         stored.process_weights_after_loading()
         weight = stored.dequantized().to(self._dtype)
         plain = PlainLinearMethod(self.spec, self._kernels, self._dtype, weight.device, shared=weight)
-        if plain.bias is not None:
+        if plain.bias is not None and stored.bias is not None:
             plain.bias.data.copy_(stored.bias)
-        self.stored, self.plain = None, plain
-
-    def apply_weights(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._loaded().apply_weights(x, **options)
+        self.stored, self.plain, self.apply_weights = None, plain, plain.apply_weights
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._loaded().apply_into(x, out)

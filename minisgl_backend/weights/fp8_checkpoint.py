@@ -185,7 +185,7 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """Dequantizes the experts that were chosen; all of them on GPUs, where the host does not know which."""
-        weights = self.gate_up, self.gate_up_scale, self.down, self.down_scale
+        weights: tuple[torch.Tensor, ...] = self.gate_up, self.gate_up_scale, self.down, self.down_scale
         if not x.is_cuda:
             chosen, expert_ids = expert_ids.unique(return_inverse=True)
             # Numbers of one byte: index_select has no FP8 on a CPU.
