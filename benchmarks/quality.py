@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -171,7 +171,7 @@ def text_ids(folder: Path, *, of_demo: bool) -> list[int]:
     ids: list[int] = []
     for one in ask(DEMO_CONVERSATIONS):
         messages = [*one.messages, {"role": "assistant", "content": one.answer}]
-        ids += tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        ids += cast("list[int]", tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
         if len(ids) >= DEMO_TOKENS:
             break
     return ids[:DEMO_TOKENS]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import IndexArray, Int32Array
@@ -26,7 +25,7 @@ def with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], 
     kept = _kept(plan, left_out)
     tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
     tokens[kept] = result.token_ids
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         result,
         token_ids=tokens,
         logprobs={int(kept[index]): logprobs for index, logprobs in result.logprobs.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -195,7 +196,8 @@ class Decoder(nn.Module):
         prompt's prefill that saves most of one layer.
         """
         micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
-        *earlier, last = (self.layers[index] for index in self._rehearsal) if ctx.rehearses else self.layers
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        *earlier, last = (layers[index] for index in self._rehearsal) if ctx.rehearses else layers
         kept = {} if ctx.aux is None or ctx.rehearses else ctx.aux.by_layer()
         for index, layer in enumerate(earlier):
             if index in kept:

@@ -49,7 +49,7 @@ class DraftVocabulary(WeightedLayer):
 
     def derive(self, vocab_size: int) -> None:
         """To be called once, when they are loaded."""
-        self.ids.data += torch.arange(len(self.ids), device=self.ids.device)
+        self.ids.data.add_(torch.arange(len(self.ids), device=self.ids.device))
         self.ids.data.clamp_(0, vocab_size - 1)
 
     def spread(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

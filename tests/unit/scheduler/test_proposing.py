@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -137,7 +138,7 @@ def test_a_step_that_fails_costs_drafts_alone(fails: str) -> None:
         if not batch.num_proposed:
             return pending
         failed = frozenset(batch.decode_rows.tolist()) if fails == "as a whole" else frozenset[int]()
-        return FakePending(dataclasses.replace(pending.value, proposed=None, failed_rows=failed))
+        return FakePending(msgspec.structs.replace(pending.value, proposed=None, failed_rows=failed))
 
     loop.runner.execute = failing  # type: ignore[method-assign]
     answer(loop, 1)
