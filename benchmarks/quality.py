@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -171,7 +171,8 @@ def text_ids(folder: Path, *, of_demo: bool) -> list[int]:
     ids: list[int] = []
     for one in ask(DEMO_CONVERSATIONS):
         messages = [*one.messages, {"role": "assistant", "content": one.answer}]
-        ids += cast("list[int]", tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        tokens: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        ids += tokens
         if len(ids) >= DEMO_TOKENS:
             break
     return ids[:DEMO_TOKENS]
