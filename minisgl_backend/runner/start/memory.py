@@ -6,9 +6,10 @@ Both follow from what weights and worst-case steps leave of a device (the profil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -234,7 +235,8 @@ def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, be
 def proposer_plan(num_tokens: int) -> StepPlan:
     """A step of the proposer on the device that has not seen a prompt of so many tokens. No page is written."""
     chunk = PrefillChunk(0, 0, np.zeros(num_tokens, dtype=np.int32), Wants.NOTHING)
-    return replace(padding_plan((), (chunk,), np.zeros(1, dtype=np.int32)), num_proposed=2, num_proposing=1)
+    plan = padding_plan((), (chunk,), np.zeros(1, dtype=np.int32))
+    return msgspec.structs.replace(plan, num_proposed=2, num_proposing=1)
 
 
 def health_check_plan(max_running: int) -> StepPlan:
