@@ -31,7 +31,7 @@ def lookup(
     return token_ids, slots[:, :n]
 
 
-@triton.jit(do_not_specialize=["n", "slots_stride"])
+@triton.jit(do_not_specialize=["n", "slots_stride", "group_stride"])
 def _lookup_kernel(
     rows_ptr, positions_ptr, tokens_ptr, table_ptr, ids_ptr, slots_ptr, n, slots_stride, tokens_stride, table_stride,
     group_stride, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,

@@ -21,7 +21,7 @@ def test_the_moe_shape_is_read_as_its_authors_mean_it() -> None:
     assert isinstance(moe, MoeConfig)
     assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (128, 8, 768)
     assert moe.router.renormalize
-    assert (config.num_layers, attention.num_q_heads, config.num_kv_heads, config.head_dim) == (48, 32, 4, 128)
+    assert (config.num_layers, attention.num_q_heads, attention.num_kv_heads, attention.head_dim) == (48, 32, 4, 128)
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["dummy weights", "saved weights"])
