@@ -82,6 +82,7 @@ def test_a_core_that_keeps_dying_is_started_ever_less_often(
     monkeypatch.setattr(module, "CoreProcess", script)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.04)
+    monkeypatch.setattr(logging.getLogger("minisgl_backend"), "handlers", [])  # else each line may be told twice
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
     supervisor.start()
@@ -100,6 +101,7 @@ def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
     monkeypatch.setattr(module, "CoreProcess", script)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.1)
     monkeypatch.setattr(module, "STABLE_AFTER_S", 0.5)
+    monkeypatch.setattr(logging.getLogger("minisgl_backend"), "handlers", [])  # else each line may be told twice
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
     supervisor.start()
