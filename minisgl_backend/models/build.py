@@ -10,6 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.attention.registry import Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.groups import MOST_GROUPS, group_layers
@@ -70,6 +71,14 @@ def build_model(
         _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None))
     model.derive_weights()
     return model
+
+
+def scores_of(config: ModelConfig) -> Scores:
+    """What some of its layers do to attention's scores besides the softmax."""
+    return Scores(
+        soft_cap=any(layer.attention.soft_cap is not None for layer in config.layers),
+        sinks=any(layer.attention.sinks for layer in config.layers),
+    )
 
 
 def attention_spec(

@@ -66,7 +66,7 @@ class FileStore:
             raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
 
     def check_room(self, size: int = 0) -> None:
-        """Raises ApiError where so many bytes more would be too many."""
+        """Raises ApiError where `size` bytes more would be too many."""
         used = sum(map(_size, self._folder.glob("file-*"))) + self._expected
         if used + size > self._most_bytes and (gone := self.remove_expired()):
             used -= gone
@@ -78,7 +78,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def expect(self, size: int | None) -> Iterator[None]:
-        """An upload of so many bytes (None: it does not say) is read meanwhile, to a place of its own."""
+        """An upload of `size` bytes (None: it does not say) is read meanwhile, to a place of its own."""
         size = min(MAX_FILE_BYTES, self._most_bytes // 4) if size is None else size
         self._expected += size
         try:
@@ -287,7 +287,7 @@ def _lifetime(anchor: Any, seconds: Any) -> int | None:
 
 
 def _settle_range(request: Request, size: int) -> None:
-    """Raises ApiError for a range that begins behind the end of a file of so many bytes. One that is no range, or
+    """Raises ApiError for a range that begins behind the end of a file of `size` bytes. One that is no range, or
     several, is left out, and the whole file is the answer (RFC 9110, section 14.2)."""
     text = request.headers.get("range")
     if text is None:

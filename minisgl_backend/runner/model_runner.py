@@ -78,7 +78,7 @@ class ModelRunner:
         Args:
             graphs: captures the decode step, and serves the steps without a prefill part that fit its sizes.
             pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
-            longest_prefill: GEMMs are measured for prefills of up to so many tokens, and for the sizes of `graphs`.
+            longest_prefill: tokens of the longest prefill that GEMMs are measured for, and for the sizes of `graphs`.
             proposer: its layers are in the pool behind the model's; `proposer_graphs` captures its passes.
         """
         self._model = model

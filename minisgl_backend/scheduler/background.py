@@ -2,7 +2,7 @@
 
 A step of rows and prompt tokens takes the longer the more tokens it has, and how much longer depends on the machine:
 where weights have to be read anyway a few tokens more cost little. So the share is a time: background tokens may
-lengthen a step to so many times what it takes without them, by what steps took when the engine started. Steps with
+lengthen a step to `slowdown` times what it takes without them, by what steps took when the engine started. Steps with
 prompts of others have none: first tokens come first.
 """
 

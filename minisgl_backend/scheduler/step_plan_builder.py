@@ -75,7 +75,7 @@ class StepPlanBuilder:
         self._draft_tokens = draft_tokens
 
     def propose(self, count: int, num_rows: int) -> None:
-        """The step is the proposer's: so many tokens of each of the first `num_rows` decode entries' rows."""
+        """The step is the proposer's: `count` tokens of each of the first `num_rows` decode entries' rows."""
         self._num_proposed, self._num_proposing = count, num_rows
 
     def zero_pages(self, pages: Int32Array) -> None:

@@ -56,7 +56,7 @@ class DraftControl:
                 costs.pass_step()
 
     def note_proposing(self, count: int, seconds: float) -> None:
-        """A step of a proposer that has steps of its own, with so many tokens of each row, has ended."""
+        """A step of a proposer that has steps of its own, with `count` tokens of each row, has ended."""
         self._proposing.note(count, seconds)
 
     def decide_depth(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:

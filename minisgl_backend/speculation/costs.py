@@ -29,7 +29,7 @@ class ProposalCosts:
         self._samples.setdefault(count, deque(maxlen=REMEMBERED)).append(seconds)
 
     def of(self, counts: Sequence[int]) -> Float64Array:
-        """Seconds of steps that propose so many tokens, [k]; 0 where nothing is known.
+        """Seconds of steps that propose `counts` tokens of each row, [k]; 0 where nothing is known.
 
         Each token takes a pass: what was not measured is in proportion to what was.
         """

@@ -85,7 +85,7 @@ def pack(numbers: torch.Tensor, plane: int) -> torch.Tensor:
 
 
 def rows_at_once(matrix: torch.Tensor) -> Iterator[slice]:
-    """All of them on a GPU; on a CPU so many that what is made of them stays in its cache."""
+    """All of them on a GPU; on a CPU as many as have their results in its cache."""
     rows, size = matrix.shape
     count = max(1, rows if matrix.is_cuda else _AT_ONCE // max(1, size))
     return (slice(start, start + count) for start in range(0, rows, count))

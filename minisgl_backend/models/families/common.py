@@ -124,6 +124,12 @@ def window(keys: Keys, default: int | None) -> int | None:
     return value
 
 
+def check_window(size: int | None, types: Sequence[str]) -> None:
+    """Layers with a window need its `size`."""
+    if size is None and SLIDING in types:
+        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+
+
 def outgrows(keys: Keys, rope: RopeConfig | None, size: int | None) -> bool:
     """Whether sequences can be longer than the window `size`; `rope` may stretch the context."""
     return size is not None and size < stretched(rope, keys.integer("max_position_embeddings"))

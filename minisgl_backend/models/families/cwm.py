@@ -9,13 +9,14 @@ from minisgl_backend.models.families.common import (
     SLIDING,
     Family,
     attention,
+    check_window,
     decoder,
     layer_types,
     mlp,
     norm,
     window,
 )
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.keys import Keys
 
 _ROPE = {
     "rope_type": "llama3",
@@ -29,8 +30,7 @@ _ROPE = {
 def read(keys: Keys) -> DecoderConfig:
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, 8192)
     types = layer_types(keys, num_layers) or tuple(SLIDING if layer % 4 else FULL for layer in range(num_layers))
-    if size is None and SLIDING in types:
-        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    check_window(size, types)
     layers = {
         kind: LayerConfig(
             attention=attention(keys, window=size if kind == SLIDING else None),

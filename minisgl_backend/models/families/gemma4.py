@@ -12,7 +12,17 @@ from typing import Any
 
 from minisgl_backend.layers.config import LayerConfig, RopeConfig, ValueNormAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    check_window,
+    decoder,
+    layer_types,
+    mlp,
+    norm,
+    window,
+)
 from minisgl_backend.models.families.gemma2 import every
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import by_layer_type, make_rope
@@ -29,8 +39,7 @@ def read(keys: Keys) -> DecoderConfig:
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, 512)
     types = layer_types(keys, num_layers) or every(6, num_layers)
     types = (*types[:-1], FULL)  # as transformers has it
-    if size is None and SLIDING in types:
-        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    check_window(size, types)
     given = by_layer_type(keys, _ROPES)
     ropes = {kind: {**_ROPES[kind], **values} for kind, values in given.items()}
     sizes = _per_layer(keys, types)

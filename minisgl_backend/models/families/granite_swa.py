@@ -7,7 +7,7 @@ from dataclasses import replace
 from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, window
+from minisgl_backend.models.families.common import FULL, SLIDING, Family, check_window, layer_types, window
 from minisgl_backend.models.keys import Keys, refuse
 
 
@@ -19,8 +19,7 @@ def with_sinks(keys: Keys, without: DecoderConfig) -> DecoderConfig:
     """`without`: as Granite's, without windows."""
     num_layers, size = without.num_layers, window(keys, 128)
     types = layer_types(keys, num_layers) or tuple(SLIDING if layer % 4 else FULL for layer in range(num_layers))
-    if size is None and SLIDING in types:
-        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    check_window(size, types)
     ropes = _ropes(keys, without)
 
     def layer(plain: LayerConfig, kind: str, rope: RopeConfig | None) -> LayerConfig:

@@ -9,6 +9,7 @@ from minisgl_backend.models.families.common import (
     SLIDING,
     Family,
     attention,
+    check_window,
     decoder,
     layer_types,
     mlp,
@@ -26,8 +27,7 @@ _THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
 def read(keys: Keys) -> DecoderConfig:
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, 1024)
     types = layer_types(keys, num_layers) or (FULL,) * num_layers
-    if size is None and SLIDING in types:
-        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    check_window(size, types)
     kinds = keys.get("mlp_layer_types") or ["sparse"] * num_layers
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         refuse("mlp_layer_types", kinds, f"dense or sparse for each of the {num_layers} layers")

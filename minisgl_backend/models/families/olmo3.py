@@ -9,6 +9,7 @@ from minisgl_backend.models.families.common import (
     SLIDING,
     Family,
     attention,
+    check_window,
     decoder,
     layer_types,
     mlp,
@@ -25,8 +26,7 @@ def read(keys: Keys) -> DecoderConfig:
     num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     types = layer_types(keys, num_layers) or tuple(FULL if layer % 4 == 3 else SLIDING for layer in range(num_layers))
     size = window(keys, 4096)
-    if size is None and SLIDING in types:
-        refuse("sliding_window", None, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    check_window(size, types)
     bias = keys.boolean("attention_bias", False)
     ropes = _ropes(keys, keys.integer("head_dim", keys.integer("hidden_size") // num_heads))
 

@@ -32,7 +32,7 @@ from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
 AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
-AuxStatesOf = Callable[[int], AuxStates | None]  # what passes over so many tokens are asked for besides their result
+AuxStatesOf = Callable[[int], AuxStates | None]  # by number of tokens: what a pass leaves besides its result
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 
 # Up to here there is a size for every step that fills the tiles of a GEMM; above, each would cost a start tens of

@@ -62,7 +62,7 @@ class DeviceProposer(ABC):
         """
 
     def aux_states(self, num_tokens: int) -> AuxStates | None:
-        """Where one of the model's passes over so many tokens leaves what `observe` is given; None: it does not look
+        """Where one of the model's passes over `num_tokens` leaves what `observe` is given; None: it does not look
         on."""
         return None
 

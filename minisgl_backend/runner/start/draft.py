@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.registry import Scores, choose_attention
+from minisgl_backend.attention.registry import choose_attention
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.build import attention_spec, scores_of
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.eagle3 import Eagle3Config
@@ -59,10 +59,7 @@ def resolve_draft(
         head_dims=model.head_dims,
         dtype=dtype,
         kv_dtype=own_kv_dtype,
-        scores=Scores(
-            soft_cap=any(layer.attention.soft_cap is not None for layer in model.layers),
-            sinks=any(layer.attention.sinks for layer in model.layers),
-        ),
+        scores=scores_of(model),
         latents=model.latents,
         why_missing=why_missing,
     )

@@ -233,7 +233,7 @@ def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, be
 
 
 def proposer_plan(num_tokens: int) -> StepPlan:
-    """A step of the proposer on the device that has not seen a prompt of so many tokens. No page is written."""
+    """A step of the proposer on the device that has not seen a prompt of `num_tokens`. No page is written."""
     chunk = PrefillChunk(0, 0, np.zeros(num_tokens, dtype=np.int32), Wants.NOTHING)
     plan = padding_plan((), (chunk,), np.zeros(1, dtype=np.int32))
     return msgspec.structs.replace(plan, num_proposed=2, num_proposing=1)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from minisgl_backend.attention.registry import Scores, choose_attention, import_failure
+from minisgl_backend.attention.registry import choose_attention, import_failure
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
+from minisgl_backend.models.build import scores_of
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import MachineFacts
@@ -61,10 +62,7 @@ def resolve(
         head_dims=model.head_dims,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        scores=Scores(
-            soft_cap=any(layer.attention.soft_cap is not None for layer in model.layers),
-            sinks=any(layer.attention.sinks for layer in model.layers),
-        ),
+        scores=scores_of(model),
         latents=model.latents,
         why_missing=why_missing,
     )
