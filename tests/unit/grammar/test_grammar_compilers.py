@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,18 @@ def compilers() -> Iterator[GrammarCompilers]:
 
 
 def compiler_pids() -> list[int]:
-    return [process.pid for process in process_table().values() if process.parent == os.getpid() and not process.dead]
+    """Of this process' children those that run a module of `minisgl_backend.grammar`: tests before may have left it
+    engines, which are restarted when they are killed."""
+    children = [one.pid for one in process_table().values() if one.parent == os.getpid() and not one.dead]
+    return [pid for pid in children if "minisgl_backend.grammar." in command_line(pid)]
+
+
+def command_line(pid: int) -> str:
+    """Empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def test_a_grammar_that_never_ends_holds_nobody_up(compilers: GrammarCompilers) -> None:
