@@ -1,6 +1,6 @@
 """A batch beside chat streams: what the streams lose, and what the batch keeps.
 
-    python -m benchmarks.batches [--model demo] [--lines 2000] [--streams 8] [--slowdown 1.4] [--json]
+    python -m benchmarks.batches [--model demo] [--lines 2000] [--streams 8] [--slowdown 1.5] [--json]
     python -m benchmarks.batches --served ...
 
 Three runs: the streams alone, the batch alone, and both until the batch has ended. Each stream asks its next question
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lines", type=int, default=2000, help="of the batch [%(default)s]")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--batch-requests", type=int, default=16, help="lines on their way at a time [%(default)s]")
-    parser.add_argument("--slowdown", type=float, default=1.4, help="background_slowdown of the engine [%(default)s]")
+    parser.add_argument("--slowdown", type=float, default=1.5, help="background_slowdown of the engine [%(default)s]")
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor")
     parser.add_argument("--served", action="store_true", help="a whole server, by the time of day")
     parser.add_argument("--json", action="store_true")

@@ -194,6 +194,8 @@ def _of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         place, kind = f"{name}[{number}]", block.get("type")
         if kind == "tool_result":
             content = text_of(block.get("content"), f"{place}.content")
+            if _is_error(block, place):  # chat templates have no field for it
+                content = f"Error: {content}"
             found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", place), "content": content})
         elif kind == "text":
             text = _text(block, "text", place)
@@ -229,6 +231,13 @@ def _of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _is_error(block: dict[str, Any], name: str) -> bool:
+    value = block.get("is_error")
+    if not isinstance(value, bool | None):
+        raise wrong(f"{name}.is_error", f"is {shown(value)}; allowed: true, false")
+    return bool(value)
 
 
 def _text(block: dict[str, Any], key: str, name: str) -> str:

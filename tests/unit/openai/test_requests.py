@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from minisgl_backend.openai.errors import ApiError, from_message
 from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from minisgl_backend.openai.requests.anthropic import MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
@@ -101,6 +102,24 @@ def test_messages_as_templates_expect_them() -> None:
     assert found["tool_calls"] == calls  # whose form the tokenizer chooses
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert Message(role="user", content=parts).for_template(0) == {"role": "user", "content": "a\nb"}
+
+
+def tool_result(**values: Any) -> MessagesRequest:
+    block = {"type": "tool_result", "tool_use_id": "a", "content": "no such file", **values}
+    return MessagesRequest.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]})
+
+
+@pytest.mark.parametrize(
+    ("values", "content"),
+    [({}, "no such file"), ({"is_error": False}, "no such file"), ({"is_error": True}, "Error: no such file")],
+)
+def test_a_tool_that_failed_is_said_to_have(values: dict[str, Any], content: str) -> None:
+    assert [message.content for message in tool_result(**values).as_chat().messages] == [content]
+
+
+def test_whether_a_tool_failed_is_true_or_false() -> None:
+    with pytest.raises(ApiError, match="is_error is 'yes'; allowed: true, false"):
+        tool_result(is_error="yes").as_chat()
 
 
 def test_what_is_null_is_not_asked_for() -> None:
