@@ -46,6 +46,7 @@ class _Flight:
 class _Tokenizer:
     """As xgrammar knows it."""
 
+    xgrammar: Any  # the module
     info: Any  # TokenizerInfo
     compiler: Any  # GrammarCompiler, for what is known to be quick
 
@@ -256,9 +257,10 @@ class GrammarCompilers:
                 self._description = description.info
             return self._description
 
-    def _take_tokenizer(self) -> _Tokenizer:
-        """Raises what `_describe` raises. Made with the first grammar, not by `warm`: importing xgrammar and reading
-        the vocabulary hold Python's lock for most of a second, in which the engine would start or make tokens."""
+    def take_tokenizer(self) -> _Tokenizer:
+        """What compiled grammars are read with. Raises what `_describe` raises. Made with the first grammar, not by
+        `warm`: importing xgrammar and reading the vocabulary hold Python's lock for most of a second, in which the
+        engine would start or make tokens."""
         description = self._describe()
         with self._tokenizer_lock:
             if self._tokenizer is None:
@@ -266,18 +268,16 @@ class GrammarCompilers:
                 info = xgrammar.TokenizerInfo.deserialize_json(description)
                 # Its own cache would keep all once more, and their texts without a bound.
                 compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-                self._tokenizer = _Tokenizer(info, compiler)
+                self._tokenizer = _Tokenizer(xgrammar, info, compiler)
             return self._tokenizer
 
     def load(self, grammar: Grammar, answer: Answer) -> Any:
         """The compiled grammar from xgrammar's JSON of it, or from the translated one, which is quick; it is kept
         for whoever asks for the same. What a process has translated is not translated again: that is Python's work,
         which would hold up the engine's step loop."""
-        import xgrammar
-
-        tokenizer = self._take_tokenizer()
+        tokenizer = self.take_tokenizer()
         if answer.compiled:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(answer.compiled, tokenizer.info)
+            compiled = tokenizer.xgrammar.CompiledGrammar.deserialize_json(answer.compiled, tokenizer.info)
         else:
             assert answer.plain is not None, "what is not sent compiled is sent translated"
             compiled = compile_translated(tokenizer.compiler, answer.plain)

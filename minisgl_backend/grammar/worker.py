@@ -117,6 +117,16 @@ class Worker:
         return self._take(process, job)
 
     def _begin(self, job: Job) -> CompilerProcess:
+        process = self._send(job)
+        try:
+            # While the process compiles: the first time, this takes most of a second.
+            self._compilers.take_tokenizer()
+        except Exception:
+            self._end_process()  # else its answer would be taken for that of the next grammar
+            raise
+        return process
+
+    def _send(self, job: Job) -> CompilerProcess:
         if self._process is not None:
             try:
                 self._process.begin(job.grammar)

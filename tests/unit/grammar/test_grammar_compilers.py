@@ -147,7 +147,7 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(grammar_process, "SENT_FROM_S", seconds)
-    tokenizer = compilers._take_tokenizer()
+    tokenizer = compilers.take_tokenizer()
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
     grammar = Grammar(kind="json_schema", text=text)
@@ -167,7 +167,7 @@ def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) ->
     """Those that are remembered are: its cache counts no texts."""
     plain = Grammar(kind="ebnf_grammar", text="root ::= [0-9]+ # of its own")
     compilers.load(plain, Answer(plain=plain))
-    assert compilers._take_tokenizer().compiler.get_cache_size_bytes() == 0
+    assert compilers.take_tokenizer().compiler.get_cache_size_bytes() == 0
 
 
 def test_a_compiler_has_a_bound_on_its_memory() -> None:
@@ -238,6 +238,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
     limits = Limits(quick_s=0.05, deadline_s=0.4, look_s=0.01)
     compilers = GrammarCompilers(TokenizerSource("", False, 8, []), limits=limits)
     monkeypatch.setattr(compilers, "_describe", lambda: "")
+    monkeypatch.setattr(compilers, "take_tokenizer", lambda: None)
     monkeypatch.setattr(compilers, "load", lambda grammar, answer: answer.compiled)
     yield Outcomes(compilers)
     compilers.close()

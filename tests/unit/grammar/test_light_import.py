@@ -35,6 +35,33 @@ def test_what_compiling_needs_is_neither_torch_nor_transformers() -> None:
     assert done.stdout.split("\n")[:2] == ["[]", "3"], done.stderr
 
 
+CORE = """
+import queue, sys
+import msgspec
+from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.jobs import Job
+from minisgl_backend.grammar.light_import import UNUSED
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
+from minisgl_backend.request import Grammar
+
+source = msgspec.json.decode(sys.argv[1], type=TokenizerSource)
+compilers = GrammarCompilers(source, without=UNUSED)
+done = queue.Queue()
+grammar = Grammar(kind="json_schema", text='{"type": "object", "properties": {"n": {"type": "integer"}}}')
+compilers.submit(Job(grammar=grammar, is_wanted=lambda: True, done=lambda *outcome: done.put(outcome)))
+compiled, error = done.get(timeout=120)
+print(error, type(compiled).__name__, sorted({name.partition(".")[0] for name in sys.modules} & set(UNUSED)))
+compilers.close()
+"""
+
+
+def test_a_first_grammar_imports_neither_where_it_is_used() -> None:
+    """Else an engine core would import transformers, for a second or more."""
+    command = [sys.executable, "-c", CORE, msgspec.json.encode(demo_source()).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.strip() == "None CompiledGrammar []", done.stderr
+
+
 def demo_source() -> TokenizerSource:
     folder = find_model_dir("demo")
     model = ModelConfig.load(folder)
