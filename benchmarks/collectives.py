@@ -8,7 +8,7 @@ Each figure is the median over replays of a graph of CALLS sums of [rows, hidden
 them. `peers` is one kernel that sums, adds to the hidden states and norms; `nccl` is the all-reduce alone, and
 `nccl_norm` that with the norm's kernel behind it, which is what the first replaces.
 
-Of decode steps of LOGITS_ROWS rows, `end` is all behind the last norm but the sampling: the product with this rank's
+Of decode steps of LOGITS_ROWS rows, `end` is all behind the last norm but the sampling: the GEMM with this rank's
 part of the vocabulary, logits to rank 0, tokens back. `tokens` is the last of these alone, `product` the first, so that
 `peers` and `nccl` less `product` is what communication takes. --vocab 0 leaves these out.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.floors [--model qwen3-30b-a3b] [--weights fp8] [--experts mxfp4] [--device h100 | --measure]
 
 Counts what must be read (weights once a step in their number format, the LM head in bfloat16, the keys and values of
-the context) and the products that must be computed, layer by layer (layer_costs.py); activations, launches and sampling
+the context) and the GEMMs that must be computed, layer by layer (layer_costs.py); activations, launches and sampling
 are free. With --measure the rates are those of this machine's GPU, measured now.
 """
 
@@ -65,13 +65,13 @@ class Floors:
     def decode_s(self, contexts: Sequence[float]) -> float:
         """Seconds of one step: weights read or multiplied, whichever is longer, then attention likewise."""
         weights = self._weight_bytes(len(contexts)) / self._limits.bytes_per_s
-        products = len(contexts) * self._flop_per_token(head=True) / self._limits.flop_per_s
+        gemms = len(contexts) * self._flop_per_token(head=True) / self._limits.flop_per_s
         flop = sum(count * layer.decode_flop * sum(map(layer.seen, contexts)) for layer, count in self._layers)
         attention = max(self._cache_bytes(contexts) / self._limits.bytes_per_s, flop / self._limits.flop_per_s)
-        return max(weights, products) + attention
+        return max(weights, gemms) + attention
 
     def prefill_s(self, prompts: Sequence[int]) -> float:
-        """Seconds for prompts of these lengths, products and causal attention alone; one row of logits each."""
+        """Seconds for prompts of these lengths, GEMMs and causal attention alone; one row of logits each."""
         flop = 0.0
         for length in prompts:
             flop += length * self._flop_per_token(head=False) + 2 * self._head
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--device", choices=NAMED, help="take the rates of its data sheet")
     parser.add_argument("--measure", action="store_true", help="measure the rates of this machine's GPU")
     parser.add_argument("--bandwidth", type=float, default=Limits.bytes_per_s / 1e12, help="TB/s")
-    parser.add_argument("--matrix", type=float, default=Limits.flop_per_s / 1e12, help="TFLOP/s of bfloat16 products")
+    parser.add_argument("--matrix", type=float, default=Limits.flop_per_s / 1e12, help="TFLOP/s of bfloat16 GEMMs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.bandwidth * 1e12, arguments.matrix * 1e12)

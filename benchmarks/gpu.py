@@ -329,7 +329,7 @@ def _driver(name: str, **options: Any) -> Any:
 
     driver = Driver(make_folder(name, MODELS), **{**ENGINE_OPTIONS, **options})
     print(driver.engine.welcome.description, file=sys.stderr, flush=True)
-    # Libraries load kernels at the first product of a size; what is measured is the engine after that.
+    # Libraries load kernels at the first GEMM of a size; what is measured is the engine after that.
     for length, count in ((64, 1), (600, 1), (558, 64), (4000, 8)):
         for index in range(count):
             driver.submit([index] * length, 4, 0.6)

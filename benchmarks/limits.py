@@ -22,7 +22,7 @@ class Limits:
     """The defaults are an H200's."""
 
     bytes_per_s: float = 4.58e12  # measured with a kernel that only reads
-    flop_per_s: float = 790e12  # assumed for large bf16 products; the data sheet's peak is 989e12
+    flop_per_s: float = 790e12  # assumed for large bf16 GEMMs; the data sheet's peak is 989e12
 
     @classmethod
     def nominal(cls, facts: DeviceFacts) -> Limits:

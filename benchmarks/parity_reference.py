@@ -1,7 +1,7 @@
 """What parity is measured against: a random checkpoint in a model's real shape, and transformers' logits of it.
 
 Weights with the usual standard deviation of 0.02 would give nearly uniform distributions (logits with a standard
-deviation of 0.6, an entropy 0.2 nats below the vocabulary's 11.9), whose KL hardly notices an error. So each product
+deviation of 0.6, an entropy 0.2 nats below the vocabulary's 11.9), whose KL hardly notices an error. So each GEMM
 keeps the size of what it is given, queries are scaled until attention prefers some tokens to others, no norm is all
 ones, and the final one is scaled until the logits spread as those of a trained model do: about 6 nats of entropy.
 """

@@ -1,4 +1,4 @@
-"""Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
+"""Kernels alone on one GPU: decode attention and small-batch GEMMs against bandwidth and against cuBLAS.
 
     python -m benchmarks.kernels [--only attention,kv8,latents,linear,shards,moe,sampling,chain] [--json]
 
@@ -13,8 +13,8 @@ import json
 
 from benchmarks.kernels.attention import bench_attention, bench_kv8
 from benchmarks.kernels.chain import bench_chain
+from benchmarks.kernels.gemms import bench_linear, bench_moe, bench_shards
 from benchmarks.kernels.latents import bench_latents
-from benchmarks.kernels.products import bench_linear, bench_moe, bench_shards
 from benchmarks.kernels.sampling import bench_sampling
 from benchmarks.kernels.timing import Timer
 

@@ -22,7 +22,7 @@ from minisgl_backend.sampling.params import encode_params
 
 
 class PolicyKernels(TritonPlainKernels):
-    """TritonPlainKernels with another rule for which products take the small kernels: "rule" is that of choose.py."""
+    """TritonPlainKernels with another rule for which GEMMs take the small kernels: "rule" is that of choose.py."""
 
     def __init__(self, policy: str, pdl: bool) -> None:
         device = torch.device("cuda")
@@ -87,7 +87,7 @@ class Chain:
         ops = plain.ops
         pdl = ops.has_pdl and self.batch <= 64
         cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
-        x = self.x.clone()  # products add to the residual in place
+        x = self.x.clone()  # GEMMs add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
             qkv = plain.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)

@@ -1,4 +1,4 @@
-"""The `torch` backend of latents (MLA): products of torch's, in float32, on CPU and GPU. No CUDA graphs."""
+"""The `torch` backend of latents (MLA): GEMMs of torch's, in float32, on CPU and GPU. No CUDA graphs."""
 
 from __future__ import annotations
 

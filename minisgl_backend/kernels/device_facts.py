@@ -31,7 +31,7 @@ class DeviceFacts:
     dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
     tensor_memory: bool = False  # tensor memory access (TMA), likewise, by a Triton that has descriptors for it
     bytes_per_s: float | None = None  # of memory
-    flop_per_s: float | None = None  # of dense bfloat16 products
+    flop_per_s: float | None = None  # of dense bfloat16 GEMMs
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceFacts:

@@ -93,7 +93,7 @@ class TritonPlainKernels(TorchPlainKernels):
         self._linear_kernel = linear_chooser(PLAIN, ops.facts).kernel
         self._experts_kernel = experts_chooser(PLAIN, ops.facts).kernel
         self.workspace = small_rows.LinearWorkspace(device)
-        self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
+        self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "gemms.json")
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
         self._tuned.tune(weights, [*rows, *prompt_rows(longest)])

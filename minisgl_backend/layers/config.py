@@ -155,7 +155,7 @@ class RouterConfig:
     num_groups: int = 1  # experts are picked from the best `groups_per_token` of these groups (DeepSeek-V2)
     groups_per_token: int = 1
     scaling: float = 1.0  # factor of all shares
-    in_float32: bool = False  # its weight and product, whatever the model's number format is
+    in_float32: bool = False  # its weight and GEMM, whatever the model's number format is
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -281,7 +281,7 @@ class CausalLM(nn.Module):
                 module.derive_weights()
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """Lets the products choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
+        """Lets the GEMMs choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
         tokens a step; to be called before a capture."""
         alike: dict[tuple[type, tuple[int, int]], list[LinearMethod]] = {}
         for module in self.model.modules():

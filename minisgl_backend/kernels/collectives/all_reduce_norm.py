@@ -8,7 +8,7 @@ The data itself says that it has come: a place that is empty holds the bits of -
 0.0. NCCL's LL protocol does alike with a flag beside each word, TensorRT-LLM's Lamport kernels with the same sentinel.
 
 Parts are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added before
-the one rounding, as in a product of one rank.
+the one rounding, as in a GEMM of one rank.
 
 Why nobody overwrites what is still to be read: every row has two places for each source, used in turns, and its own
 turn. Rank P writes a row's place again in its call n + 2. It has then ended call n + 1, for which it needed

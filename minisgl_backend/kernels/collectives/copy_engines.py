@@ -17,7 +17,7 @@ Why nobody overwrites what is still to be read: there are PLACES places, used in
 PLACES / 2 others have begun on its stream and not ended. So a rank that sends sum n has ended sum n - PLACES / 2, for
 which it needed the others' parts; they sent these behind the end of their sum n - PLACES, in whose place it is written.
 
-Why it cannot deadlock: copies and counts need no multiprocessor, and wait for nothing but the products before them. A
+Why it cannot deadlock: copies and counts need no multiprocessor, and wait for nothing but the GEMMs before them. A
 rank that never sends is found by the host, which sets `stop`, as in all_reduce_norm.py.
 """
 

@@ -1,8 +1,8 @@
 """Logits to rank 0 and its tokens back, through memory that the ranks' GPUs share, in the Triton language.
 
 Only rank 0 samples, so only rank 0 needs logits that are whole. It owns memory for those of a decode step, and the
-products of all ranks write their columns there: over NVLink while they compute the next ones, where an all-gather would
-begin when all is computed, and send everything to everyone. A kernel behind each product then turns that rank's flag in
+GEMMs of all ranks write their columns there: over NVLink while they compute the next ones, where an all-gather would
+begin when all is computed, and send everything to everyone. A kernel behind each GEMM then turns that rank's flag in
 rank 0's memory, and one of rank 0's waits for all flags. Tokens go to an inbox of every other rank, where the data says
 itself that it has come: an empty place holds a number that no token has.
 

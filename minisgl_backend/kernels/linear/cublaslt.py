@@ -1,4 +1,4 @@
-"""cuBLASLt through ctypes, where the caller chooses the algorithm of a product; torch only takes the library's guess.
+"""cuBLASLt through ctypes, where the caller chooses the algorithm of a GEMM; torch only takes the library's guess.
 
 An algorithm is the library's own 64 bytes, which NVIDIA's documentation allows to be stored and used again with the
 same version of the library. torch's own tuning (torch.cuda.tunable) chooses among algorithms on AMD devices only, and
@@ -22,7 +22,7 @@ ALIGNMENT = 256  # bytes, of all addresses: what the library counts on unless it
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32 = 0
 _COMPUTE_FLOAT32 = 68
-_TRANSPOSE_A = 3  # attribute of a product
+_TRANSPOSE_A = 3  # attribute of a GEMM
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES = 1, 3  # attributes of a preference
 _REDUCE_IN_FLOAT32 = 2  # partial sums in the workspace, added in a fixed order
 _TILE, _SPLIT, _REDUCTION, _CLUSTER = (1, 4), (2, 4), (3, 4), (8, 2)  # attributes of an algorithm, and their bytes
@@ -64,7 +64,7 @@ def tile_sizes() -> dict[int, tuple[int, int]]:
 class CublasLt:
     """The library that torch has loaded, and a handle on one device. Raises OSError where there is no such library.
 
-    One workspace serves all products, so they must follow one another: on one stream, or on streams that wait.
+    One workspace serves all GEMMs, so they must follow one another: on one stream, or on streams that wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,7 @@ def owned(owner: object, lt: CublasLt, create: str, destroy: str, *arguments: ob
     return handle
 
 
-class Product:
+class Gemm:
     """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, of one type, all contiguous; but rows of
     out may be `stride` numbers apart.
 
@@ -143,7 +143,7 @@ class Product:
         return [bytes(result.algorithm) for result in results[: found.value] if result.state == 0]
 
     def tiles(self, algorithm: bytes) -> list[int]:
-        """The ids of tiles that this family of algorithms may have; `with_tile` says which it has for this product."""
+        """The ids of tiles that this family of algorithms may have; `with_tile` says which it has for this GEMM."""
         get, bytes_of_ids, written = "cublasLtMatmulAlgoCapGetAttribute", ctypes.c_size_t(), ctypes.c_size_t()
         chosen = _buffer(algorithm)
         self._lt.call(get, chosen, _TILES_OF_ALGORITHM, None, ctypes.c_size_t(0), ctypes.byref(bytes_of_ids))
@@ -161,7 +161,7 @@ class Product:
         return bytes(changed) if self.allows(bytes(changed)) else None
 
     def allows(self, algorithm: bytes) -> bool:
-        """Whether the library can compute this product so, within the workspace."""
+        """Whether the library can compute this GEMM so, within the workspace."""
         result = _Heuristic()
         status = self._lt.library.cublasLtMatmulAlgoCheck(
             self._lt.handle, self._description, self._weight, self._x, self._out, self._out, _buffer(algorithm),
@@ -182,7 +182,7 @@ class Product:
         return max(found)
 
     def launcher(self, algorithm: bytes) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]:
-        """launch(weight, x, out, add): starts the product on the current stream; `add` keeps what out holds.
+        """launch(weight, x, out, add): starts the GEMM on the current stream; `add` keeps what out holds.
 
         RuntimeError where the library refuses, which `allows` tells beforehand.
         """

@@ -27,10 +27,10 @@ from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 
 @dataclass(frozen=True)
 class Int4Shape:
-    """How one product is cut into programs.
+    """How one GEMM is cut into programs.
 
     tile_out: outputs of a program, after gating. rows: of a program. x_first: x is the left operand of the tensor
-    core's product, of 16 rows at least; else the weight is, of which four warps take 64 rows at least, with Hopper's
+    core's GEMM, of 16 rows at least; else the weight is, of which four warps take 64 rows at least, with Hopper's
     instructions. scaled: weights are scaled, not sums. early: steps of weights loaded before the kernel waits for the
     one before it. step: words of an output at once, at most those of a plane; fewer need less shared memory.
     """
@@ -217,7 +217,7 @@ def _linear_kernel(
     tile, split = tl.program_id(1), tl.program_id(2)
     TILE: tl.constexpr = 2 * TILE_OUT if GATED else TILE_OUT
     WIDTH: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
-    # One product for both halves: the first TILE_OUT are gate rows, the others the same up rows.
+    # One GEMM for both halves: the first TILE_OUT are gate rows, the others the same up rows.
     j = tl.arange(0, TILE)
     column = tile * TILE_OUT + j % TILE_OUT
     column_ok = column < SIZE_OUT

@@ -1,7 +1,7 @@
-"""Matrix products with few rows (decode at small batch), bound by reading the weights, in the Triton language.
+"""GEMMs with few rows (decode at small batch), bound by reading the weights, in the Triton language.
 
 A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here does what
-would otherwise be two or three kernels: the norm before the product, the activation or the residual addition after it.
+would otherwise be two or three kernels: the norm before the GEMM, the activation or the residual addition after it.
 The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of squares is gathered by the same loop
 that reads x. But in float16 the norm comes first, and `_linear_kernel` reads x twice: x * w_norm could be more than
 that format holds.
@@ -10,7 +10,7 @@ Three kernels. `_vector_kernel`, for one row, and two of large models, multiplie
 rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are on their way
 at once, and each of its warps multiplies another slice of the inputs by tensor cores. `_linear_kernel` streams weights
 past tensor cores.
-Products whose output is too narrow to fill the device are split along the input dimension, and the program that arrives
+GEMMs whose output is too narrow to fill the device are split along the input dimension, and the program that arrives
 last adds the partial sums in order, so that results do not depend on timing.
 
 With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
@@ -35,7 +35,7 @@ from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
 from minisgl_backend.kernels.shared_memory import shared_memory
 
-# Of a product by tensor cores. Triton 3.4 refuses fewer than 16; 3.5 compiles 8 too, tried without a GPU.
+# Of a GEMM by tensor cores. Triton 3.4 refuses fewer than 16; 3.5 compiles 8 too, tried without a GPU.
 LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16
 
 
@@ -181,7 +181,7 @@ def _sliced_kernel(
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are [slices, outputs or rows, inputs of a slice]: a product of three dimensions gives each warp a slice."""
+    """Tiles are [slices, outputs or rows, inputs of a slice]: a GEMM of three dimensions gives each warp a slice."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
@@ -219,7 +219,7 @@ def _sliced_kernel(
     acc_up = acc
     if GATED:
         acc_up = tl.sum(tl.dot(w_up, x, input_precision="ieee"), 0)
-    if NORM and not NORM_FIRST:  # the warps' sums meet behind the product, which need not wait for them
+    if NORM and not NORM_FIRST:  # the warps' sums meet behind the GEMM, which need not wait for them
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
         acc = acc * scale[None, :]
         acc_up = acc_up * scale[None, :]

@@ -1,4 +1,4 @@
-"""How small_rows.py's kernels cut a product into programs, by its sizes: needs no Triton, so that it can be asked
+"""How small_rows.py's kernels cut a GEMM into programs, by its sizes: needs no Triton, so that it can be asked
 anywhere.
 """
 
@@ -17,7 +17,7 @@ MAX_SLICED_IN = 1024
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How one product is cut into programs.
+    """How one GEMM is cut into programs.
 
     `vector` chooses the kernel without tensor cores; more than one of `slices`, each of tile_in inputs, the one without
     a loop, for inputs of up to slices * tile_in * split.
@@ -78,7 +78,7 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
 
 
 def long_shape(size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
-    """Of a product of 3 to 16 rows by `_linear_kernel`, of at least as many inputs as outputs, in a chain of kernels in
+    """Of a GEMM of 3 to 16 rows by `_linear_kernel`, of at least as many inputs as outputs, in a chain of kernels in
     which memory is idle before it, as it is while ranks sum what they have: measured inside of such a chain.
 
     Two programs on each multiprocessor of LARGEST shared memory, and weights on their way before the sum is there.
@@ -90,7 +90,7 @@ def long_shape(size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
 
 
 def is_sliced(rows: int, size_in: int) -> bool:
-    """Whether the kernel without a loop was measured to be faster for wide or gated products."""
+    """Whether the kernel without a loop was measured to be faster for wide or gated GEMMs."""
     return 1 < rows <= MAX_SLICED_ROWS and size_in <= MAX_SLICED_IN
 
 
@@ -106,7 +106,7 @@ def _sliced_shape(rows: int, size_out: int, size_in: int, gated: bool) -> Linear
         return LinearShape(32, 256, 4, 2, 1, slices=2)
     if size_out <= 1024 and size_in <= 3072:
         return LinearShape(16, 256, 3, 4, 1, slices=4)  # larger tiles do not fit smaller GPUs
-    if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first product, with the norm
+    if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first GEMM, with the norm
         return LinearShape(64, 128, 4, 4, 1, slices=4)
     if size_out == 2048 and 2048 < size_in <= 4096:  # its second
         return LinearShape(32, 256, 4, 4, 1, slices=4)

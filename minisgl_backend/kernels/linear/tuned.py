@@ -1,14 +1,14 @@
-"""Matrix products by the cuBLASLt algorithm that was measured fastest on this device.
+"""GEMMs by the cuBLASLt algorithm that was measured fastest on this device.
 
-At 16 to 256 rows a product of a large model is two or three waves of blocks over the device, so its speed is decided by
+At 16 to 256 rows a GEMM of a large model is two or three waves of blocks over the device, so its speed is decided by
 how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 rows] into 396 blocks, three full waves of
 132 multiprocessors. The library has hundreds of tile sizes, but its own choice tries few of them: on an H200 the four
-products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 us with the best tiles, against a floor
+GEMMs of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 us with the best tiles, against a floor
 of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple count of
 waves favours; all are measured, once for a device and a version of the library, then read from a file.
 
-Products of prompts are measured too, of some numbers of rows, each of which stands for those near it: on an H100 at
-4,096 rows those of a rank of Qwen3-32B over two GPUs become 2 to 4% faster. Power, which limits such products after
+GEMMs of prompts are measured too, of some numbers of rows, each of which stands for those near it: on an H100 at
+4,096 rows those of a rank of Qwen3-32B over two GPUs become 2 to 4% faster. Power, which limits such GEMMs after
 some milliseconds, is not seen in runs as short as these: tiles of 256 x 160 came first there when each candidate ran
 for half a second.
 
@@ -36,7 +36,7 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import is_tunable
-from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Product, tile_sizes
+from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, tile_sizes
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class TunedLinear:
 
         Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered, and up to a second for thousands
         of rows; synchronises with the device.
-        Where the library or the memory for measuring is missing, torch keeps these products: that is no error.
+        Where the library or the memory for measuring is missing, torch keeps these GEMMs: that is no error.
         """
         weight = weights[0]
         shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
@@ -144,7 +144,7 @@ class TunedLinear:
         try:
             launch(weight, x, out, add)
         except RuntimeError as error:  # the library's check does not promise that it will start; nothing was written
-            log.warning("a product of %d x %d, %d rows, is left to torch: %s", *key.shape, key.rows, error)
+            log.warning("a GEMM of %d x %d, %d rows, is left to torch: %s", *key.shape, key.rows, error)
             self._launchers[key] = None
             return False
         return True
@@ -164,7 +164,7 @@ class TunedLinear:
                 self._lt = CublasLt(self._device)
             except (OSError, RuntimeError) as error:
                 self._failed = True
-                log.warning("matrix products are left to torch: %s", error)
+                log.warning("GEMMs are left to torch: %s", error)
         return self._lt
 
     def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
@@ -185,7 +185,7 @@ class TunedLinear:
                 except RuntimeError as error:  # out of memory is one of them
                     torch.cuda.synchronize(self._device)  # raises what nobody could go on after
                     torch.cuda.empty_cache()
-                    log.warning("products of %d x %d, %d rows, are left to torch: %s", *weight.shape, rows, error)
+                    log.warning("GEMMs of %d x %d, %d rows, are left to torch: %s", *weight.shape, rows, error)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.empty_cache()  # what is captured next would get none of the memory that is kept for this stream
         return best
@@ -204,26 +204,26 @@ def measured_rows(rows: int) -> int:
 
 
 def _allowed(lt: CublasLt, key: _Key, algorithm: bytes) -> Launch | None:
-    """The launch of a product by an algorithm that was chosen for a contiguous result."""
+    """The launch of a GEMM by an algorithm that was chosen for a contiguous result."""
     rows_touch = key.stride == key.shape[0]
-    product = Product(lt, key.rows, *key.shape, key.dtype, None if rows_touch else key.stride)
-    if not product.allows(algorithm):
+    gemm = Gemm(lt, key.rows, *key.shape, key.dtype, None if rows_touch else key.stride)
+    if not gemm.allows(algorithm):
         return None
     if not rows_touch or key.alignment < ALIGNMENT:  # the library has promised it for an aligned result alone
-        needed = product.out_alignment(algorithm)
+        needed = gemm.out_alignment(algorithm)
         if key.alignment % needed or key.stride * key.dtype.itemsize % needed:
             return None
-    return product.launcher(algorithm)
+    return gemm.launcher(algorithm)
 
 
 def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
     (rows, size_in), size_out = x.shape, weights[0].shape[0]
-    product = Product(lt, rows, size_out, size_in, x.dtype)
+    gemm = Gemm(lt, rows, size_out, size_in, x.dtype)
     out = torch.empty(rows, size_out, dtype=x.dtype, device=x.device)
     expected = x @ weights[0].t()
 
     def by(algorithm: bytes) -> _Timed | None:
-        launch = product.launcher(algorithm)
+        launch = gemm.launcher(algorithm)
         try:
             launch(weights[0], x, out.fill_(float("nan")), False)  # libraries load kernels now, not under capture
         except RuntimeError:
@@ -233,7 +233,7 @@ def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> 
             return None
         return _Timed([partial(launch, weight, x, out, False) for weight in weights])
 
-    tried = candidates(product, DeviceFacts.of(x.device).multiprocessors)
+    tried = candidates(gemm, DeviceFacts.of(x.device).multiprocessors)
     found = [(timed, algorithm) for algorithm in tried if (timed := by(algorithm)) is not None]
     if tried and not found:
         raise RuntimeError("no candidate gave the right result")
@@ -252,27 +252,27 @@ def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> 
     return algorithm.hex() if best.median < WORTH * torch_timed.median else ""
 
 
-def candidates(product: Product, num_sms: int) -> list[bytes]:
+def candidates(gemm: Gemm, num_sms: int) -> list[bytes]:
     """The library's suggestions, then those variants of its first one whose tiles fill the device best."""
-    suggested = product.suggestions(SUGGESTIONS)
+    suggested = gemm.suggestions(SUGGESTIONS)
     if not suggested:
         return []
-    sizes, rows, size_out, size_in = tile_sizes(), product.rows, product.size_out, product.size_in
+    sizes, rows, size_out, size_in = tile_sizes(), gemm.rows, gemm.size_out, gemm.size_in
     if rows >= LEAST_LONG:
         tiles = (tile for tile, size in sizes.items() if size in LONG_TILES)
-        others = chain.from_iterable(_variants(product, suggested[0], tile, LONG_CLUSTERS) for tile in tiles)
+        others = chain.from_iterable(_variants(gemm, suggested[0], tile, LONG_CLUSTERS) for tile in tiles)
         return list(dict.fromkeys([*suggested, *others]))
-    known = (tile for tile in product.tiles(suggested[0]) if tile in sizes)
+    known = (tile for tile in gemm.tiles(suggested[0]) if tile in sizes)
     costs = {tile: predicted_us(rows, size_out, size_in, sizes[tile], num_sms) for tile in known}
     likely = sorted((tile for tile in costs if math.isfinite(costs[tile])), key=costs.__getitem__)
     # Most tiles have no kernel with most clusters, and asking takes time: not more is asked than is measured.
-    variants = (list(islice(_variants(product, suggested[0], tile, CLUSTERS), CLUSTERS_EACH)) for tile in likely)
+    variants = (list(islice(_variants(gemm, suggested[0], tile, CLUSTERS), CLUSTERS_EACH)) for tile in likely)
     return list(dict.fromkeys([*suggested, *chain.from_iterable(islice(filter(None, variants), TILES))]))
 
 
-def _variants(product: Product, algorithm: bytes, tile: int, clusters: Sequence[int]) -> Iterator[bytes]:
+def _variants(gemm: Gemm, algorithm: bytes, tile: int, clusters: Sequence[int]) -> Iterator[bytes]:
     """`algorithm` with this tile and each of these clusters that there is a kernel for."""
-    return filter(None, (product.with_tile(algorithm, tile, cluster) for cluster in clusters))
+    return filter(None, (gemm.with_tile(algorithm, tile, cluster) for cluster in clusters))
 
 
 def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], num_sms: int) -> float:
@@ -285,7 +285,7 @@ def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], 
         return math.inf
     blocks = -(-size_out // tile_out) * -(-rows // tile_rows)
     waves = -(-blocks // num_sms)
-    # A small tile loads more for each product.
+    # A small tile loads more for each GEMM.
     compute = waves * 2 * tile_out * tile_rows * size_in / 6e6 * (1 + 24 / tile_out + 24 / tile_rows)
     idle = waves * num_sms / blocks if blocks >= num_sms else max(1.0, 0.8 * num_sms / blocks)
     return max(compute, size_out * size_in * 2 / 4.6e6 * idle)
@@ -351,7 +351,7 @@ def _read(path: Path | None) -> dict[str, dict[str, str]]:
 
 
 def _write(path: Path | None, name: str, choices: dict[str, str]) -> None:
-    """Adds one product's choices to what is there. Of two processes that write at once one measures again later."""
+    """Adds one GEMM's choices to what is there. Of two processes that write at once one measures again later."""
     if path is None:
         return
     with contextlib.suppress(OSError):  # a disk that cannot be written costs a measurement at the next start

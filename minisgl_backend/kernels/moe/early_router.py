@@ -1,10 +1,10 @@
 """The end of attention and the router of a mixture of experts, for one token, in one kernel of the Triton language.
 
 A router's logits are W norm(r + O a): of the residual r and attention's result a, with the router's weights W and the
-output product's O. By what the norm divides does not change which experts are the best, and without it the logits are
-(W n) r + (W n O) a, where n are the norm's weights. So with W n O multiplied out when the model is loaded, the router
-runs beside the product instead of behind it: a kernel less for which everything waits. Logits are divided by whoever
-needs the shares of the experts.
+output projection's O. By what the norm divides does not change which experts are the best, and without it the logits
+are (W n) r + (W n O) a, where n are the norm's weights. So with W n O multiplied out when the model is loaded, the
+router runs at the same time as that projection instead of behind it: a kernel less for which everything waits. Logits
+are divided by whoever needs the shares of the experts.
 
 [W n O, W n] is rounded to the model's numbers, as the states are that the router would read otherwise.
 """
@@ -23,34 +23,34 @@ NUMBERS = 8192  # of a program's weights; a program of the router has one expert
 NUM_WARPS = 4
 
 
-def early_router(router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+def early_router(router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor) -> torch.Tensor:
     """[W n O, W n], bfloat16 [num_experts, size_in + hidden], of router [num_experts, hidden], norm_weight [hidden] and
-    product [hidden, size_in], bfloat16 too."""
+    o_proj [hidden, size_in], bfloat16 too."""
     normed = router.float() * norm_weight.float()
-    return torch.cat([normed @ product.float(), normed], 1).to(router.dtype)
+    return torch.cat([normed @ o_proj.float(), normed], 1).to(router.dtype)
 
 
 def output_and_logits(
     x: torch.Tensor,
-    product: torch.Tensor,
+    o_proj: torch.Tensor,
     residual: torch.Tensor,
     early: torch.Tensor,
     experts_per_token: int,
     *,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + x @ product.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
-    line: x [1, size_in], product [hidden, size_in], residual [1, hidden], early as above, all in one number format.
+    """residual + x @ o_proj.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
+    line: x [1, size_in], o_proj [hidden, size_in], residual [1, hidden], early as above, all in one number format.
 
     pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py.
     """
-    (hidden, size_in), num_experts, k = product.shape, len(early), experts_per_token
+    (hidden, size_in), num_experts, k = o_proj.shape, len(early), experts_per_token
     out = torch.empty_like(residual)
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     padded = triton.next_power_of_2(size_in)
     tile = max(1, NUMBERS // padded)
     _output_and_logits_kernel[(num_experts + triton.cdiv(hidden, tile),)](
-        x, product, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
+        x, o_proj, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
         OUT_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=triton.next_power_of_2(k),
         TILE=tile, num_warps=NUM_WARPS, **pdl_options(pdl),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def _output_and_logits_kernel(
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, OUT_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first programs compute the logit of an expert each, the others a tile of the product."""
+    """The first programs compute the logit of an expert each, the others a tile of the projection."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)

@@ -1,13 +1,13 @@
 """A mixture of experts for a few tokens (a decode step of 2 to 64), in the Triton language: bound by reading the
 weights of the experts picked, and by the starts and ends of its kernels.
 
-Whoever has all logits plans the products in one program: it picks the experts, and gives each expert's tokens a tile of
+Whoever has all logits plans the GEMMs in one program: it picks the experts, and gives each expert's tokens a tile of
 their own, so that an expert's weights are read once. Up to MAX_ROUTED_TOKENS the router's last program does so, and the
 first ones norm the tokens; of more, the plan is a kernel behind the router's product. Then come the two products and
 the sum.
 
 `pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py, with the exception of one_token.py: the
-first product lets the second start only after its own wait, so that this one may read the plan before it waits.
+first GEMM lets the second start only after its own wait, so that this one may read the plan before it waits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
-SLOTS = 16  # tokens of a tile, the fewest rows of a product by tensor cores
+SLOTS = 16  # tokens of a tile, the fewest rows of a GEMM by tensor cores
 MAX_PACKED_CHOICES = 15
 UNPICKED = tl.constexpr(15)  # of four bits, instead of a token's choice
 
 
 @dataclass(frozen=True)
 class FewShape:
-    """How one product is cut: outputs (after gating) a tile, inputs a step, warps, stages."""
+    """How one GEMM is cut: outputs (after gating) a tile, inputs a step, warps, stages."""
 
     tile_out: int
     tile_in: int
@@ -42,7 +42,7 @@ class FewShape:
 
 
 def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
-    """The cuts of the products with gate_up and down that were measured best on an H200, 8 of 128 experts of
+    """The cuts of the GEMMs with gate_up and down that were measured best on an H200, 8 of 128 experts of
     2,048 x 768. Narrow tiles of gate and up win from 3 tokens on, by 1 us of a layer at 4 and 2 us at 64."""
     gate_up = FewShape(32, 128, 4, 4) if num_tokens <= 2 else FewShape(16, 256, 2, 3)
     return gate_up, FewShape(64, 128, 4, 4)
@@ -307,7 +307,7 @@ def _plan(
 def read_tile(tiles_ptr, tile, most, K: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr):
     """Of a plan with `most` tiles: the expert int64 (negative: not used), pairs int32 [SLOTS] and which of them are.
 
-    Written before the kernel before the second product; by way of the L2 cache, since an earlier layer's may lie in
+    Written before the kernel before the second GEMM; by way of the L2 cache, since an earlier layer's may lie in
     the nearer.
     """
     s = tl.arange(0, SLOTS)
@@ -342,7 +342,7 @@ def _few_product_kernel(
         return
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
-        # One product for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
+        # One GEMM for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
         c = tl.arange(0, 2 * TILE_OUT)
         column = tl.program_id(1) * TILE_OUT + c % TILE_OUT
         column_ok = column < SIZE_OUT

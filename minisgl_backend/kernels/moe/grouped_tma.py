@@ -1,7 +1,7 @@
-"""The grouped products of a mixture of experts for many tokens, bound by the matrix units: tensor memory access (TMA).
+"""The grouped GEMMs of a mixture of experts for many tokens, bound by the matrix units: tensor memory access (TMA).
 
-Descriptors of the weights, and of the gated values between the two products, let one instruction of one thread bring a
-whole tile to shared memory. Programs stay and take one tile after the other; in the product with down, the loads of the
+Descriptors of the weights, and of the gated values between the two GEMMs, let one instruction of one thread bring a
+whole tile to shared memory. Programs stay and take one tile after the other; in the GEMM with down, the loads of the
 next tile begin before the last one's results are stored. All columns of one tile of pairs follow one another, so that
 the rows which they share come from the L2 cache. Half a tile is enough for what is left of an expert's pairs, where
 there is no more. Results stay in sorted order until they are summed.
@@ -27,9 +27,9 @@ TILE_PAIRS = 128
 
 @dataclass(frozen=True)
 class WideShape:
-    """How one product is cut into tiles."""
+    """How one GEMM is cut into tiles."""
 
-    tile_out: int  # of the product with gate and up: after gating
+    tile_out: int  # of the GEMM with gate and up: after gating
     tile_in: int
     num_warps: int
     num_stages: int

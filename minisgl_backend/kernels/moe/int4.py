@@ -31,7 +31,7 @@ from minisgl_backend.kernels.moe.align import Tiles, align
 
 @dataclass(frozen=True)
 class Int4Cut:
-    """How one product is cut: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
+    """How one GEMM is cut: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
 
     tile_out: int
     num_warps: int
@@ -193,7 +193,7 @@ def _experts_kernel(
         if PLAN == "sorted":
             tl_cuda.gdc_launch_dependents()
             tl_cuda.gdc_wait()
-        else:  # as in few_tokens.py: the second product reads the plan before it waits
+        else:  # as in few_tokens.py: the second GEMM reads the plan before it waits
             if GATED:
                 tl_cuda.gdc_wait()
             tl_cuda.gdc_launch_dependents()

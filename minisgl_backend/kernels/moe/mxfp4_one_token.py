@@ -1,6 +1,6 @@
 """Experts in MXFP4 for one token, in the Triton language: bound by reading the weights of the experts picked.
 
-one_token.py's chain: its router, which norms the token as well, then a product with gate and up whose programs find
+one_token.py's chain: its router, which norms the token as well, then a GEMM with gate and up whose programs find
 their expert themselves, and one with down that sums the experts up in a fixed order. Matrix units bring nothing to one
 token: a thread has the 16 bytes of a block and multiplies them with 32 inputs. A number becomes a float32 by its bits
 alone, which is 2^-126 of it, or less than the smallest normal number; so inputs are multiplied by a large power of two.
@@ -27,7 +27,7 @@ from minisgl_backend.kernels.moe.one_token import expert_of_key, keys, logit_of_
 
 @dataclass(frozen=True)
 class OneTokenShape:
-    """How a product is cut: rows of the weight a tile, blocks of 32 inputs a step, warps of a program."""
+    """How a GEMM is cut: rows of the weight a tile, blocks of 32 inputs a step, warps of a program."""
 
     tile_out: int
     blocks: int

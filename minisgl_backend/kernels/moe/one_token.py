@@ -1,7 +1,7 @@
 """A mixture of experts for one token, in the Triton language: bound by reading the weights of the experts picked.
 
 Three kernels from the hidden state to the hidden state. The first computes the router's logits of the normed state, and
-writes a copy of them for each choice; or early_router.py has done so already, beside the product before. Every program
+writes a copy of them for each choice; or early_router.py has done so already, beside the GEMM before. Every program
 of the other two finds its experts in a copy for itself: that takes less time than to wait for one that finds them for
 all, but a copy for all would be where they wait for each other. The second norms on its way. The third adds the experts
 up, and the residual, where it computes them, in a fixed order.
@@ -26,7 +26,7 @@ from minisgl_backend.kernels.launch import pdl_options
 
 @dataclass(frozen=True)
 class ProductShape:
-    """How one product is cut into programs: outputs (after gating) a tile, inputs a step, warps."""
+    """How one GEMM is cut into programs: outputs (after gating) a tile, inputs a step, warps."""
 
     tile_out: int
     tile_in: int

@@ -96,4 +96,4 @@ class TransformersCausalLM(nn.Module):
         return self.logits(hidden)
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """Products are torch's: there are no kernels to choose."""
+        """GEMMs are torch's: there are no kernels to choose."""

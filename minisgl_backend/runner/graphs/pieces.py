@@ -306,7 +306,7 @@ def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
 def piece_sizes(largest: int) -> tuple[int, ...]:
     """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 2,048, 512 up to 4,096, then every 1,024, and `largest`.
 
-    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may sizes
+    GEMMs compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may sizes
     up to MOST_FINE_TOKENS be coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is
     computed for nothing.
     """

@@ -49,7 +49,7 @@ def measure_prefill_budget(
     tp = tp or TensorParallel.single()
 
     max_running = config.max_running_requests
-    # Equal tokens take less power, of which a large model's products never have enough, and all the same experts.
+    # Equal tokens take less power, of which a large model's GEMMs never have enough, and all the same experts.
     ids = np.random.default_rng(0).integers(0, vocab_size, runtime.max_prefill_length, dtype=np.int32)
     beside = min(1, max_running - 1)  # without a stream it would be another pass, that of a lone prompt
     timed: dict[int, float] = {}

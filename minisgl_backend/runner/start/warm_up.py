@@ -3,7 +3,7 @@
 Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
 on a machine: before anything else in a start, and several at a time (`compile_kernels`). The steps here need every one
 that serving can need, on each side of each number of rows or tokens from which on other kernels are taken. Libraries
-load their kernels at the first product of a size. Decode steps that are captured as graphs have that behind them; steps
+load their kernels at the first GEMM of a size. Decode steps that are captured as graphs have that behind them; steps
 with a prompt part have not (`warm_up`).
 """
 
@@ -33,10 +33,10 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 log = logging.getLogger(__name__)
 
-# Tokens of a prompt beside one sequence that decodes: about the sizes for which products take other kernels.
+# Tokens of a prompt beside one sequence that decodes: about the sizes for which GEMMs take other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
-# Tokens of a prompt alone: small products are cut in another way, or have another number of lines, from each of these
+# Tokens of a prompt alone: small GEMMs are cut in another way, or have another number of lines, from each of these
 # numbers on; 2 are among the sampled plans, and more beside one row that decodes.
 FEW_TOKENS = (1, 3, 5, 9)
 

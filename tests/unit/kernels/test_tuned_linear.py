@@ -60,7 +60,7 @@ def test_tiles_that_won_on_an_h200_rank_high(rows, size_out, size_in, winner):
     assert sizes.index(winner) < 12
 
 
-class TiledProduct:
+class TiledGemm:
     """Has kernels for one cluster of half of the tiles, and counts what it is asked."""
 
     rows, size_out, size_in = 192, 34816, 5120
@@ -80,15 +80,15 @@ class TiledProduct:
 
 
 def test_candidates_are_the_suggestions_and_the_likeliest_tiles_that_there_are_kernels_for():
-    product = TiledProduct()
-    found = candidates(product, 132)
+    gemm = TiledGemm()
+    found = candidates(gemm, 132)
     sizes = sorted(tile_sizes(), key=lambda tile: predicted_us(192, 34816, 5120, tile_sizes()[tile], 132))
     tiles = [tile for tile in sizes if tile % 2 == 0][:12]
     assert found == [b"a", b"b", *(b"%d/%d" % (tile, cluster) for tile in tiles for cluster in CLUSTERS[1:3])]
-    assert product.asked <= 3 * 12 + 4 * sizes.index(tiles[-1])
+    assert gemm.asked <= 3 * 12 + 4 * sizes.index(tiles[-1])
 
 
-class LongProduct(TiledProduct):
+class LongProduct(TiledGemm):
     rows = 4096
 
 
@@ -111,19 +111,19 @@ def test_a_choice_serves_near_numbers_of_rows(rows, measured):
     assert measured_rows(rows) == measured
 
 
-def test_what_is_remembered_grows_by_products(tmp_path: Path):
-    path = tmp_path / "new" / "products.json"
+def test_what_is_remembered_grows_by_gemms(tmp_path: Path):
+    path = tmp_path / "new" / "gemms.json"
     assert _read(path) == {}
     _write(path, "a", {"16": ALGORITHM})
     _write(path, "b", {"16": ""})
     _write(path, "a", {"32": "0" * 128})
     assert _read(path) == {"a": {"16": ALGORITHM, "32": "0" * 128}, "b": {"16": ""}}
-    assert [file.name for file in path.parent.iterdir()] == ["products.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["gemms.json"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', json.dumps({"a": ["b"]}), "[" * 100_000])
 def test_a_broken_file_is_an_empty_one(tmp_path: Path, content: str):
-    path = tmp_path / "products.json"
+    path = tmp_path / "gemms.json"
     path.write_text(content)
     assert _read(path) == {}
     _write(path, "a", {"16": ALGORITHM})
@@ -131,26 +131,26 @@ def test_a_broken_file_is_an_empty_one(tmp_path: Path, content: str):
 
 
 def test_choices_that_are_none_are_measured_again(tmp_path: Path):
-    path = tmp_path / "products.json"
+    path = tmp_path / "gemms.json"
     path.write_text(json.dumps({"a": {"16": ALGORITHM, "32": 5, "48": "abc", "64": "ab" * 65, "80": ["a"], "96": ""}}))
     assert _read(path) == {"a": {"16": ALGORITHM, "96": ""}}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    _write(tmp_path / "file" / "products.json", "a", {})
+    _write(tmp_path / "file" / "gemms.json", "a", {})
     assert _read(None) == {}
     _write(None, "a", {})
 
 
-def test_products_that_were_not_tuned_are_left_to_the_caller():
+def test_gemms_that_were_not_tuned_are_left_to_the_caller():
     tuned = TunedLinear(torch.device("cpu"), None)
     tuned.tune([torch.zeros(16, 16)], [8])  # four bytes a number: nothing to choose
     assert tuned.linear(torch.zeros(8, 16), torch.zeros(16, 16)) is None
 
 
-class FakeProduct:
-    """A library with three algorithms, the fastest of them wrong, whose products are torch's own."""
+class FakeGemm:
+    """A library with three algorithms, the fastest of them wrong, whose GEMMs are torch's own."""
 
     refuses = False
 
@@ -211,10 +211,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(tuned_linear, "CublasLt", lambda device: SimpleNamespace(version=1))
-    monkeypatch.setattr(tuned_linear, "Product", FakeProduct)
+    monkeypatch.setattr(tuned_linear, "Gemm", FakeGemm)
     monkeypatch.setattr(tuned_linear, "_Timed", FakeTimed)
     monkeypatch.setattr(tuned_linear, "_is_plain", lambda tensor: tensor.is_contiguous())
-    monkeypatch.setattr(FakeProduct, "refuses", False)
+    monkeypatch.setattr(FakeGemm, "refuses", False)
     FakeTimed.count = 0
 
 
@@ -225,7 +225,7 @@ def two_weights() -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Path):
-    weights, path = two_weights(), tmp_path / "products.json"
+    weights, path = two_weights(), tmp_path / "gemms.json"
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [1, 8, 24])
     assert _read(path) == {"CPU cublasLt 1 torch.bfloat16 8192x1024": dict.fromkeys(("16", "32"), RIGHT.hex())}
@@ -263,7 +263,7 @@ def test_a_result_whose_rows_are_apart_is_written_where_the_algorithm_can():
 
 @pytest.mark.usefixtures("on_cpu")
 def test_torch_keeps_what_gains_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    weights, path = two_weights(), tmp_path / "products.json"
+    weights, path = two_weights(), tmp_path / "gemms.json"
     monkeypatch.setattr(FakeTimed, "times", {WRONG: 1.0, RIGHT: 9.9, SLOW: 11.0, None: 10.0})
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [8])
@@ -289,14 +289,14 @@ def test_rows_of_prompts_that_are_measured(longest: int, sizes: list[int]):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_one_size_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    weights, path = two_weights(), tmp_path / "products.json"
+    weights, path = two_weights(), tmp_path / "gemms.json"
 
-    def few_rows(self: FakeProduct, most: int) -> list[bytes]:
+    def few_rows(self: FakeGemm, most: int) -> list[bytes]:
         if self.rows > 16:
             raise torch.OutOfMemoryError("tried to allocate 1 GiB")
         return [RIGHT]
 
-    monkeypatch.setattr(FakeProduct, "suggestions", few_rows)
+    monkeypatch.setattr(FakeGemm, "suggestions", few_rows)
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [8, 24])
     assert list(_read(path).values()) == [{"16": RIGHT.hex()}]
@@ -308,17 +308,17 @@ def test_one_size_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch:
 def test_what_fails_while_it_is_measured_is_left_to_torch_and_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    weights, path = two_weights(), tmp_path / "products.json"
+    weights, path = two_weights(), tmp_path / "gemms.json"
     tuned = TunedLinear(torch.device("cpu"), path)
 
     def out_of_memory(*_: object) -> list[bytes]:
         raise torch.OutOfMemoryError("tried to allocate 1 GiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FakeProduct, "suggestions", out_of_memory)
+        patch.setattr(FakeGemm, "suggestions", out_of_memory)
         tuned.tune(weights, [8])
     with monkeypatch.context() as patch:
-        patch.setattr(FakeProduct, "suggestions", lambda self, most: [WRONG])  # all of them are wrong
+        patch.setattr(FakeGemm, "suggestions", lambda self, most: [WRONG])  # all of them are wrong
         tuned.tune(weights, [8])
     assert not path.exists()
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
@@ -332,9 +332,9 @@ def test_a_launch_that_the_library_refuses_is_left_to_torch(monkeypatch: pytest.
     tuned = TunedLinear(torch.device("cpu"), None)
     tuned.tune(weights, [8])
     x = torch.randn(8, 1024).bfloat16()
-    monkeypatch.setattr(FakeProduct, "refuses", True)
+    monkeypatch.setattr(FakeGemm, "refuses", True)
     assert tuned.linear(x, weights[0]) is None
-    monkeypatch.setattr(FakeProduct, "refuses", False)
+    monkeypatch.setattr(FakeGemm, "refuses", False)
     assert tuned.linear(x, weights[0]) is None  # it is not tried for each layer of each step
 
 

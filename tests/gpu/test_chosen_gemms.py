@@ -32,18 +32,18 @@ def lt():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size_out", "size_in"), [(5120, 2048), (1024, 3072), (6144, 1000)])
 def test_every_candidate_is_right(lt, size_out, size_in, dtype):
-    from minisgl_backend.kernels.linear.cublaslt import Product
+    from minisgl_backend.kernels.linear.cublaslt import Gemm
     from minisgl_backend.kernels.linear.tuned import candidates
 
     (weight,) = weights_of(size_out, size_in, dtype, 1)
     for rows in (16, 136, 256):
         x = torch.randn(rows, size_in, device="cuda").to(dtype)
         residual = torch.randn(rows, size_out, device="cuda").to(dtype)
-        product = Product(lt, rows, size_out, size_in, dtype)
-        found = candidates(product, 132)
+        gemm = Gemm(lt, rows, size_out, size_in, dtype)
+        found = candidates(gemm, 132)
         assert len(found) > 8
         for algorithm in found:
-            launch = product.launcher(algorithm)
+            launch = gemm.launcher(algorithm)
             out = torch.full_like(residual, float("nan"))
             launch(weight, x, out, False)
             ref = x.double() @ weight.double().t()
@@ -57,7 +57,7 @@ def test_choices_are_measured_once_and_then_read(tmp_path):
     from minisgl_backend.kernels.linear.tuned import TunedLinear
 
     weights = weights_of(34816, 1024, torch.bfloat16)
-    path = tmp_path / "deep" / "products.json"
+    path = tmp_path / "deep" / "gemms.json"
     first = TunedLinear(DEVICE, path)
     first.tune(weights, ROWS)
     ((name, choices),) = json.loads(path.read_text()).items()
@@ -74,7 +74,7 @@ def test_an_algorithm_of_another_library_is_not_used(tmp_path):
     from minisgl_backend.kernels.linear.tuned import TunedLinear
 
     weights = weights_of(34816, 1024, torch.bfloat16)
-    path = tmp_path / "products.json"
+    path = tmp_path / "gemms.json"
     TunedLinear(DEVICE, path).tune(weights, [64])
     (name,) = json.loads(path.read_text())
     path.write_text(json.dumps({name: {"64": "ff" * 64}}))
@@ -91,7 +91,7 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
     down, gate_up = weights_of(5120, 8192, torch.bfloat16), weights_of(16384, 5120, torch.bfloat16)
     ops.prepare_linear(down, ROWS, 4096)
     ops.prepare_linear(gate_up, ROWS, 4096)
-    chosen = json.loads((tmp_path / "minisgl" / "products.json").read_text())
+    chosen = json.loads((tmp_path / "minisgl" / "gemms.json").read_text())
     assert sum(bool(algorithm) for choices in chosen.values() for algorithm in choices.values()) > 2
     for rows in (72, 136, 192, 200, 256, 512, 2000, 3100, 4000):
         x = torch.randn(rows, 5120, device="cuda").bfloat16()
@@ -139,7 +139,7 @@ def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
 def test_what_cannot_be_tuned_is_left_to_torch(tmp_path):
     from minisgl_backend.kernels.linear.tuned import TunedLinear
 
-    tuned = TunedLinear(DEVICE, tmp_path / "products.json")
+    tuned = TunedLinear(DEVICE, tmp_path / "gemms.json")
     for weights in ([torch.randn(4096, 1024, device="cuda")], weights_of(4100, 1024, torch.bfloat16)):
         tuned.tune(weights, ROWS)
         x = torch.randn(64, 1024, device="cuda", dtype=weights[0].dtype)

@@ -1,4 +1,4 @@
-"""Small-batch products of dense layers, and mixtures of experts."""
+"""Small-batch GEMMs of dense layers, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ QWEN3_32B_SHARDS = [
 
 
 def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
-    """The four products of a layer, fused with norm, residual and activation, against cuBLAS's product alone."""
+    """The four GEMMs of a layer, fused with norm, residual and activation, against cuBLAS's GEMM alone."""
     workspace = LinearWorkspace(torch.device("cuda"))
-    for model, products in (("0.6B", QWEN3_06B), ("14B", QWEN3_14B)):
-        for name, size_out, size_in, norm, residual, gated in products:
+    for model, gemms in (("0.6B", QWEN3_06B), ("14B", QWEN3_14B)):
+        for name, size_out, size_in, norm, residual, gated in gemms:
             weight_rows = size_out * (2 if gated else 1)
             copies = 1 if timer.compiles_only else max(3, min(28, int(1.5e9 / (weight_rows * size_in * 2))))
             weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
@@ -96,7 +96,7 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
 
 
 def bench_shards(results: dict[str, dict]) -> None:
-    """The products of QWEN3_32B_SHARDS, without norm and residual: as they are chosen, by our kernel, by cuBLAS."""
+    """The GEMMs of QWEN3_32B_SHARDS, without norm and residual: as they are chosen, by our kernel, by cuBLAS."""
     device = torch.device("cuda")
     ops, workspace = TritonPlainKernels(TritonOps(device), device), LinearWorkspace(device)
     rows_of = (1, 2, 4, 8, 16, 24, 32, 64)
