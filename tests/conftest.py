@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Under pytest-xdist one worker runs a file from beginning to end, so that a module's fixtures are made once, and all
 # files of a group as if they were one. Tests of Ctrl-C, other signals and real time-outs are one, near the end of a
-# run, when the other worker has kernels in Triton's interpreter left, which take one core:
+# run, when others have at most such files left as the one below has, which take one core:
 SERIAL = (
     "unit/client/test_chat_session.py",
     "unit/client/test_ctrl_c.py",
@@ -56,6 +57,23 @@ OWN_SERVERS = (
     "e2e/test_supervision.py",
     "e2e/test_windows.py",
 )
+
+# Files that only compute, in one process and by no clock. A third worker, which `scripts/test.sh` starts, runs nothing
+# else, at a low priority: in the time in which the two others wait for their servers.
+COMPUTES = (
+    "unit/kernels/test_interpreted_",
+    "unit/kernels/test_specialization",
+    "unit/kernels/test_shared_memory",
+    "parity/test_llm_parity",
+    "parity/test_parity_benchmark",
+    "parity/test_logits_parity",
+    "parity/test_fallback",
+    "unit/scheduler/test_scheduler_model",
+    "unit/attention/test_reference_attention",
+    "unit/cache/test_cache_model",
+)
+FILLER = "gw2"  # that worker's name
+FILLER_NICE = 10  # a tenth of a core where all are busy: none of its tests comes to its time-out
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
 collect_ignore = ["third_party", "e2e/vllm_ci"]
@@ -120,7 +138,13 @@ def worker_turn(path: str) -> int:
         return 0
     if path.endswith(OWN_SERVERS):
         return 1
-    return 3 if group == "serial" else 4 if "unit/kernels/test_interpreted" in path else 2
+    if group == "serial":
+        return 3
+    return next((4 + turn for turn, name in enumerate(COMPUTES) if f"tests/{name}" in path), 2)
+
+
+def only_computes(group: str) -> bool:
+    return worker_turn(group) > 3
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -131,8 +155,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return worker_group(nodeid.partition("::")[0])
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if node.gateway.id == FILLER:
+                chosen = next(filter(only_computes, self.workqueue), None)
+                if chosen is None:
+                    node.shutdown()
+                    return
+                self.workqueue.move_to_end(chosen, last=False)
+            super()._assign_work_unit(node)
+
     config.option.loadscopereorder = False
     return ByGroup(config, log)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER") == FILLER:  # from here on: all workers wait for the last one's collection
+        os.nice(FILLER_NICE)
+        # Where Linux groups processes by session, that is a priority within a group: it gets a group of low priority.
+        with contextlib.suppress(OSError):
+            os.setsid()
+            Path("/proc/self/autogroup").write_text(str(FILLER_NICE))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
