@@ -18,6 +18,9 @@ import pytest
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# NumPy's products take one core, too, as torch's below: those of the interpreter are small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C tests would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,12 +67,18 @@ COMPUTES = (
     "unit/kernels/test_interpreted_",
     "unit/kernels/test_specialization",
     "unit/kernels/test_shared_memory",
+    "parity/test_windows_interpreted",
+    "integration/test_long_steps",
     "parity/test_llm_parity",
     "parity/test_parity_benchmark",
     "parity/test_logits_parity",
     "parity/test_fallback",
+    "parity/test_fp8_checkpoints",
+    "parity/test_int4_checkpoints",
     "unit/scheduler/test_scheduler_model",
     "unit/attention/test_reference_attention",
+    "unit/sampling/test_sampler",
+    "unit/layers/test_decoder_layer",
     "unit/cache/test_cache_model",
 )
 FILLER = "gw2"  # that worker's name

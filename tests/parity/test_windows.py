@@ -14,14 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import parity
-from benchmarks.logits_runner import LogitsRunner
-from benchmarks.parity_reference import transformers_logits
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
-from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
 from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
@@ -30,7 +25,6 @@ MISTRAL = "mistral-window"
 MIXTURE = "gemma3"
 NAMES = (MISTRAL, MIXTURE, "gpt_oss")
 LATENT = "deepseek_v3-one-group"  # with --full
-INTERPRETED = "gpt_oss"  # whose kernels run in every run: with windows and without
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 FEWER_CELLS = {
     MIXTURE: ("chunk-64", "starved-chunk-16-sequential", "tp-2-graphs"),
@@ -97,12 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize(("case", "cell"), rows, indirect=["case"], scope="module")
     elif "case" in metafunc.fixturenames and "overlap" not in metafunc.fixturenames:
-        interpreted = metafunc.function is test_interpreted_kernels
-        rows = [
-            pytest.param(name, marks=[pytest.mark.full] if interpreted and name != INTERPRETED else [])
-            for name in (*NAMES, *([LATENT] if interpreted else []))
-        ]
-        metafunc.parametrize("case", rows, indirect=True, scope="module")
+        metafunc.parametrize("case", NAMES, indirect=True, scope="module")
 
 
 def test_the_windows_are_there(case: Case) -> None:
@@ -136,21 +125,6 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
             assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS)
             assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS), "with every prompt in the prefix cache"
         assert llm.stats.pages_leased == 0
-
-
-def test_interpreted_kernels(case: Case) -> None:
-    """The `triton` backend over chunks, cached prefixes, mixed steps and padded batches."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu/test_windows_on_gpu.py runs the kernels compiled")
-    workload = parity.Workload(prompt_lengths=(3, 30, 45), num_decode=3, chunk=20)
-    sequences = workload.sequences(VOCAB_SIZE)
-    expected = transformers_logits(case.folder, sequences, torch.float32)
-    model = build_model(
-        ModelConfig.load(case.folder), case.folder, dtype=torch.float32, device=torch.device("cpu"), max_seq_len=64
-    )
-    runner = LogitsRunner(model, "triton", sequences, page_size=16, max_seq_len=64, graphs=EagerGraphRunner((1, 2, 4)))
-    assert parity.largest_ratio(expected, runner.run(workload.chunk)) <= 1e-4
 
 
 @pytest.mark.parametrize(
