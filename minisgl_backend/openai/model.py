@@ -177,7 +177,7 @@ class AnswerFormat:
         if row is None:
             return None
         if row.both is not None:
-            return row.both(self._functions)
+            return row.new_both(self._functions)
         return row.new_thoughts(inside=row.opens(prompt_tail) and not self._is_guided)
 
     def new_calls(self) -> ToolParser | None:
@@ -185,6 +185,4 @@ class AnswerFormat:
         row = self._calls
         if row is None or (self._thoughts is not None and self._thoughts.both is not None):
             return None
-        if row.calls is not None:
-            return row.calls(self._functions)
-        return row.both(self._functions) if row.both is not None else None
+        return row.new_calls(self._functions)

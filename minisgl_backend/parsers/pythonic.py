@@ -6,7 +6,6 @@ Read by Python's own parser, never run: only literals as named arguments, and on
 from __future__ import annotations
 
 import ast
-import keyword
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -85,11 +84,6 @@ class Lfm2Parser(TaggedParser):
         for name, arguments in calls:
             self.tell(name, parts, arguments)
         return rest, "told"
-
-
-def is_python_name(name: str) -> bool:
-    """Whether Python reads a call of a function of that name as one."""
-    return all(one.isascii() and one.isidentifier() and not keyword.iskeyword(one) for one in name.split("."))
 
 
 def read_calls(text: str, functions: Mapping[str, Any]) -> list[tuple[str, str]] | None:

@@ -6,6 +6,7 @@ of the functions, written to its end.
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,3 +88,8 @@ def _other(tries: Mapping[str, Any], *, is_first: bool = False) -> str:
     ways = [rf"[^{taken}][\s\S]*"]
     ways += [f"{re.escape(char)}({_other(below)})?" for char, below in tries.items() if below]
     return "|".join(ways)
+
+
+def is_python_name(name: str) -> bool:
+    """Whether Python reads a call of a function of that name as one."""
+    return all(one.isascii() and one.isidentifier() and not keyword.iskeyword(one) for one in name.split("."))

@@ -7,24 +7,14 @@ docs/openai.md follow.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minisgl_backend.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DeepSeekV32Parser
-from minisgl_backend.parsers.gemma import Gemma4Parser
-from minisgl_backend.parsers.glm import GlmParser
-from minisgl_backend.parsers.harmony import HarmonyParser
-from minisgl_backend.parsers.json_lists import GraniteParser, ToolCallsParser
-from minisgl_backend.parsers.kimi import KimiK2Parser
-from minisgl_backend.parsers.minimax import MiniMaxM2Parser
-from minisgl_backend.parsers.mistral import MistralParser
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
-from minisgl_backend.parsers.pythonic import Lfm2Parser, PythonicParser, is_python_name
-from minisgl_backend.parsers.qwen_coder import QwenCoderParser
 from minisgl_backend.parsers.reasoning import ReasoningParser
-from minisgl_backend.parsers.strict import StrictCall
-from minisgl_backend.parsers.tool_calls import HermesParser, LlamaParser
+from minisgl_backend.parsers.strict import StrictCall, is_python_name
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
 
@@ -55,10 +45,10 @@ class Format:
     models: str  # for readers
     form: str  # as it is written, for readers
     marks: Marks | None  # None: only by name
-    calls: Callable[[Functions], ToolParser] | None = None
+    calls: str | None = None  # MODULE:CLASS of the parser of calls, imported when an answer first needs it
     tags: tuple[str, str] | None = None  # around thoughts
     always_thinks: bool = False  # an answer begins among thoughts, whatever the prompt ends with
-    both: Callable[[Functions], ThoughtParser] | None = None  # one parser for thoughts, content and calls
+    both: str | None = None  # likewise, one parser for thoughts, content and calls
     channels: tuple[str, str, str] | None = None  # with `both`: see `thoughts`
     special: bool = False
     strict: StrictCall | None = None  # how a grammar makes calls; None: not by a grammar
@@ -100,6 +90,21 @@ class Format:
             raise ValueError(f"{self.name} has no thoughts of its own")
         return ReasoningParser(inside=inside, tags=self.tags)
 
+    def new_calls(self, functions: Functions) -> ToolParser:
+        """The parser of calls, or the one that parses `both`."""
+        reference = self.calls or self.both
+        if reference is None:
+            raise ValueError(f"{self.name} has no calls")
+        parser: ToolParser = load_attribute(reference)(functions)
+        return parser
+
+    def new_both(self, functions: Functions) -> ThoughtParser:
+        """The parser of thoughts, content and calls together."""
+        if self.both is None:
+            raise ValueError(f"{self.name} has no parser of both")
+        parser: ThoughtParser = load_attribute(self.both)(functions)
+        return parser
+
 
 _THINK = ("<think>", "</think>")
 # The first whose marks fit is taken.
@@ -109,7 +114,7 @@ FORMATS = (
         "gpt-oss",
         "`<|channel|>analysis<|message|>...`, `<|channel|>commentary to=functions.NAME ...<|message|>{...}<|call|>`",
         Marks(anywhere=("<|start|>", "<|channel|>", "<|message|>")),
-        both=HarmonyParser,
+        both="minisgl_backend.parsers.harmony:HarmonyParser",
         channels=(
             "<|channel|>analysis<|message|>",
             "<|end|>",
@@ -127,7 +132,7 @@ FORMATS = (
         "DeepSeek V3, R1, R1-0528, R1-Distill",
         "`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and a block of JSON",
         Marks(template=("<｜tool▁sep｜>", "```json")),
-        calls=DeepSeekV3Parser,
+        calls="minisgl_backend.parsers.deepseek:DeepSeekV3Parser",
         strict=StrictCall(
             "<｜tool▁call▁begin｜>",
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -140,7 +145,7 @@ FORMATS = (
         "DeepSeek V3.1",
         "`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}`",
         Marks(template=("<｜tool▁sep｜>",), never=("```json",)),
-        calls=DeepSeekV31Parser,
+        calls="minisgl_backend.parsers.deepseek:DeepSeekV31Parser",
         strict=StrictCall("<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         special=True,
     ),
@@ -149,7 +154,7 @@ FORMATS = (
         "DeepSeek V3.2, V4",
         '`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">...`',
         Marks(template=("｜DSML｜", 'invoke name="')),
-        calls=DeepSeekV32Parser,
+        calls="minisgl_backend.parsers.deepseek:DeepSeekV32Parser",
         strict=StrictCall(
             "<｜DSML｜invoke name=", '<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>", "deepseek_xml"
         ),
@@ -160,7 +165,7 @@ FORMATS = (
         "Kimi-K2",
         "`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`",
         Marks(template=(r"<\|tool_call_argument_begin\|>",)),
-        calls=KimiK2Parser,
+        calls="minisgl_backend.parsers.kimi:KimiK2Parser",
         strict=StrictCall(
             "<|tool_call_begin|>",
             "<|tool_call_begin|>functions.{name}:",
@@ -174,7 +179,7 @@ FORMATS = (
         "MiniMax-M2",
         '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">...`',
         Marks(template=("<minimax:tool_call>", "<invoke name=")),
-        calls=MiniMaxM2Parser,
+        calls="minisgl_backend.parsers.minimax:MiniMaxM2Parser",
         strict=StrictCall("<invoke name=", '<invoke name="{name}">\n', "</invoke>", "minimax_xml"),
         special=True,
     ),
@@ -183,7 +188,7 @@ FORMATS = (
         "GLM-4.5 to 4.7, Ling 3",
         "`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>...`",
         Marks(template=("<tool_call>", "<arg_key>", "<arg_value>")),
-        calls=GlmParser,
+        calls="minisgl_backend.parsers.glm:GlmParser",
         strict=StrictCall("<tool_call>", "<tool_call>{name}\n", "</tool_call>", "glm_xml"),
     ),
     Format(
@@ -191,7 +196,7 @@ FORMATS = (
         "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
         "`<tool_call><function=NAME><parameter=KEY>...`",
         Marks(template=("<tool_call>", "<function=", "<parameter=")),
-        calls=QwenCoderParser,
+        calls="minisgl_backend.parsers.qwen_coder:QwenCoderParser",
         strict=StrictCall("<tool_call>", "<tool_call>\n<function={name}>\n", "\n</function>\n</tool_call>", "qwen_xml"),
     ),
     Format(
@@ -199,7 +204,7 @@ FORMATS = (
         "Gemma 4",
         '`<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>`; thoughts `<|channel>thought ... <channel|>`',
         Marks(anywhere=("<|tool_call>", "<|channel>")),
-        calls=Gemma4Parser,
+        calls="minisgl_backend.parsers.gemma:Gemma4Parser",
         strict=StrictCall("<|tool_call>", "<|tool_call>call:{name}", "<tool_call|>", "gemma"),
         tags=("<|channel>thought", "<channel|>"),
         special=True,
@@ -209,7 +214,7 @@ FORMATS = (
         "Mistral 7B v3 and later, Nemo, Small, Devstral; Magistral, Ministral 3",
         "`[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}`; thoughts `[THINK]...[/THINK]`",
         Marks(template=(r"\[TOOL_CALLS\]",)),
-        calls=MistralParser,
+        calls="minisgl_backend.parsers.mistral:MistralParser",
         strict=StrictCall("[TOOL_CALLS]", '{"name": "{name}", "arguments": ', "}", around=("[TOOL_CALLS][", ", ", "]")),
         strict_with=("[ARGS]", StrictCall("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", "")),
         tags=("[THINK]", "[/THINK]"),
@@ -220,7 +225,7 @@ FORMATS = (
         "Granite 3",
         '`<|tool_call|>[{"name": ..., "arguments": ...}]`',
         Marks(template=(r"<\|tool_call\|>",)),
-        calls=GraniteParser,
+        calls="minisgl_backend.parsers.json_lists:GraniteParser",
         strict=StrictCall(
             "<|tool_call|>", '{"name": "{name}", "arguments": ', "}", around=("<|tool_call|>[", ", ", "]")
         ),
@@ -231,7 +236,7 @@ FORMATS = (
         "LFM2",
         '`<|tool_call_start|>[NAME(key="text")]<|tool_call_end|>`',
         Marks(anywhere=("<|tool_call_start|>", "<|tool_call_end|>")),
-        calls=Lfm2Parser,
+        calls="minisgl_backend.parsers.pythonic:Lfm2Parser",
         strict=StrictCall(
             "<|tool_call_start|>",
             "{name}(",
@@ -247,7 +252,7 @@ FORMATS = (
         "MiniMax-M1, Apriel 1.5 and 1.6",
         '`<tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>`',
         Marks(template=("<tool_calls>", r"\barguments\b")),
-        calls=ToolCallsParser,
+        calls="minisgl_backend.parsers.json_lists:ToolCallsParser",
         strict=StrictCall(  # MiniMax-M1's
             "<tool_calls>",
             '{"name": "{name}", "arguments": ',
@@ -269,7 +274,7 @@ FORMATS = (
         "Hermes, Qwen2.5, Qwen3, Granite 4",
         '`<tool_call>{"name": ..., "arguments": ...}</tool_call>`',
         Marks(template=("<tool_call>", r"\barguments\b"), never=("<function=", "<arg_key>", "<invoke")),
-        calls=HermesParser,
+        calls="minisgl_backend.parsers.tool_calls:HermesParser",
         strict=StrictCall("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
     ),
     Format(
@@ -277,7 +282,7 @@ FORMATS = (
         "Llama 3.1 to 3.3",
         '`{"name": ..., "parameters": ...}` as the whole answer',
         Marks(template=('"parameters"',), tokens=("<|python_tag|>",)),
-        calls=LlamaParser,
+        calls="minisgl_backend.parsers.tool_calls:LlamaParser",
         strict=StrictCall('{"name": ', '{"name": "{name}", "parameters": ', "}"),
         special=True,
     ),
@@ -286,7 +291,7 @@ FORMATS = (
         "Llama 4",
         '`[NAME(key="text"), ...]` as the whole answer',
         Marks(tokens=("<|python_start|>", "<|python_end|>")),
-        calls=PythonicParser,
+        calls="minisgl_backend.parsers.pythonic:PythonicParser",
         strict=StrictCall(
             "[", "{name}(", ")", "python", around=("[", ", ", "]"), is_whole_answer=True, can_name=is_python_name
         ),

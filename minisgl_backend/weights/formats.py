@@ -7,7 +7,6 @@ says about its own.
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -139,12 +138,6 @@ class QuantizationConfig:
             for theirs, ours in self.names.prefixes:
                 if name.startswith(ours):
                     yield theirs + name[len(ours) :]
-
-
-def load_attribute(reference: str) -> Any:
-    """MODULE:NAME, imported now."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -8,9 +8,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.select import select_plain_kernels
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
-from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme, load_attribute
+from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.plain import PlainFactory, PlainLinearMethod
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
-from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme, load_attribute
+from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.schemes.int4 import gptq_exceptions
 from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys, refusal

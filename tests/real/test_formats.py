@@ -34,14 +34,12 @@ def test_calls_cut_at_every_token(written: str, vocabularies: dict[str, Vocabula
     name, write = WRITERS[written]
     of = TOKENIZER.get(name, "qwen3")
     row = FORMATS[name]
-    make = row.calls or row.both
-    assert make is not None
     ids = loaded(of).encode(write(CALLS), add_special_tokens=False)
     stream = new_detokenizer(vocabularies[of], skip_special_tokens=not row.special)
     pieces = [*(stream.feed([token]) for token in ids), stream.finish()]
-    whole = run(make(SCHEMAS), ["".join(pieces)])
+    whole = run(row.new_calls(SCHEMAS), ["".join(pieces)])
     assert calls_of(whole) == CALLS
     assert content_of(whole) == ""
-    assert run(make(SCHEMAS), pieces) == whole
+    assert run(row.new_calls(SCHEMAS), pieces) == whole
     for place in range(len(pieces)):
-        assert run(make(SCHEMAS), ["".join(pieces[:place]), "".join(pieces[place:])]) == whole
+        assert run(row.new_calls(SCHEMAS), ["".join(pieces[:place]), "".join(pieces[place:])]) == whole

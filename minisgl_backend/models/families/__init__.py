@@ -2,147 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from minisgl_backend.models.families import (
-    apertus,
-    arcee,
-    cohere,
-    cohere2,
-    cwm,
-    deepseek_v2,
-    deepseek_v3,
-    dots1,
-    ernie4_5,
-    ernie4_5_moe,
-    exaone,
-    exaone4,
-    exaone_moe,
-    flex_olmo,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granite,
-    granite_swa,
-    granitemoe,
-    granitemoe_swa,
-    granitemoehybrid,
-    granitemoeshared,
-    helium,
-    hunyuan_v1_dense,
-    hunyuan_v1_moe,
-    hyperclovax,
-    internlm3,
-    iquestcoder,
-    jais2,
-    llama,
-    mellum,
-    minimax_m2,
-    ministral,
-    ministral3,
-    mistral,
-    mistral3,
-    mixtral,
-    nemotron,
-    olmo,
-    olmo2,
-    olmo3,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen2_vl,
-    qwen3,
-    qwen3_moe,
-    qwen3_vl,
-    qwen3_vl_moe,
-    sarvam_mla,
-    sarvam_moe,
-    seed_oss,
-    smollm3,
-    solar_open,
-    stablelm,
-    starcoder2,
-    vaultgemma,
-    youtu,
-)
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.families.common import Family
 
-FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architectures`
-    "ApertusForCausalLM": apertus.FAMILY,
-    "ArceeForCausalLM": arcee.FAMILY,
-    "Cohere2ForCausalLM": cohere2.FAMILY,
-    "CohereForCausalLM": cohere.FAMILY,
-    "CwmForCausalLM": cwm.FAMILY,
-    "DeepseekV2ForCausalLM": deepseek_v2.FAMILY,
-    "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
-    "Dots1ForCausalLM": dots1.FAMILY,
-    "Ernie4_5ForCausalLM": ernie4_5.FAMILY,
-    "Ernie4_5_MoeForCausalLM": ernie4_5_moe.FAMILY,
-    "Exaone4ForCausalLM": exaone4.FAMILY,
-    "ExaoneForCausalLM": exaone.FAMILY,
-    "ExaoneMoeForCausalLM": exaone_moe.FAMILY,
-    "FlexOlmoForCausalLM": flex_olmo.FAMILY,
-    "Gemma2ForCausalLM": gemma2.FAMILY,
-    "Gemma3ForCausalLM": gemma3.FAMILY,
-    "Gemma3ForConditionalGeneration": gemma3.MULTIMODAL_FAMILY,
-    "Gemma4ForCausalLM": gemma4.FAMILY,
-    "Gemma4ForConditionalGeneration": gemma4.MULTIMODAL_FAMILY,
-    "GemmaForCausalLM": gemma.FAMILY,
-    "Glm4ForCausalLM": glm4.FAMILY,
-    "Glm4MoeForCausalLM": glm4_moe.FAMILY,
-    "Glm4MoeLiteForCausalLM": glm4_moe_lite.FAMILY,
-    "GlmForCausalLM": glm.FAMILY,
-    "GptOssForCausalLM": gpt_oss.FAMILY,
-    "GraniteForCausalLM": granite.FAMILY,
-    "GraniteMoeForCausalLM": granitemoe.FAMILY,
-    "GraniteMoeHybridForCausalLM": granitemoehybrid.FAMILY,
-    "GraniteMoeSWAForCausalLM": granitemoe_swa.FAMILY,
-    "GraniteMoeSharedForCausalLM": granitemoeshared.FAMILY,
-    "GraniteSWAForCausalLM": granite_swa.FAMILY,
-    "HeliumForCausalLM": helium.FAMILY,
-    "HunYuanDenseV1ForCausalLM": hunyuan_v1_dense.FAMILY,
-    "HunYuanMoEV1ForCausalLM": hunyuan_v1_moe.FAMILY,
-    "HyperCLOVAXForCausalLM": hyperclovax.FAMILY,
-    "IQuestCoderForCausalLM": iquestcoder.FAMILY,
-    "InternLM3ForCausalLM": internlm3.FAMILY,
-    "Jais2ForCausalLM": jais2.FAMILY,
-    "LlamaForCausalLM": llama.FAMILY,
-    "MellumForCausalLM": mellum.FAMILY,
-    "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
-    "Ministral3ForCausalLM": ministral3.FAMILY,
-    "MinistralForCausalLM": ministral.FAMILY,
-    "Mistral3ForConditionalGeneration": mistral3.FAMILY,
-    "MistralForCausalLM": mistral.FAMILY,
-    "MixtralForCausalLM": mixtral.FAMILY,
-    "NemotronForCausalLM": nemotron.FAMILY,
-    "Olmo2ForCausalLM": olmo2.FAMILY,
-    "Olmo3ForCausalLM": olmo3.FAMILY,
-    "OlmoForCausalLM": olmo.FAMILY,
-    "OlmoeForCausalLM": olmoe.FAMILY,
-    "Phi3ForCausalLM": phi3.FAMILY,
-    "Qwen2ForCausalLM": qwen2.FAMILY,
-    "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
-    "Qwen2VLForConditionalGeneration": qwen2_vl.FAMILY,
-    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl.FAMILY,
-    "Qwen3ForCausalLM": qwen3.FAMILY,
-    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
-    "Qwen3VLForConditionalGeneration": qwen3_vl.FAMILY,
-    "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe.FAMILY,
-    "SarvamMLAForCausalLM": sarvam_mla.FAMILY,
-    "SarvamMoEForCausalLM": sarvam_moe.FAMILY,
-    "SeedOssForCausalLM": seed_oss.FAMILY,
-    "SmolLM3ForCausalLM": smollm3.FAMILY,
-    "SolarOpenForCausalLM": solar_open.FAMILY,
-    "StableLmForCausalLM": stablelm.FAMILY,
-    "Starcoder2ForCausalLM": starcoder2.FAMILY,
-    "VaultGemmaForCausalLM": vaultgemma.FAMILY,
-    "YoutuForCausalLM": youtu.FAMILY,
-}
+
+class Row(NamedTuple):
+    """Where a family is described."""
+
+    module: str  # its file in this folder
+    name: str = "FAMILY"  # in that file
+    # The class of transformers that runs it, and is in what it saves, where it is another family's.
+    runs_as: str | None = None
+
+
+class Families(Mapping[str, Family]):
+    """By the name in config.json's `architectures`. A family's file is imported when the family is asked for, so that a
+    start pays for one of them; `values()` and `items()` import them all."""
+
+    def __init__(self, rows: Mapping[str, Row]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, architecture: str) -> Family:
+        row = self._rows[architecture]
+        family: Family = load_attribute(f"{__name__}.{row.module}:{row.name}")
+        return family
+
+    def __contains__(self, architecture: object) -> bool:
+        return architecture in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def run_as(self, architecture: str) -> Iterator[Family]:
+        """Those that transformers runs with this class of another family."""
+        return (self[name] for name, row in self._rows.items() if row.runs_as == architecture)
+
+
+FAMILIES = Families(
+    {
+        "ApertusForCausalLM": Row("apertus"),
+        "ArceeForCausalLM": Row("arcee"),
+        "Cohere2ForCausalLM": Row("cohere2"),
+        "CohereForCausalLM": Row("cohere"),
+        "CwmForCausalLM": Row("cwm"),
+        "DeepseekV2ForCausalLM": Row("deepseek_v2"),
+        "DeepseekV3ForCausalLM": Row("deepseek_v3"),
+        "Dots1ForCausalLM": Row("dots1"),
+        "Ernie4_5ForCausalLM": Row("ernie4_5"),
+        "Ernie4_5_MoeForCausalLM": Row("ernie4_5_moe"),
+        "Exaone4ForCausalLM": Row("exaone4"),
+        "ExaoneForCausalLM": Row("exaone", runs_as="LlamaForCausalLM"),
+        "ExaoneMoeForCausalLM": Row("exaone_moe"),
+        "FlexOlmoForCausalLM": Row("flex_olmo"),
+        "Gemma2ForCausalLM": Row("gemma2"),
+        "Gemma3ForCausalLM": Row("gemma3"),
+        "Gemma3ForConditionalGeneration": Row("gemma3", "MULTIMODAL_FAMILY"),
+        "Gemma4ForCausalLM": Row("gemma4"),
+        "Gemma4ForConditionalGeneration": Row("gemma4", "MULTIMODAL_FAMILY"),
+        "GemmaForCausalLM": Row("gemma"),
+        "Glm4ForCausalLM": Row("glm4"),
+        "Glm4MoeForCausalLM": Row("glm4_moe"),
+        "Glm4MoeLiteForCausalLM": Row("glm4_moe_lite"),
+        "GlmForCausalLM": Row("glm"),
+        "GptOssForCausalLM": Row("gpt_oss"),
+        "GraniteForCausalLM": Row("granite"),
+        "GraniteMoeForCausalLM": Row("granitemoe"),
+        "GraniteMoeHybridForCausalLM": Row("granitemoehybrid"),
+        "GraniteMoeSWAForCausalLM": Row("granitemoe_swa"),
+        "GraniteMoeSharedForCausalLM": Row("granitemoeshared"),
+        "GraniteSWAForCausalLM": Row("granite_swa"),
+        "HeliumForCausalLM": Row("helium"),
+        "HunYuanDenseV1ForCausalLM": Row("hunyuan_v1_dense"),
+        "HunYuanMoEV1ForCausalLM": Row("hunyuan_v1_moe"),
+        "HyperCLOVAXForCausalLM": Row("hyperclovax"),
+        "IQuestCoderForCausalLM": Row("iquestcoder", runs_as="LlamaForCausalLM"),
+        "InternLM3ForCausalLM": Row("internlm3", runs_as="LlamaForCausalLM"),
+        "Jais2ForCausalLM": Row("jais2"),
+        "LlamaForCausalLM": Row("llama"),
+        "MellumForCausalLM": Row("mellum"),
+        "MiniMaxM2ForCausalLM": Row("minimax_m2"),
+        "Ministral3ForCausalLM": Row("ministral3"),
+        "MinistralForCausalLM": Row("ministral"),
+        "Mistral3ForConditionalGeneration": Row("mistral3"),
+        "MistralForCausalLM": Row("mistral"),
+        "MixtralForCausalLM": Row("mixtral"),
+        "NemotronForCausalLM": Row("nemotron"),
+        "Olmo2ForCausalLM": Row("olmo2"),
+        "Olmo3ForCausalLM": Row("olmo3"),
+        "OlmoForCausalLM": Row("olmo"),
+        "OlmoeForCausalLM": Row("olmoe"),
+        "Phi3ForCausalLM": Row("phi3"),
+        "Qwen2ForCausalLM": Row("qwen2"),
+        "Qwen2MoeForCausalLM": Row("qwen2_moe"),
+        "Qwen2VLForConditionalGeneration": Row("qwen2_vl"),
+        "Qwen2_5_VLForConditionalGeneration": Row("qwen2_5_vl"),
+        "Qwen3ForCausalLM": Row("qwen3"),
+        "Qwen3MoeForCausalLM": Row("qwen3_moe"),
+        "Qwen3VLForConditionalGeneration": Row("qwen3_vl"),
+        "Qwen3VLMoeForConditionalGeneration": Row("qwen3_vl_moe"),
+        "SarvamMLAForCausalLM": Row("sarvam_mla", runs_as="DeepseekV3ForCausalLM"),
+        "SarvamMoEForCausalLM": Row("sarvam_moe", runs_as="Glm4MoeForCausalLM"),
+        "SeedOssForCausalLM": Row("seed_oss"),
+        "SmolLM3ForCausalLM": Row("smollm3"),
+        "SolarOpenForCausalLM": Row("solar_open"),
+        "StableLmForCausalLM": Row("stablelm"),
+        "Starcoder2ForCausalLM": Row("starcoder2"),
+        "VaultGemmaForCausalLM": Row("vaultgemma"),
+        "YoutuForCausalLM": Row("youtu"),
+    }
+)

@@ -35,7 +35,6 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that its configs leave out, as transformers has
     text_config: str | None = None  # the key of config.json in which the text model is described; None: it is all of it
     may_be_flat: bool = False  # older configs have no `text_config`, but its keys among their own
-    runs_as: str | None = None  # the class of transformers that runs it, and is in what it saves, where it is another's
     tensor_names: TensorNames = field(default_factory=TensorNames)
 
 

@@ -41,7 +41,6 @@ FAMILY = Family(
     model_type="exaone",
     read=read,
     defaults={"num_key_value_heads": 8, "rope_theta": 500_000.0},
-    runs_as="LlamaForCausalLM",
     tensor_names=TensorNames(
         stored=tuple(Stored(name=theirs, of=(ours,)) for theirs, ours in _NAMES.items()), prefixes=_PREFIXES
     ),

@@ -23,5 +23,4 @@ FAMILY = Family(
     model_type="internlm3",
     read=read,
     defaults={"num_key_value_heads": 2, "head_dim": 128},
-    runs_as="LlamaForCausalLM",
 )

@@ -18,5 +18,4 @@ FAMILY = Family(
     model_type="iquestcoder",
     read=read,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    runs_as="LlamaForCausalLM",
 )

@@ -25,6 +25,5 @@ FAMILY = Family(
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
-    runs_as="DeepseekV3ForCausalLM",
     tensor_names=TensorNames(stored=SHARED_EXPERTS),
 )

@@ -43,7 +43,6 @@ FAMILY = Family(
         "moe_intermediate_size": 1024,
         "routed_scaling_factor": 2.5,
     },
-    runs_as="Glm4MoeForCausalLM",
     tensor_names=TensorNames(
         stored=(*SHARED_EXPERTS, *(Stored(name=theirs, of=ours) for theirs, ours in _NAMES.items())),
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),

@@ -3,11 +3,11 @@ projection."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import Families
 from minisgl_backend.models.families.common import Family
 from minisgl_backend.models.keys import Keys
 from minisgl_backend.weights.names import TensorNames
@@ -16,11 +16,11 @@ _CAUSAL, _CLASSIFIER, _BASE = "ForCausalLM", "ForSequenceClassification", "Model
 _BASE_NAMES = TensorNames(prefixes=tuple((f"{name}.", f"model.{name}.") for name in ("layers", "embed_tokens", "norm")))
 
 
-def find_family(architecture: str, model_type: Any, families: Mapping[str, Family]) -> Family | None:
+def find_family(architecture: str, model_type: Any, families: Families) -> Family | None:
     """The family with this name in config.json's `architectures`, or the one that is made of its ...ForCausalLM. Where
     transformers runs several types with one class, `model_type` says which."""
-    for one in families.values():
-        if one.runs_as == architecture and one.model_type == model_type:
+    for one in families.run_as(architecture):
+        if one.model_type == model_type:
             return one
     if architecture in families:
         return families[architecture]

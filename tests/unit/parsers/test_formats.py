@@ -20,10 +20,7 @@ TEMPLATES = Path(__file__).parents[2] / "third_party" / "llama.cpp" / "templates
 
 
 def new_parser(name: str) -> Any:
-    row = FORMATS_OF_CALLS[name]
-    make = row.calls or row.both
-    assert make is not None
-    return make(SCHEMAS)
+    return FORMATS_OF_CALLS[name].new_calls(SCHEMAS)
 
 
 def test_every_format_has_a_name_and_a_test() -> None:

@@ -91,9 +91,7 @@ def test_calls_that_a_grammar_forces_keep_their_schema(llm: LLM, written: str) -
     (output,) = llm.chat([[{"role": "user", "content": "How is the weather?"}]], params)
     whole = [one.text for one in output.completions if one.finish_reason == "stop"]
     for text in whole:
-        new_parser = row.calls or row.both
-        assert new_parser is not None
-        ((name, arguments),) = calls_of(run(new_parser(SCHEMAS), list(text)))
+        ((name, arguments),) = calls_of(run(row.new_calls(SCHEMAS), list(text)))
         assert (name, set(arguments)) == ("weather", {"city", "warm", "where"})
         assert arguments["city"] in ("Rome", "Oslo")
         assert isinstance(arguments["warm"], bool)
