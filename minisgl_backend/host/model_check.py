@@ -13,10 +13,8 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.settings import read_engine_config, read_parameters
-from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO, is_local
 from minisgl_backend.process.memory import free_host_bytes
-from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
@@ -38,6 +36,10 @@ def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes
 
 def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes) -> None:
     """The same for a model whose folder is there; `config.model` names it."""
+    # Imported late: wrong options are refused, and hub ids fetched, before a model is read.
+    from minisgl_backend.models.choose import load_model_config
+    from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
+
     folder = Path(config.model)
     model = load_model_config(folder, config.model_impl, trust_remote_code=config.trust_remote_code)
     model.max_seq_len(config.max_seq_len_override)
@@ -47,7 +49,7 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     model.check_tensor_parallel(config.tp)
     if config.dummy_weights:
         return
-    item_bytes = _least_item_bytes(config.dtype, model.dtype)
+    item_bytes = ITEM_BYTES[_least_dtype(config.dtype, model.dtype)]
     weights = weight_bytes(
         folder,
         model.tensor_names,
@@ -90,8 +92,8 @@ def has_gpu() -> bool:
     return any(Path(device).exists() for device in _GPU_DEVICES)
 
 
-def _least_item_bytes(dtype: str, saved: str) -> int:
-    """Of one weight on a CPU; what auto makes of bfloat16 only the engine knows."""
+def _least_dtype(dtype: str, saved: str) -> str:
+    """Of weights on a CPU, the smallest that they may get; what auto makes of bfloat16 only the engine knows."""
     if dtype == "auto":
-        return 2 if saved == "bfloat16" else 4
-    return ITEM_BYTES[dtype]
+        return "bfloat16" if saved == "bfloat16" else "float32"
+    return dtype

@@ -132,6 +132,6 @@ def _quote(text: str) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    from minisgl_backend.models.gguf_folder import is_gguf  # options are also read before anything is installed
+    from minisgl_backend.weights.gguf_index import is_gguf  # options are also read before anything is installed
 
     return is_gguf(path)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.installation import model_repository
-from minisgl_backend.models.gguf_folder import gguf_folder, is_gguf
-from minisgl_backend.weights.gguf_index import gguf_files
+from minisgl_backend.weights.gguf_index import gguf_files, is_gguf
 
 DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -35,6 +34,8 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
             raise ConfigError(f"model is {model!r}: that folder has no config.json")
         return folder.resolve()
     if is_gguf(folder):
+        from minisgl_backend.models.gguf_folder import gguf_folder  # most starts read no such file
+
         return gguf_folder(folder)
     if folder.exists():
         raise ConfigError(

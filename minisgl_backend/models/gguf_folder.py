@@ -32,11 +32,6 @@ _KEPT = 32  # folders, of a few to 40 MB each; those that were not used for the 
 _VERSION = 2  # of what is written
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether it is a file of that format, by its name."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
-
-
 def gguf_folder(path: Path) -> Path:
     """The model folder of a GGUF file, or of one that is split, of which `path` is any part.
 

@@ -57,6 +57,11 @@ class GGUFIndex:
         return cls(files, tuple(content["sizes"]), tensors)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file of that format, by its name."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
 def gguf_files(folder: Path) -> Sequence[Path]:
     """The GGUF files that a model folder stands for; none where it has weights of its own."""
     return GGUFIndex.load(folder / INDEX).files if (folder / INDEX).is_file() else ()
