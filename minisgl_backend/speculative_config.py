@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("ngram", "draft_model", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+# vLLM's other names of mtp, by the family of the model.
+_SAME = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "glm4_moe_lite_mtp": "mtp"}
 WITH_MODEL = ("draft_model", "eagle3")  # those that take `model`
 ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'
 MEANING = (
     "a JSON object as vLLM spells it, `method` (ngram: what followed the last tokens when they were there before; "
-    "draft_model: what a smaller model says; eagle3: what an EAGLE-3 head says), `model` (the folder of that model or "
-    "head), `num_speculative_tokens` (most "
+    "draft_model: what a smaller model says; eagle3: what an EAGLE-3 head says; mtp: what the "
+    "checkpoint's own layer for further tokens says), `model` (the folder of that model or head), "
+    "`num_speculative_tokens` (most "
     'drafts of a sequence in a step, or "auto"; how many it is, is measured, down to none where they do not pay), '
     "`prompt_lookup_max` and `prompt_lookup_min` (tokens that ngram compares)"
 )
@@ -57,6 +60,8 @@ def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
         if key not in _KEYS:
             raise ValueError(f"it has the unknown key {key!r}; allowed: {', '.join(_KEYS)}")
     method = given.get("method")
+    if isinstance(method, str):
+        method = _SAME.get(method, method)
     if method not in METHODS:
         raise ValueError(f"its method is {method!r}; allowed: {', '.join(METHODS)}")
     model = given.get("model")

@@ -97,3 +97,24 @@ def verify_every_draft(llm: LLM, most: int) -> None:
     """Of an engine whose proposer is on the device."""
     drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
     drafting._control = drafting._steps._control = EveryDraft(most)
+
+
+def proposals_of(llm: LLM, texts: list[list[int]], most: int) -> list[tuple[list[int], list[int]]]:
+    """What a proposer on the device proposes from now on: tokens known, and those behind them. Verified are the tokens
+    of `texts` instead, some of them wrong, so that any number of drafts is accepted."""
+    drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+    drafting._control = drafting._steps._control = EveryDraft(most)
+    found = []
+
+    def noting(row: int, uid: int, total: int, proposed: Int32Array) -> None:
+        found.append((drafting._running.rows.tokens_of(row)[:total].tolist(), proposed.tolist()))
+
+    def verified(row: int, uid: int, token_ids: Int32Array, most: int) -> Int32Array:
+        total = len(token_ids)
+        (text,) = (one for one in texts if one[:total] == token_ids.tolist())
+        drafts = np.array(text[total : total + most], dtype=np.int32)
+        drafts[total % 5 :] += 1
+        return drafts
+
+    drafting._proposer.note, drafting._proposer.propose = noting, verified
+    return found

@@ -44,6 +44,7 @@ from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH, TILE_TOKENS
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.speculation.create import create_proposer
+from minisgl_backend.speculation.proposer import DeviceProposals
 from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
 
@@ -122,8 +123,10 @@ def build_engine(
         undo.callback(close)
         grammars = Grammars(compilers)
         computes = config.runner != "null"
-        proposes = computes or (config.speculation is not None and config.speculation.model is None)
-        scheduler = Scheduler(limits, proposer=create_proposer(config.speculation if proposes else None))
+        proposer = create_proposer(config.speculation)
+        if isinstance(proposer, DeviceProposals) and not computes:
+            proposer = None
+        scheduler = Scheduler(limits, proposer=proposer)
         health_check = _health_check_plan(config) if computes else None
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()

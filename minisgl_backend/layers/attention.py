@@ -44,6 +44,10 @@ class AttentionBlock(WeightedLayer, ABC):
         local num_q_heads * v_head_dim].
         """
 
+    @abstractmethod
+    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """What is kept of these tokens alone: as `heads`, of no queries; slots int [num_tokens]."""
+
     def forward(
         self,
         micro_batches: MicroBatches,
@@ -178,8 +182,9 @@ class SelfAttention(AttentionBlock):
             self._query_factors = self.q_norm.weight.float() * self.k_norm.weight.float()
 
     def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keys and values alone, of a layer without norms over all heads: as `heads`, of no queries; slots int
-        [num_tokens]."""
+        if isinstance(self.k_norm, NormOverHeads):
+            q_size, k_size = self._sizes
+            self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
         self._ops.rope_store(qkv, self._rotation, positions, slots, self._layer.kv, self._layer.num_q_heads)
 
     def weight_parts(self) -> list[WeightPart]:

@@ -17,9 +17,11 @@ from minisgl_backend.kernels.ops import QKNormRope
 
 @dataclass(frozen=True, kw_only=True)
 class AuxStates:
-    """Hidden states that a pass is asked for besides those of its last norm (EAGLE-3)."""
+    """Hidden states that a pass is asked for besides those that logits are computed from (EAGLE-3, MTP)."""
 
-    layers: tuple[int, ...]  # in any order: the states that these layers are given, all that was added included
+    # In any order: the states that these layers are given, all that was added included. The number of layers stands
+    # for those behind the final norm.
+    layers: tuple[int, ...]
     out: torch.Tensor  # [num_tokens, len(layers) * hidden_size], of all tokens of the pass; written by it
 
     def by_layer(self) -> dict[int, list[torch.Tensor]]:

@@ -87,11 +87,19 @@ class LatentAttention(AttentionBlock):
         queries, kept = qkv[:, : -self._config.head_dim], qkv[:, -self._config.head_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             queries = self.q_b_proj.of(self.q_a_layernorm(queries))
-        q = queries.unflatten(1, (self._num_heads, -1))
-        norm, layer = self.kv_a_layernorm, self._layer
-        slots = ctx.slots[layer.cache_group]
-        q = self._ops.latent_store(q, kept, norm.weight, self._cos_sin, positions, slots, layer.kv.k, norm.eps)
-        return ctx.attend(layer, q).flatten(1)
+        q = self._store(
+            queries.unflatten(1, (self._num_heads, -1)), kept, positions, ctx.slots[self._layer.cache_group]
+        )
+        return ctx.attend(self._layer, q).flatten(1)
+
+    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        config = self._config
+        no_queries = qkv.new_empty(len(qkv), 0, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        self._store(no_queries, qkv[:, -config.head_dim :], positions, slots)
+
+    def _store(self, q: torch.Tensor, kept: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        norm, cache = self.kv_a_layernorm, self._layer.kv.k
+        return self._ops.latent_store(q, kept, norm.weight, self._cos_sin, positions, slots, cache, norm.eps)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

@@ -19,6 +19,13 @@ class ValueNormAttention(SelfAttention):
         return outputs
 
     def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return super().heads(self._with_values(qkv), positions, ctx)
+
+    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        super().store(self._with_values(qkv), positions, slots)
+
+    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
+        """As `SelfAttention` has it, of qkv_proj's outputs, which may be overwritten."""
         config, (q_size, kv_size) = self._config, self._sizes
         assert isinstance(config, ValueNormAttentionConfig), "models.decoder chooses by it"
         if config.values_are_keys:
@@ -26,4 +33,4 @@ class ValueNormAttention(SelfAttention):
         values = qkv[:, q_size + kv_size :].unflatten(1, (-1, config.head_dim))
         values32 = values.float()
         values.copy_(values32 * torch.rsqrt(values32.square().mean(-1, keepdim=True) + config.value_norm_eps))
-        return super().heads(qkv, positions, ctx)
+        return qkv

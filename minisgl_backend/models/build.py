@@ -47,9 +47,11 @@ def build_model(
     quantization: QuantizationConfig | None = None,
     dummy_weights: bool = False,
     on_progress: Progress | None = None,
+    uses_draft_layer: bool = False,
 ) -> CausalLM:
     """The model of one rank, ready to run. `dummy_weights` reads no files but config.json's.
-    `quantization`: number formats of its weights; None: those that the checkpoint says.
+    `quantization`: number formats of its weights; None: those that the checkpoint says. `uses_draft_layer`: the
+    first of the checkpoint's, which `models.mtp_head` loads: it is not said that it is left out.
 
     `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
     missing, unexpected, in two files or of another shape than config.json says.
@@ -68,7 +70,8 @@ def build_model(
     if checkpoint is None:
         _fill_with_noise(model)
     else:
-        _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None))
+        others = config.draft_prefixes[:1] if uses_draft_layer else ()
+        _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None), others)
     model.derive_weights()
     return model
 
@@ -181,25 +184,26 @@ def _load(
     checkpoint: Checkpoint,
     device: torch.device,
     on_progress: Progress,
+    others: tuple[str, ...],
 ) -> None:
-    def is_redundant(name: str) -> bool:
-        """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies, what
-        a number format has no use for. And the scales of an FP8 KV cache, which `read_kv_scales` reads where there is
-        one."""
-        tied = config.tie_word_embeddings and name == _OUTPUT
-        return tied or name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or formats.is_unread(name)
-
-    names = config.tensor_names
-    draft_layers = (f"model.layers.{config.num_layers + index}." for index in range(config.num_draft_layers))
+    """`others`: what names of tensors begin with that are loaded by others."""
+    left_out = tuple(prefix for prefix in config.tensor_names.left_out if prefix not in others)
     load_weights(
         weight_parts(model),
-        dataclasses.replace(names, left_out=(*names.left_out, *draft_layers)),
+        dataclasses.replace(config.tensor_names, left_out=left_out),
         checkpoint,
         device,
         on_progress,
         model=config.architecture,
-        is_redundant=is_redundant,
+        is_redundant=lambda name: name.startswith(others) or is_redundant(name, config, formats),
     )
+
+
+def is_redundant(name: str, config: ModelConfig, formats: QuantizationConfig) -> bool:
+    """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies, what a
+    number format has no use for. And the scales of an FP8 KV cache, which `read_kv_scales` reads where there is one."""
+    tied = config.tie_word_embeddings and name == _OUTPUT
+    return tied or name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or formats.is_unread(name)
 
 
 def _is_tied(checkpoint: Checkpoint) -> bool:

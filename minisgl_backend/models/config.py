@@ -81,6 +81,7 @@ class ModelConfig(DecoderConfig):
         keys.choice("is_causal", (True,))  # of embedding models that see what follows a token, too
         decoder = family.read(keys)
         decoder.check()
+        names = family.tensor_names
         return cls(
             **{field.name: getattr(decoder, field.name) for field in fields(decoder)},
             architecture=architecture,
@@ -88,8 +89,8 @@ class ModelConfig(DecoderConfig):
             eos_token_ids=end_tokens(config, generation, tokenizer_eos, decoder.vocab_size),
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
-            tensor_names=family.tensor_names,
-            quantization=read_quantization_config(quantization, family.tensor_names),
+            tensor_names=replace(names, left_out=(*names.left_out, *decoder.draft_prefixes)),
+            quantization=read_quantization_config(quantization, names),
             unknown_keys=check_unread(keys, family.model_type),
         )
 

@@ -72,6 +72,12 @@ class DecoderLayer(nn.Module):
                 part.copy_(state)
         return tuple(kept)
 
+    def store(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """What attention keeps of these tokens alone: hidden [num_tokens, hidden_size], as of `forward`, positions and
+        slots int [num_tokens]."""
+        _, qkv = self.self_attn.qkv_proj(Residual(hidden, self._tp), self._attention_norms.before)
+        self.self_attn.store(qkv, positions, slots)
+
     def forward(
         self,
         micro_batches: MicroBatches,
@@ -192,8 +198,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
 
-        `ctx.logits_indices` says of which tokens. Of the others the last layer computes keys and values only: of a long
-        prompt's prefill that saves most of one layer.
+        `ctx.logits_indices` says of which tokens. Of the others the last layer computes keys and values only, unless
+        `ctx.aux` asks for all: of a long prompt's prefill that saves most of one layer.
         """
         micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
         layers = cast("Sequence[DecoderLayer]", self.layers)
@@ -205,9 +211,13 @@ class Decoder(nn.Module):
             micro_batches = layer(micro_batches, positions, ctx)
         if len(earlier) in kept:
             micro_batches = last.keep_input(micro_batches, kept[len(earlier)])
-        micro_batches = last(micro_batches, positions, ctx, ctx.logits_indices)
+        behind, indices = kept.get(len(layers), ()), ctx.logits_indices
+        micro_batches = last(micro_batches, positions, ctx, None if behind else indices)
         normed = [one.settled(self.norm)[1] for one in micro_batches]
-        return normed[0] if len(normed) == 1 else torch.cat(normed)
+        hidden = normed[0] if len(normed) == 1 else torch.cat(normed)
+        for out in behind:
+            out.copy_(hidden)
+        return hidden[indices] if behind and indices is not None else hidden
 
 
 class CausalLM(nn.Module):

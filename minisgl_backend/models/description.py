@@ -31,13 +31,21 @@ class DecoderConfig:
     num_labels: int = 0  # of the classification head in place of the output projection; 0: there is none
     generates: bool = True  # False: its checkpoints have no output projection, so that it gives vectors alone
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
-    num_draft_layers: int = (
-        0  # behind the last layer in checkpoints: they predict further tokens (MTP), and are not used
-    )
+    num_draft_layers: int = 0  # behind the last layer in checkpoints: they predict further tokens (MTP)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def draft_layer(self) -> LayerConfig:
+        """Each of `num_draft_layers`: in all families as the last of the model's own."""
+        return self.layers[-1]
+
+    @property
+    def draft_prefixes(self) -> tuple[str, ...]:
+        """What the names of their tensors begin with, layer by layer."""
+        return tuple(f"model.layers.{self.num_layers + index}." for index in range(self.num_draft_layers))
 
     @property
     def head_dims(self) -> tuple[int, ...]:

@@ -1,9 +1,4 @@
-"""The modules of an EAGLE-3 head (Li et al., 2025).
-
-At position p it is given the target's hidden states of the token at p and the embedding of the token at p + 1, and says
-the token at p + 2. Its keys and values of position p are in the slot of position p. For the drafts behind the first,
-its own hidden state stands in the place of the target's.
-"""
+"""The modules of an EAGLE-3 head (Li et al., 2025): `models.draft_head` says what it is given and says."""
 
 from __future__ import annotations
 
@@ -27,6 +22,7 @@ from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.models.draft_head import DraftHead
 from minisgl_backend.models.eagle3 import NUM_STATES, Eagle3Config
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
@@ -107,7 +103,7 @@ class MidLayer(nn.Module):
         return qkv, normed if self._norm_before_residual else hidden
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """A head on one rank. With tensor parallelism its layer and its output projection are split as the target's; what
     combines the target's states is whole on each rank."""
 
@@ -116,7 +112,8 @@ class Eagle3Head(nn.Module):
     ) -> None:
         """embedding: the target's; None: the head has its own."""
         super().__init__()
-        self.config = config
+        self.config: Eagle3Config = config
+        self.states_size = NUM_STATES * config.target_hidden_size
         attention = config.layers[0].attention
         cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
         self.fc: LinearMethod = layer_context.methods.plain_linear(_whole("fc", config), None)
@@ -131,45 +128,29 @@ class Eagle3Head(nn.Module):
         self._embedded = (embedding or self.embed_tokens).weight.data  # type: ignore[union-attr]
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [num_tokens, NUM_STATES * target_hidden_size] -> [num_tokens, hidden_size]."""
         return self.fc.apply_weights(states)
 
     def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values of these positions; slots int [num_tokens], the others as of `forward`."""
         self.midlayer.keep(F.embedding(token_ids, self._embedded), hidden, positions, slots)
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Combined states, or the head's own of the draft before, and the tokens behind them.
-
-        token_ids int [num_tokens], hidden [num_tokens, hidden_size], positions int [num_tokens]: of the hidden states
-        -> logits [num_tokens, draft_vocab_size], and the hidden states for the next draft, [num_tokens, hidden_size].
-        """
         residual = self.midlayer(F.embedding(token_ids, self._embedded), hidden, positions, ctx)
         residual, normed = residual.settled(self.norm)
         _, states = residual.settled(None)
         return self.lm_head(normed), states
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits [n, draft_vocab_size] -> those of the target's tokens, [n, vocab_size]: the lowest number for what
-        the head cannot draft."""
         return logits if self.vocabulary is None else self.vocabulary.spread(logits, self.config.vocab_size)
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """From now on attention reads and writes this pool, whose one layer is the head's."""
         self.midlayer.self_attn.bind(spec, pool)
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """As of `CausalLM`."""
         for module in self.modules():
             if isinstance(module, LinearMethod):
                 module.prepare([module], batch_sizes, 0 if module is self.lm_head.method else longest)
-
-    def weight_parts(self) -> list[WeightPart]:
-        """All that it needs of a checkpoint."""
-        layers = (module for module in self.modules() if isinstance(module, WeightedLayer))
-        return [part for layer in layers for part in layer.weight_parts()]
 
     def derive_weights(self) -> None:
         """To be called once, when all weights are loaded."""
@@ -203,10 +184,7 @@ def build_eagle3_head(
     head = Eagle3Head(config, layer_context, max_seq_len, shared).eval()
     check_filled(head.weight_parts(), head.named_parameters())
     if checkpoint is None:
-        generator = torch.Generator(device=device).manual_seed(0)
-        for module in head.modules():
-            if isinstance(module, WeightedLayer):
-                module.fill_with_noise(generator)
+        head.fill_with_noise()
     else:
         load_weights(
             head.weight_parts(),

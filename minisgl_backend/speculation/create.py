@@ -13,6 +13,7 @@ PROPOSERS: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = {
     "ngram": lambda config: NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max),
     "draft_model": lambda config: DeviceProposals(catches_up=True),
     "eagle3": lambda config: DeviceProposals(catches_up=False),
+    "mtp": lambda config: DeviceProposals(catches_up=False),
 }
 
 

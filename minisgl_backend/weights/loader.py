@@ -150,15 +150,16 @@ def load_weights(
     messages. `is_redundant`: whether a tensor with this name may be there and says nothing new.
     """
     plan = plan_reads(parts, names)
-    _check_names(plan, checkpoint.names(), model, names.left_out, is_redundant)
+    found = {name for name in checkpoint.names() if name.startswith(names.within)}
+    _check_names(plan, found, model, names.left_out, is_redundant)
     total = sum(part.target.nbytes for part in parts)
     done = 0
     for name, source in checkpoint.slices(plan, device):
         tensor, path = plan[name], checkpoint.path(name)
-        found = tuple(source.get_shape())
-        stored = tensor.for_shape(found)
+        shape = tuple(source.get_shape())
+        stored = tensor.for_shape(shape)
         if stored is None:
-            raise ConfigError(f"{path}: {name} has shape {found}; config.json makes it {tensor.shape}")
+            raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {tensor.shape}")
         _fill(name, stored.reads, source, path)
         done += sum(read.part.target.nbytes for read in tensor.reads)
         on_progress(done, total)

@@ -50,6 +50,7 @@ class TensorNames:
     stored: tuple[Stored, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()  # what names begin with there, and here
     left_out: tuple[str, ...] = ()  # what names of tensors begin with that are not used: of encoders, of draft layers
+    within: str = ""  # what names of tensors begin with that are its own: the others are of another model
 
     def find(self, name: str) -> tuple[Stored, str, str] | None:
         """How a tensor with this project's full name is stored: with the prefix of its layer, and the suffix that its

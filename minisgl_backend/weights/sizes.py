@@ -31,7 +31,7 @@ def weight_bytes(
     tied: bool = False,
     quantization: QuantizationConfig | None = None,
 ) -> int:
-    """Memory that the weights take, without those that `names` leaves out.
+    """Memory that the weights take which `names` names, without those that it leaves out.
 
     `item_bytes`: of one number once it is loaded; None: as in the files. `tied`: an output matrix is not loaded.
     `quantization`: the number formats of its weights; None: plain.
@@ -41,7 +41,8 @@ def weight_bytes(
     for path in shard_paths(folder):
         for name, tensor in _header(path).items():
             here = names.here(name)
-            if name == "__metadata__" or here.startswith(names.left_out) or (tied and here == _OUTPUT):
+            is_ours = here.startswith(names.within) and not here.startswith(names.left_out)
+            if name == "__metadata__" or not is_ours or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
             plain = item_bytes if tensor["dtype"] in _FLOATS else None

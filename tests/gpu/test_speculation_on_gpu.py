@@ -11,13 +11,15 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.registry import BACKENDS, import_failure
 from tests.gauge.harness import engine
-from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft
+from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, proposals_of, verify_every_draft
 from tests.random_requests import VOCAB_SIZE, alone, ask_core, assert_same, random_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MOST = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": MOST}
+MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": MOST}}
+LATENTS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16, "grammars": False}
 SHARED: dict[str, Any] = {"max_running_requests": 16, "attention_backend": "triton", "dtype": "float32"}
 
@@ -95,3 +97,42 @@ def test_a_model_that_proposes_changes_no_answer(graphs: int, num_layers: int, t
     drafted, accepted = sum(counts.drafted) - sum(before.drafted), sum(counts.accepted) - sum(before.accepted)
     assert 0 < accepted <= drafted
     assert num_layers < 6 or accepted > 0.95 * drafted  # its passes round in another way than the target's batches
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+def test_a_checkpoints_own_layer_changes_no_answer(graphs: int, tmp_path: Path) -> None:
+    """Of latents; without experts, which rounding may swap."""
+    from tests.mtp_checkpoints import NUM_LAYERS, served_mtp_checkpoint
+
+    model = served_mtp_checkpoint(tmp_path, first_k_dense_replace=NUM_LAYERS + 1, **LATENTS)
+    shared = {**SHARED, "model": model, "cuda_graph_max_bs": graphs}
+    rounds = [random_requests(5000 + seed, 6, **SIZES) for seed in range(3)]
+    with engine(**shared) as llm:
+        expected = [[ask_core(llm.engine.core, [alone(one)])[0] for one in requests] for requests in rounds]
+    with engine(**shared, **MTP) as llm:
+        verify_every_draft(llm, MOST)
+        for requests, answers in zip(rounds, expected, strict=True):
+            assert_same(requests, answers, ask_core(llm.engine.core, requests))
+        assert llm.stats.speculation.drafts > 0
+        assert llm.stats.pages_leased == 0
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+def test_a_checkpoints_own_layer_drafts_as_plain_torch(graphs: int, tmp_path: Path) -> None:
+    """With experts; prompts in chunks and in pieces, beside each other. Rounding swaps a few drafts."""
+    from tests.mtp_checkpoints import Reference, served_mtp_checkpoint
+
+    model = served_mtp_checkpoint(tmp_path, **LATENTS)
+    chunked = {"max_prefill_length": 24, "cache_type": "naive", "cuda_graph_max_bs": graphs}
+    prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
+    with engine(**SHARED, model=model, **chunked, **MTP) as llm:
+        answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
+        texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+        found = proposals_of(llm, texts, MOST)
+        again = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert [one.token_ids for one in again] == [one.token_ids for one in answers]
+    reference = Reference(tmp_path)
+    same = [
+        proposed == reference.drafts(reference.states(known[:-1]), known, len(proposed))[0] for known, proposed in found
+    ]
+    assert sum(same) >= 0.9 * len(same) > 0

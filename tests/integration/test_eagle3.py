@@ -5,45 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from minisgl_backend import LLM
-from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import find_model_dir
 from tests.eagle3_heads import DEMO_LAYERS, eagle3_head, reference_drafts
 from tests.gauge.harness import engine
 from tests.parity.checkpoints import reference_model
-from tests.proposers import EveryDraft
+from tests.proposers import proposals_of
 
 MOST = 4
 # Nothing cached: of a cached prefix the head may know the last position with another token behind it.
 CHUNKED = {"max_prefill_length": 24, "page_size": 4, "max_running_requests": 4, "cache_type": "naive"}
 CAPTURED = {"eager_graphs": True, "cuda_graph_max_bs": 8, "cuda_graph_max_tokens": 32}
 CELLS: dict[str, dict[str, Any]] = {"chunked": CHUNKED, "captured": {**CHUNKED, **CAPTURED}}
-
-
-def proposals_of(llm: LLM, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-    """What the head proposes from now on: tokens known, and those behind them. Verified are the tokens of `texts`
-    instead, some of them wrong, so that any number of drafts is accepted."""
-    drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
-    drafting._control = drafting._steps._control = EveryDraft(MOST)
-    found = []
-
-    def noting(row: int, uid: int, total: int, proposed: Int32Array) -> None:
-        found.append((drafting._running.rows.tokens_of(row)[:total].tolist(), proposed.tolist()))
-
-    def verified(row: int, uid: int, token_ids: Int32Array, most: int) -> Int32Array:
-        total = len(token_ids)
-        (text,) = (one for one in texts if one[:total] == token_ids.tolist())
-        drafts = np.array(text[total : total + most], dtype=np.int32)
-        drafts[total % 5 :] += 1
-        return drafts
-
-    drafting._proposer.note, drafting._proposer.propose = noting, verified
-    return found
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -53,7 +29,7 @@ def test_drafts_are_those_of_plain_torch(cell: str, tmp_path: Path) -> None:
     with engine(**CELLS[cell], **eagle3_head(tmp_path, MOST)) as llm:
         answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
         texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-        found = proposals_of(llm, texts)
+        found = proposals_of(llm, texts, MOST)
         again = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True)
         assert [one.token_ids for one in again] == [one.token_ids for one in answers]
         llm.engine.core._scheduler.check()  # type: ignore[attr-defined]

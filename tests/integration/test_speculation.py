@@ -6,8 +6,9 @@ chunk prompts, are starved of pages, run as captured steps do, or one step after
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from minisgl_backend import LLM
 from minisgl_backend.speculation.proposer import Proposer
 from tests.eagle3_heads import eagle3_head
 from tests.gauge.harness import engine, expect_short_answers
+from tests.mtp_checkpoints import served_mtp_checkpoint
 from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft, what_follows
 from tests.random_requests import (
     VOCAB_SIZE,
@@ -33,6 +35,7 @@ ROUNDS, DRAFT_ROUNDS, MANY_ROUNDS = 4, 2, 300
 MOST = 4
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST}}
+MTP_LAYER: dict[str, Any] = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": MOST}}
 CHUNKS: dict[str, Any] = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
 CAPTURED = {"cuda_graph_max_bs": 16, "cuda_graph_max_tokens": 64, "eager_graphs": True}
 CELLS: dict[str, dict[str, Any]] = {
@@ -49,26 +52,36 @@ MORE_CELLS: dict[str, dict[str, Any]] = {
 }
 
 
+Expected = Callable[..., list[list[RandomAnswer]]]
+
+
 @pytest.fixture(scope="module")
-def lonely() -> Iterator[LLM]:
-    """Where nothing runs beside a request: one step after the other, nothing cached."""
+def mtp_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return served_mtp_checkpoint(tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[Expected]:
+    """What the requests of a round are answered alone, without speculation, where nothing runs beside them: one step
+    after the other, nothing cached."""
     pytest.importorskip("xgrammar")
-    with engine(overlap=False, cache_type="naive", max_running_requests=4) as llm:
-        yield llm
+    with contextlib.ExitStack() as engines:
 
+        @cache
+        def lonely(model: str) -> LLM:
+            return engines.enter_context(engine(model=model, overlap=False, cache_type="naive", max_running_requests=4))
 
-@pytest.fixture(scope="module")
-def expected(lonely: LLM) -> Callable[[int], list[list[RandomAnswer]]]:
-    """What the requests of a round are answered alone, without speculation."""
-    return lru_cache(lambda seed: [ask_core(lonely.engine.core, [alone(one)])[0] for one in _requests(seed)])
+        @cache
+        def answers(seed: int, model: str = "demo") -> list[list[RandomAnswer]]:
+            return [ask_core(lonely(model).engine.core, [alone(one)])[0] for one in _requests(seed)]
+
+        yield answers
 
 
 @pytest.mark.parametrize(
     "cell", [*CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_CELLS)]
 )
-def test_speculation_changes_no_answer(
-    cell: str, expected: Callable[[int], list[list[RandomAnswer]]], pytestconfig: pytest.Config
-) -> None:
+def test_speculation_changes_no_answer(cell: str, expected: Expected, pytestconfig: pytest.Config) -> None:
     cells = CELLS | MORE_CELLS
     full = pytestconfig.getoption("--full", default=False)
     number = list(cells).index(cell)
@@ -89,22 +102,29 @@ def test_speculation_changes_no_answer(
     assert counts.drafts >= counts.drafted[0] >= counts.drafted[-1] > 0
 
 
-# A model that proposes: all of the demo model, whose drafts are right, or its first layers, whose are now and then. Of
-# no layers: a random EAGLE-3 head, whose drafts are wrong; tests/integration/test_eagle3.py has right ones behind one.
-DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
-    "captured, starved": (2, {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}),
-    "EAGLE-3, captured, starved": (0, {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}),
+# A model that proposes: all layers of the demo model, whose drafts are right, or its first ones, whose are at times.
+# Or a random head, whose drafts are wrong: tests/integration/test_eagle3.py and test_mtp.py have right ones behind one.
+# The head of MTP is a layer of another model's checkpoint.
+EAGLE3, MTP = "eagle3", "mtp"
+STARVED: dict[str, Any] = {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}
+DRAFT_CELLS: dict[str, tuple[int | str, dict[str, Any]]] = {
+    "captured, starved": (2, STARVED),
+    "EAGLE-3, captured, starved": (EAGLE3, STARVED),
+    "MTP, captured, starved": (MTP, STARVED),
 }
-MORE_DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+MORE_DRAFT_CELLS: dict[str, tuple[int | str, dict[str, Any]]] = {
     "itself": (6, {"max_running_requests": 16}),
     "small pages": (6, {"page_size": 1, **CHUNKS}),
     "sequential": (4, {"overlap": False, **CHUNKS}),
     "prompts first": (4, {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0}),
     "one at a time": (2, {"max_running_requests": 1}),
     "two ranks": (4, {"tp": 2, **CHUNKS, **CAPTURED}),
-    "EAGLE-3": (0, {"max_running_requests": 16}),
-    "EAGLE-3, small pages": (0, {"page_size": 1, "overlap": False, **CHUNKS}),
-    "EAGLE-3, two ranks": (0, {"tp": 2, **CHUNKS, **CAPTURED}),
+    "EAGLE-3": (EAGLE3, {"max_running_requests": 16}),
+    "EAGLE-3, small pages": (EAGLE3, {"page_size": 1, "overlap": False, **CHUNKS}),
+    "EAGLE-3, two ranks": (EAGLE3, {"tp": 2, **CHUNKS, **CAPTURED}),
+    "MTP": (MTP, {"max_running_requests": 16}),
+    "MTP, small pages": (MTP, {"page_size": 1, "overlap": False, **CHUNKS}),
+    "MTP, two ranks": (MTP, {"tp": 2, **CHUNKS, **CAPTURED}),
 }
 
 
@@ -113,29 +133,30 @@ MORE_DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     [*DRAFT_CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_DRAFT_CELLS)],
 )
 def test_a_model_that_proposes_changes_no_answer(
-    cell: str,
-    expected: Callable[[int], list[list[RandomAnswer]]],
-    tmp_path: Path,
-    pytestconfig: pytest.Config,
+    cell: str, expected: Expected, mtp_checkpoint: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     cells = DRAFT_CELLS | MORE_DRAFT_CELLS
-    number, (num_layers, options) = list(cells).index(cell), cells[cell]
+    number, (drafts, options) = list(cells).index(cell), cells[cell]
     full = pytestconfig.getoption("--full", default=False)
     seeds = range(number, MANY_ROUNDS, len(cells)) if full else range(number, number + DRAFT_ROUNDS)
-    proposes = draft_model(tmp_path, num_layers, MOST) if num_layers else eagle3_head(tmp_path, MOST)
-    with engine(**options, **proposes) as llm:
+    model, proposes = "demo", eagle3_head(tmp_path, MOST) if drafts == EAGLE3 else MTP_LAYER
+    if drafts == MTP:
+        model = mtp_checkpoint
+    elif isinstance(drafts, int):
+        proposes = draft_model(tmp_path, drafts, MOST)
+    with engine(model=model, **options, **proposes) as llm:
         if "starved" in cell:
             expect_short_answers(llm)
         verify_every_draft(llm, MOST)
         for seed in seeds:
-            requests, answers = _requests(seed), expected(seed)
+            requests, answers = _requests(seed), expected(seed, model)
             found = ask_core(llm.engine.core, requests, together="starved" in cell)
             assert_same(requests, answers, found, tolerance=1e-4)
             llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
             assert llm.stats.pages_leased == 0
         counts = llm.stats.speculation
     assert counts.drafts > 0
-    assert (num_layers > 0) <= sum(counts.accepted) <= sum(counts.drafted)
+    assert isinstance(drafts, int) <= sum(counts.accepted) <= sum(counts.drafted)
 
 
 def test_a_model_agrees_with_itself(tmp_path: Path) -> None:

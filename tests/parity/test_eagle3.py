@@ -5,79 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.layers.context import AuxStates
 from minisgl_backend.layers.embedding import Embedding
-from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.eagle3 import Eagle3Config
-from minisgl_backend.models.eagle3_head import Eagle3Head, build_eagle3_head
+from minisgl_backend.models.eagle3_head import build_eagle3_head
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.eagle3_heads import SIZES, reference_drafts, save_head
 from tests.layer_contexts import layer_context
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
-from tests.specs import make_pool
+from tests.parity.paged_head import PAGE, PagedHead
 
 CPU = torch.device("cpu")
-PAGE, NUM_DRAFTS = 4, 4
+NUM_DRAFTS = 4
 HEADS: dict[str, dict[str, Any]] = {
     "published": {},
     "own embedding, every token": {"own_embedding": True, "draft_vocab_size": 320},
     "target of another size": {"own_embedding": True, "target_hidden_size": 48, "num_key_value_heads": 4},
     "norm before residual": {"norm_before_residual": True},
 }
-
-
-class PagedHead:
-    """One row, whose pages are in a scattered order."""
-
-    def __init__(self, head: Eagle3Head, tp: TensorParallel) -> None:
-        self._head = head
-        self._spec = attention_spec(
-            head.config, tp_size=tp.size, page_size=PAGE, max_seq_len=64, max_rows=2, dtype=torch.float32, device=CPU
-        )
-        head.bind_attention(self._spec, make_pool(self._spec, 16))
-        self._attention = create_attention("torch", "torch", self._spec)
-        self._pages = torch.randperm(16, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(1, -1) + 1
-
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        return self._pages[0, positions // PAGE] * PAGE + positions % PAGE
-
-    def pass_of(self, position: int) -> EagerContext:
-        host = np.array([position + 1], dtype=np.int32)
-        rows = np.zeros(1, dtype=np.int32)
-        decode = DecodeInputs(
-            kv_lens=torch.from_numpy(host),
-            rows=torch.from_numpy(rows),
-            page_table=self._pages,
-            kv_lens_host=host,
-            rows_host=rows,
-        )
-        slots = self.slots(torch.tensor([position]))
-        return EagerContext(slots=slots, attention=self._attention, plan=self._attention.plan(None, decode))
-
-    @torch.inference_mode()
-    def drafts(self, states: torch.Tensor, token_ids: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-        """As `reference_drafts`."""
-        head, last = self._head, len(states) - 1
-        hidden = head.combine(states)
-        for positions in torch.arange(last).split(5):
-            head.keep(torch.tensor(token_ids)[positions + 1], hidden[positions], positions, self.slots(positions))
-        drafts, every = [token_ids[-1]], []
-        hidden = hidden[-1:]
-        for position in range(last, last + count):
-            at, token = torch.tensor([position]), torch.tensor(drafts[-1:])
-            logits, hidden = head(token, hidden, at, self.pass_of(position))
-            every.append(logits[0])
-            drafts.append(int(head.spread(logits).argmax(-1)))
-        return drafts[1:], torch.stack(every)
 
 
 def embedding() -> Embedding:
@@ -88,36 +39,35 @@ def embedding() -> Embedding:
     return made
 
 
-def check_drafts(folder: Path, tp: TensorParallel) -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
+    folder = save_head(tmp_path / "head", **HEADS[name])
     config, shared = Eagle3Config.load(folder), embedding()
-    head = build_eagle3_head(config, folder, embedding=shared, dtype=torch.float32, device=CPU, max_seq_len=64, tp=tp)
+    head = build_eagle3_head(config, folder, embedding=shared, dtype=torch.float32, device=CPU, max_seq_len=64)
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(23, 3 * config.target_hidden_size, generator=generator)
     token_ids = torch.randint(0, 320, (24,), generator=generator).tolist()
     expected, logits = reference_drafts(folder, states, token_ids, shared.weight.data, NUM_DRAFTS)
-    drafts, found = PagedHead(head, tp).drafts(states, token_ids, NUM_DRAFTS)
+    drafts, found = PagedHead(head).drafts(states, token_ids, NUM_DRAFTS)
     assert drafts == expected
     assert (found - logits).abs().max() <= 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_drafts_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
-    check_drafts(save_head(tmp_path / "head", **HEADS[name]), TensorParallel.single())
-
-
-def test_hidden_states_that_a_pass_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(2, 0, 1), (3, 0)], ids=["given", "behind the final norm"])
+def test_hidden_states_that_a_pass_is_asked_for(layers: tuple[int, ...], tmp_path: Path) -> None:
     """In chunks, beside decoding, of all tokens, whatever logits are computed of."""
     save_checkpoint("llama-llama3-tied", tmp_path)
     tokens = list(range(3, 30))
     with torch.inference_mode():
         outputs = reference_model(tmp_path)(torch.tensor([tokens]), output_hidden_states=True)
-    expected = torch.cat([outputs.hidden_states[layer][0] for layer in (2, 0, 1)], dim=-1)
-    paged, found = PagedModel(tmp_path, page_size=PAGE), []
+    expected = torch.cat([outputs.hidden_states[layer][0] for layer in layers], dim=-1)
+    paged, found, logits = PagedModel(tmp_path, page_size=PAGE), [], []
     for chunk, decode in ((tokens[:20], {}), (tokens[20:26], {}), ([], {0: tokens[26]})):
-        aux = AuxStates(layers=(2, 0, 1), out=torch.full((len(chunk) or 1, 3 * 64), torch.nan))
-        paged.step({0: chunk} if chunk else {}, decode, last_only=True, aux=aux)
+        aux = AuxStates(layers=layers, out=torch.full((len(chunk) or 1, len(layers) * 64), torch.nan))
+        logits.append(paged.step({0: chunk} if chunk else {}, decode, last_only=True, aux=aux)[0])
         found.append(aux.out)
-    assert (torch.cat(found) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for one, other in ((torch.cat(found), expected), (torch.cat(logits), outputs.logits[0, [19, 25, 26]])):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
 
 
 TARGET = {

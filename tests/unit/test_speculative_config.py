@@ -41,6 +41,8 @@ def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
             "it has the unknown key 'rank'; allowed: method, model, num_",
         ),
         ({"method": "ngram", "model": "x"}, "its model is 'x'; allowed with the method ngram: unset"),
+        ({"method": "deepseek_mtp", "model": "x"}, "its model is 'x'; allowed with the method mtp: unset"),
+        ({"method": ["mtp"]}, r"its method is \['mtp'\]; allowed: ngram"),
         ({"method": "draft_model"}, "its model is None; allowed with the method draft_model: the folder of a model"),
         ({"method": "eagle3", "model": 1}, "its model is 1; allowed with the method eagle3: the folder of a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "its num_speculative_tokens is 0; allowed: 1 to 15, or"),
@@ -66,6 +68,13 @@ def test_a_method_may_have_a_model() -> None:
     found = EngineConfig(speculative_config={"method": "draft_model", "model": "x", "num_speculative_tokens": 3})
     assert found.speculation is not None
     assert (found.speculation.method, found.speculation.model, found.speculation.most_drafts) == ("draft_model", "x", 3)
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
+def test_a_layer_of_the_checkpoint_has_vllms_names(method: str) -> None:
+    found = EngineConfig(speculative_config={"method": method, "num_speculative_tokens": 1}).speculation
+    assert found is not None
+    assert (found.method, found.model, found.most_drafts) == ("mtp", None, 1)
 
 
 def test_entries_are_bounded() -> None:

@@ -26,6 +26,7 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import (
@@ -254,6 +255,7 @@ def _build_native(
         quantization=quantization,
         dummy_weights=runtime.config.dummy_weights,
         on_progress=progress.weights,
+        uses_draft_layer=runtime.draft is not None and isinstance(runtime.draft.model, MtpConfig),
     )
 
 

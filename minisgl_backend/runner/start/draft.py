@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.eagle3 import Eagle3Config
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.models.json_files import read_json_if_there
+from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.runtime_config import DraftSettings, RuntimeConfig
+from minisgl_backend.weights.files import Checkpoint
 
 
 def resolve_draft(
@@ -38,18 +40,18 @@ def resolve_draft(
     """None where no model proposes. All else is the target's: page_size in tokens, the number formats of activations
     and of the KV cache, max_seq_len in tokens. Raises ConfigError for a model that cannot propose for this target."""
     speculation = config.speculation
-    if speculation is None or speculation.model is None:
+    read = None if speculation is None else _READERS.get(speculation.method)
+    if speculation is None or read is None:
         return None
-    name = f"speculative_config's model {speculation.model!r}"
+    said = "method" if speculation.model is None else "model"
+    name = f"speculative_config's {said} {getattr(speculation, said)!r}"
     try:
-        folder = find_model_dir(speculation.model, trust_remote_code=config.trust_remote_code)
-        model = Eagle3Config.load(folder) if speculation.method == "eagle3" else load_model_config(folder, "native")
+        folder, model = read(config, speculation.model or "", target_dir, target)
         model.check_tensor_parallel(config.tp)
-        if isinstance(model, Eagle3Config):
-            model.states_of(target)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot propose: {error}") from None
-    if not isinstance(model, Eagle3Config):
+    is_head = speculation.method != "draft_model"
+    if not is_head:
         _check_vocabulary(name, folder, model, target_dir, target)
     own_kv_dtype = dtype if model.latents is not None else kv_dtype
     attention = choose_attention(
@@ -74,8 +76,36 @@ def resolve_draft(
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
         # What heads say of positions is what they were trained on: they draft beyond it.
-        max_seq_len=max_seq_len if isinstance(model, Eagle3Config) else min(max_seq_len, model.max_seq_len()),
+        max_seq_len=max_seq_len if is_head else min(max_seq_len, model.max_seq_len()),
     )
+
+
+def _read_model(config: EngineConfig, name: str, target_dir: Path, target: ModelConfig) -> tuple[Path, ModelConfig]:
+    folder = find_model_dir(name, trust_remote_code=config.trust_remote_code)
+    return folder, load_model_config(folder, "native")
+
+
+def _read_eagle3(config: EngineConfig, name: str, target_dir: Path, target: ModelConfig) -> tuple[Path, ModelConfig]:
+    folder = find_model_dir(name, trust_remote_code=config.trust_remote_code)
+    head = Eagle3Config.load(folder)
+    head.states_of(target)
+    return folder, head
+
+
+def _read_mtp(config: EngineConfig, name: str, target_dir: Path, target: ModelConfig) -> tuple[Path, ModelConfig]:
+    head = MtpConfig.of(target, target.quantization.with_option(config.quantization))
+    if not config.dummy_weights:
+        head.check_stored(Checkpoint(target_dir, target.tensor_names).names())
+    return target_dir, head
+
+
+# By method: the folder and the description of what proposes, from the options, its `model` ("": unset), and the
+# target's folder and description. Raises ConfigError for what does not fit the target.
+_READERS: Mapping[str, Callable[[EngineConfig, str, Path, ModelConfig], tuple[Path, ModelConfig]]] = {
+    "draft_model": _read_model,
+    "eagle3": _read_eagle3,
+    "mtp": _read_mtp,
+}
 
 
 def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.device) -> AttentionSpec:

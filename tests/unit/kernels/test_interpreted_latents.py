@@ -86,8 +86,9 @@ def test_prefill(page_size: int, piece_tokens: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page_size", [16])
-def test_store(page_size: int) -> None:
+@pytest.mark.parametrize("num_heads", [5, 0], ids=["", "latents alone"])
+def test_store(num_heads: int) -> None:
+    page_size = 16
     case = LatentCase(HEADS, 5, [30, 20], page_size)
     count, rank, rope = 7, HEADS.rank, HEADS.rope_dim
     positions = torch.randint(0, 50, (count,), dtype=torch.int32)
@@ -96,7 +97,7 @@ def test_store(page_size: int) -> None:
     caches, turned = [], []
     for store in (TorchOps().latent_store, latent_store):
         torch.manual_seed(0)
-        q, latents = case.queries(count), torch.randn(count, rank + rope + 3)[:, : rank + rope]
+        q, latents = case.queries(count)[:, :num_heads], torch.randn(count, rank + rope + 3)[:, : rank + rope]
         cache = case.layer.kv.k.clone()
         turned.append(store(q, latents, norm, cos_sin, positions, slots, cache, 1e-6))
         caches.append(cache)

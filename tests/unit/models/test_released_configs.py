@@ -1,19 +1,13 @@
-"""config.json as models were released with it, which has more keys than transformers writes; and draft layers."""
+"""config.json as models were released with it, which has more keys than transformers writes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import FAMILIES
-from tests.parity.checkpoints import save_checkpoint
 
 GLM_4_5_AIR: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
@@ -144,12 +138,3 @@ def test_a_released_config_is_read(name: str) -> None:
     config = ModelConfig.from_dicts(RELEASED[name], {})
     assert config.num_layers == RELEASED[name]["num_hidden_layers"]
     assert config.architecture in FAMILIES
-
-
-def test_draft_layers_are_left_out(tmp_path: Path) -> None:
-    """Of GLM-4.5: the layer behind the last one."""
-    save_checkpoint("glm4_moe", tmp_path)
-    save_file({"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "draft.safetensors")
-    config: DecoderConfig = ModelConfig.load(tmp_path)
-    assert config.num_draft_layers == 1
-    build_model(ModelConfig.load(tmp_path), tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_seq_len=64)

@@ -1,10 +1,11 @@
-"""An EAGLE-3 head as a proposer (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models
-via Training-Time Test"): a chain of drafts, each made from the head's own hidden state of the one before.
+"""A head as a proposer: a layer that drafts from the model's hidden states, be it EAGLE-3's (Li et al. 2025, "EAGLE-3:
+Scaling up Inference Acceleration of Large Language Models via Training-Time Test") or a checkpoint's own (MTP). It
+makes a chain of drafts, each from the head's own hidden state of the one before.
 
 It looks on while the model computes. At position p the head reads the model's hidden states of p and the token at
-p + 1, so that a step's tokens give it keys and values of the positions before them; the states of each row's last
-tokens are kept for that. So prompts, cached prefixes and steps without drafts cost no pass of their own. Of a cached
-prefix the last position may have been computed with another token behind it, which costs acceptance alone.
+p + 1, so that a step's tokens give it keys and values (or latents) of the positions before them; the states of each
+row's last tokens are kept for that. So prompts, cached prefixes and steps without drafts cost no pass of their own. Of
+a cached prefix the last position may have been computed with another token behind it, which costs acceptance alone.
 
 It samples as the model will, by the row's temperature and the noise of the position.
 """
@@ -21,7 +22,7 @@ from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext
-from minisgl_backend.models.eagle3_head import Eagle3Head
+from minisgl_backend.models.draft_head import DraftHead
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
@@ -34,12 +35,12 @@ from minisgl_backend.tensor_parallel import TensorParallel
 KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: of a step with drafts any may be the last right one
 
 
-class Eagle3Proposer(DeviceProposer):
+class HeadProposer(DeviceProposer):
     """Its steps: one pass for each token that is proposed. All passes are alike, and captured."""
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: DraftHead,
         aux_layers: tuple[int, ...],
         attention: AttentionPair,
         table: RowTable,
@@ -56,7 +57,6 @@ class Eagle3Proposer(DeviceProposer):
         self._tp = tp
         self._graphs: GraphRunner | None = None
         spec, size = attention.spec, head.config.hidden_size
-        self._aux_size = len(aux_layers) * head.config.target_hidden_size
         # Of the last tokens of each row, by position modulo KEPT: combined states, and the slots that they are of. A
         # slot tells whether they are those of this row's sequence: its cached prefix was computed by others.
         self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
@@ -79,7 +79,7 @@ class Eagle3Proposer(DeviceProposer):
 
     def aux_states(self, num_tokens: int) -> AuxStates:
         spec = self.spec
-        out = torch.zeros(num_tokens, self._aux_size, dtype=spec.dtype, device=spec.device)
+        out = torch.zeros(num_tokens, self._head.states_size, dtype=spec.dtype, device=spec.device)
         return AuxStates(layers=self._aux_layers, out=out)
 
     def observe(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:

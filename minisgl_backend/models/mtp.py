@@ -1,0 +1,55 @@
+"""A layer behind a checkpoint's last one, which drafts (multi-token prediction, MTP; DeepSeek-AI, 2024: DeepSeek-V3
+Technical Report, section 2.2).
+
+The layout is that of DeepSeek-V3, which GLM-4.5 and GLM-4.7-Flash have, too: `num_nextn_predict_layers` such layers,
+numbered on from the model's own. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, fields, replace
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.weights.formats import QuantizationConfig
+
+_ALLOWED = "a checkpoint with such layers, in the layout of DeepSeek-V3 and GLM-4.5, or another method"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(ModelConfig):
+    """The first of these layers, as a model of one layer; it is applied again for each further draft.
+
+    Its embedding and its output projection are the model's: copies of them that are stored with it are not read.
+    """
+
+    prefix: str  # what the names of its tensors begin with
+
+    @classmethod
+    def of(cls, model: ModelConfig, quantization: QuantizationConfig) -> MtpConfig:
+        """Of a model's checkpoint. Raises ConfigError where there is no such layer."""
+        if model.implementation != "native":
+            raise ConfigError(
+                f"{model.architecture} runs through transformers' code (model_impl), which tells no hidden states; "
+                "allowed with the method mtp: models of the native families"
+            )
+        if not model.num_draft_layers:
+            raise ConfigError(
+                f"{model.architecture} has no layers that predict further tokens, as its config.json is read (0 "
+                f"num_nextn_predict_layers); allowed: {_ALLOWED}"
+            )
+        prefix = model.draft_prefixes[0]
+        shared = (f"{prefix}embed_tokens.", f"{prefix}shared_head.head.")
+        own = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
+        own |= {"layers": (model.draft_layer,), "num_draft_layers": 0, "num_labels": 0, "quantization": quantization}
+        own["tensor_names"] = replace(model.tensor_names, within=prefix, left_out=shared)
+        return cls(**own, prefix=prefix)
+
+    def check_stored(self, names: Set[str]) -> None:
+        """Raises ConfigError where a checkpoint with tensors of these names lacks the layer: some are published
+        without it, whatever their config.json says."""
+        if (needed := f"{self.prefix}eh_proj.weight") not in names:
+            raise ConfigError(
+                f"the checkpoint lacks {needed}, of the layer that predicts further tokens; allowed: {_ALLOWED}"
+            )

@@ -1,0 +1,128 @@
+"""The modules of a layer that predicts further tokens (MTP; DeepSeek-AI, 2024: DeepSeek-V3 Technical Report, section
+2.2).
+
+A norm of the token's embedding and one of the model's hidden state, projected to one vector, go through a decoder layer
+and a norm (`shared_head.norm`) to the model's output projection. The hidden states are those behind norms: the model's
+behind its final one, and for further drafts the layer's own behind `shared_head.norm`, as in vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.config import MoeConfig
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.norm import make_norm
+from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.rotary import rope_table
+from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.models.build import is_redundant
+from minisgl_backend.models.decoder import CausalLM, decoder_layer
+from minisgl_backend.models.draft_head import DraftHead
+from minisgl_backend.models.mtp import MtpConfig
+from minisgl_backend.process.progress import Progress
+from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.loader import load_weights
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, process_weights_after_loading
+from minisgl_backend.weights.methods import WeightMethods
+from minisgl_backend.weights.parts import check_filled
+
+
+class MtpHead(DraftHead):
+    """With tensor parallelism its layer is split as the model's; what combines two vectors is whole on each rank."""
+
+    def __init__(self, config: MtpConfig, layer_context: LayerContext, max_seq_len: int, model: CausalLM) -> None:
+        """layer_context: of the whole model, whose embedding and output projection it takes."""
+        super().__init__()
+        self.config, self.states_size = config, config.hidden_size
+        self._tp = layer_context.tp
+        own, size, attention = layer_context.at(config.prefix[:-1]), config.hidden_size, config.draft_layer.attention
+        cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
+        self.enorm, self.hnorm = (make_norm(size, config.norm, name, own) for name in ("enorm", "hnorm"))
+        output = LinearOutput(name=own.name("eh_proj"), size=size, start=0, local=size)
+        # Plain in checkpoints of every number format.
+        self.eh_proj: LinearMethod = own.methods.plain_linear(
+            LinearSpec(outputs=(output,), input_size=2 * size, local_inputs=2 * size)
+        )
+        self.layer = decoder_layer(config.draft_layer, 0, size, cos_sin, own)
+        self.norm = make_norm(size, config.norm, "norm", own.at("shared_head"))
+        # Functions and not modules, which would be its own.
+        self._embed, self._logits = model.model.embed_tokens.forward, model.logits
+
+    def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self.layer.store(self._projected(token_ids, hidden), positions, slots)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = Residual(self._projected(token_ids, hidden), self._tp)
+        (residual,) = self.layer((residual,), positions, ctx)  # too few tokens for micro-batches
+        _, states = residual.settled(self.norm)
+        return self._logits(states), states
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
+        self.layer.self_attn.bind(spec, pool)
+
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
+        of_prompts = (self.eh_proj, self.layer.self_attn.qkv_proj.method)
+        for module in self.modules():
+            if isinstance(module, LinearMethod):
+                module.prepare([module], batch_sizes, longest if module in of_prompts else 0)
+
+    def derive_weights(self) -> None:
+        """To be called once, when all weights are loaded."""
+        process_weights_after_loading(self)
+        self.layer.derive_weights()
+
+    def _projected(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As of `forward` -> what goes into the layer, [num_tokens, hidden_size]."""
+        both = torch.cat([self.enorm(self._embed(token_ids)), self.hnorm(hidden)], dim=-1)
+        return self.eh_proj.apply_weights(both)
+
+
+def build_mtp_head(
+    config: MtpConfig,
+    model_dir: str | Path,
+    *,
+    model: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
+    tp: TensorParallel | None = None,
+    dummy_weights: bool = False,
+    on_progress: Progress | None = None,
+) -> MtpHead:
+    """The head of one rank, ready to run, from the folder of `model`, which is ready.
+
+    Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
+    """
+    tp = tp or TensorParallel.single()
+    is_mixture = isinstance(config.draft_layer.mlp, MoeConfig)
+    ops, formats = select_ops(device, config.hidden_size, dtype, is_mixture=is_mixture), config.quantization
+    methods = WeightMethods(formats, select_plain_kernels(ops, device), dtype=dtype, device=device)
+    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    head = MtpHead(config, layer_context, max_seq_len, model).eval()
+    check_filled(head.weight_parts(), head.named_parameters())
+    if dummy_weights:
+        head.fill_with_noise()
+    else:
+        names = config.tensor_names
+        load_weights(
+            head.weight_parts(),
+            replace(names, left_out=()),
+            Checkpoint(Path(model_dir), names),
+            device,
+            on_progress or (lambda done, total: None),
+            model=config.architecture,
+            is_redundant=lambda name: name.startswith(names.left_out) or is_redundant(name, config, formats),
+        )
+    head.derive_weights()
+    return head
