@@ -136,6 +136,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             kernels=_FLASHINFER_KERNELS,
             half_only=True,
             head_sizes=(64, 128, 256),
+            fp8_capabilities=range(80, 1000),
             soft_caps=True,
             latents=LatentEntry(
                 module="latent_fi",

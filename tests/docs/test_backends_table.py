@@ -22,31 +22,31 @@ def table() -> str:
 def _cells(entry: BackendEntry) -> str:
     cells = ["-"] * 5
     if not entry.only_latents:
-        cells = [_sizes(entry.page_sizes), _heads(entry), _capabilities(entry.fp8_capabilities), _yes(entry.soft_caps)]
+        cells = [listed(entry.page_sizes), _heads(entry), capabilities(entry.fp8_capabilities), _yes(entry.soft_caps)]
         sinks = "where the installed kernels have them" if entry.sink_kernels else _yes(entry.sinks)
         cells.append(sinks)
     latents = entry.latents
     if latents is None:
         return " | ".join([*cells, "no", "-"])
     sizes = "" if latents.sizes is None else ", ".join(f"{rank} + {rope}" for rank, rope in latents.sizes)
-    decode = ", ".join(filter(None, (sizes, _capabilities(latents.capabilities))))
-    return " | ".join([*cells, decode, _sizes(latents.page_sizes)])
+    decode = ", ".join(filter(None, (sizes, capabilities(latents.capabilities))))
+    return " | ".join([*cells, decode, listed(latents.page_sizes)])
 
 
-def _sizes(sizes: tuple[int, ...] | None) -> str:
+def listed(sizes: tuple[int, ...] | None) -> str:
     return "any" if sizes is None else ", ".join(map(str, sizes))
 
 
 def _heads(entry: BackendEntry) -> str:
     if entry.head_sizes is not None:
-        return _sizes(entry.head_sizes)
+        return listed(entry.head_sizes)
     if entry.largest_head is None:
         return "any"
     multiples = f"multiples of {entry.head_multiple}" if entry.head_multiple > 1 else "all"
     return f"{multiples} to {entry.largest_head}"
 
 
-def _capabilities(found: range) -> str:
+def capabilities(found: range) -> str:
     first, last = found[0], found[-1] + 1
     if last > HIGHEST:
         return "everywhere" if first == 0 else f"from {first / 10:.1f} on"

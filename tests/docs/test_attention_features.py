@@ -1,0 +1,115 @@
+"""What attention backends serve, next to SGLang's marks: docs/models.md has the table that is generated here from the
+registry, and what it denies is refused by name. `python -m tests.docs.test_attention_features` writes it anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minisgl_backend.attention.registry import BACKENDS, BackendEntry, choose_attention
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.number_formats import FP8_E4M3
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.requests.messages import text_of
+from minisgl_backend.serving.schema import TENSORS
+from tests.docs.blocks import ROOT
+from tests.docs.test_backends_table import capabilities, listed
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- table features -->", "<!-- /table features -->"
+NOTHING = "-"  # the question does not arise
+
+
+def of_keys(cell: Callable[[BackendEntry], str]) -> Callable[[BackendEntry], str]:
+    return lambda entry: NOTHING if entry.only_latents else cell(entry)
+
+
+def page_sizes(entry: BackendEntry) -> str:
+    latents = entry.latents if entry.only_latents else None
+    return listed(entry.page_sizes if latents is None else latents.page_sizes)
+
+
+COLUMNS: dict[str, Callable[[BackendEntry], str]] = {
+    "page size above 1": page_sizes,
+    "FP8 cache": of_keys(lambda entry: capabilities(entry.fp8_capabilities)),
+    # With drafts a row has several entries in a decode step, of which a backend need not know (`DecodeInputs`).
+    "speculation": lambda entry: "yes",
+    "MLA": lambda entry: "no" if entry.latents is None else capabilities(entry.latents.capabilities),
+    "sliding window": of_keys(lambda entry: "yes"),
+    "multimodal": lambda entry: "no",
+}
+# SGLang's names, and its marks in these columns: docs_new/docs/advanced_features/attention_backend.mdx, commit 01d8520,
+# and what that says nothing of, by the page as of commit 000984e. Speculation is that with one branch (topk 1).
+SGLANG = {
+    "fa": ("FA3", "yyyyyy"),
+    "fi": ("FlashInfer", "yyyyyn"),
+    "trtllm": ("TRTLLM MHA", "yyynyn"),
+    "triton": ("Triton", "nyyyyy"),
+    "flashmla": ("FlashMLA", "yyyynn"),
+    "torch": ("Torch Native", "nynnny"),
+}
+NOT_HERE = ("fa4", "flex_attention", "cutlass_mla", "trtllm_mla", "dual_chunk_flash_attn", "aiter", "wave", "ascend")
+
+
+def table() -> str:
+    """Markdown."""
+    lines = [f"| | SGLang's name | {' | '.join(COLUMNS)} |", "|" + " --- |" * (2 + len(COLUMNS))]
+    for name, entry in BACKENDS.items():
+        theirs, marks = SGLANG[name]
+        there = ("yes" if mark == "y" else "no" for mark in marks)
+        cells = (f"{cell(entry)} ({mark})" for cell, mark in zip(COLUMNS.values(), there, strict=True))
+        lines.append(f"| `{name}` | {theirs} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_is_that_of_the_registry() -> None:
+    inside = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert inside.strip() == table(), "python -m tests.docs.test_attention_features writes it anew"
+
+
+LATENTS: dict[str, Any] = {"head_dims": (576,), "latents": (512, 64)}
+GPUS = (75, 80, 89, 90, 100, 120)
+
+
+def refused(name: str, capability: int, **model: Any) -> bool:
+    """Whether it is, by name."""
+    try:
+        # A backend without prefill kernels here is asked for decode alone.
+        has_prefill = BACKENDS[name].prefill_capability <= capability
+        requested = name if has_prefill else f"torch,{name}"
+        choose_attention(requested, None, compute_capability=capability, why_missing=lambda package: None, **model)
+    except ConfigError as error:
+        assert name in str(error).partition(", but ")[2], "the error does not name it"
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_the_table_denies_is_refused_at_start_by_name(name: str) -> None:
+    entry = BACKENDS[name]
+    for capability in GPUS:
+        if not entry.only_latents:
+            assert refused(name, capability, kv_dtype=FP8_E4M3) == (capability not in entry.fp8_capabilities)
+        serves = entry.latents is not None and capability in entry.latents.capabilities
+        assert refused(name, capability, **LATENTS) != serves
+        assert refused(name, capability) == entry.only_latents
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_backends_that_only_sglang_has_are_refused_with_what_is_there(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend is '{name}'; allowed: auto, one of fa fi"):
+        choose_attention(name, None, compute_capability=90, why_missing=lambda package: None)
+
+
+def test_inputs_that_are_no_text_are_refused_by_name() -> None:
+    with pytest.raises(ApiError, match=r"content\[0\].type is 'image_url'; allowed: text"):
+        text_of([{"type": "image_url", "image_url": {"url": "data:"}}], "messages[0].content")
+    assert TENSORS["image"].refused == TENSORS["image_url"].refused == "this server has no multimodal models"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL), encoding="utf-8")
