@@ -22,6 +22,7 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
 from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kv.groups import FULL, Window
 from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.layout import LayerKV
 
@@ -40,11 +41,19 @@ class LayerGroup:
     num_q_heads: int
     kv: KVLayout
     window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
+    chunk: int | None = (
+        None  # tokens; a query sees those of its own chunk of so many, up to itself; None: of all chunks
+    )
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
     latent: LatentHeads | None = None  # where latents are kept (MLA): what queries and values of a head are
     cache_group: int = 0  # all of them are in one (`kv.groups`)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a query sees all tokens before it."""
+        return self.window is None and self.chunk is None
 
     @property
     def num_kv_heads(self) -> int:
@@ -79,8 +88,7 @@ class AttentionSpec:
     max_rows: int  # rows of the page table, the padding row included
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
-    # The windows of the model's cache groups (`kv.groups`), those without one first; None: all tokens are kept.
-    cache_windows: tuple[int | None, ...] = (None,)
+    cache_windows: tuple[Window, ...] = FULL  # of the model's cache groups
     flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes on them; None: as measured
 
     @property
@@ -125,6 +133,7 @@ class AttentionSpec:
             num_kv_heads=group.num_kv_heads,
             head_dim=group.head_dim,
             window=group.window,
+            chunk=group.chunk,
             scale=group.softmax_scale,
             soft_cap=group.soft_cap,
             sinks=sinks,

@@ -45,6 +45,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     window: int | None  # tokens that a query sees, the last of which is itself; None: all up to itself
+    chunk: int | None  # tokens; a query sees those of its own chunk, up to itself; None: of all
     scale: float  # of the scores
     soft_cap: float | None  # scores become soft_cap * tanh(scores / soft_cap), before the mask
     sinks: torch.Tensor | None  # float32 [num_q_heads]: logits that take part in the softmax and have no value

@@ -87,7 +87,7 @@ class TorchBackend(AttentionBackend):
         self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
-        self._library = cpu_library() if is_served and self._is_plain else None
+        self._library = cpu_library() if is_served and self._is_plain and group.chunk is None else None
 
     @classmethod
     def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
@@ -101,7 +101,11 @@ class TorchBackend(AttentionBackend):
             first_page = int(self._first_pages(kv_len - (end - begin) + 1))
             num_pages = -(-kv_len // self.spec.page_size)
             chunks = self._chunks(inputs.page_table[row : row + 1, first_page:num_pages])
-            tiles = self._tiles(begin, end, kv_len - first_page * self.spec.page_size)
+            origin = first_page * self.spec.page_size
+            if self.group.chunk is None:
+                tiles = self._tiles(begin, end, kv_len - origin)
+            else:
+                tiles = self._tiles_of_chunks(begin, end, kv_len - origin, origin, self.group.chunk)
             sequences.append(_SequencePrefill(chunks, tiles))
         return tuple(sequences)
 
@@ -142,7 +146,7 @@ class TorchBackend(AttentionBackend):
         first_pages = self._first_pages(inputs.kv_lens_host)
         seen = inputs.kv_lens_host - first_pages * self.spec.page_size
         groups = group_by_length(seen, self._group_tokens)
-        columns = torch.from_numpy(first_pages).to(self.spec.device) if self.group.window is not None else None
+        columns = torch.from_numpy(first_pages).to(self.spec.device) if not self.group.sees_all else None
         if len(groups) == 1:
             return (self._decode_group(inputs, None, seen, columns),)
         return tuple(self._decode_group(inputs, group, seen, columns) for group in groups)
@@ -219,17 +223,19 @@ class TorchBackend(AttentionBackend):
         kv_lens = inputs.kv_lens if members is None else inputs.kv_lens[members]
         lengths = seen if group is None else seen[group]
         num_pages = -(-int(lengths.max()) // self.spec.page_size)
+        lowest = None
         if first_pages is None:
             pages = inputs.page_table[rows, :num_pages]
         else:
             first = first_pages if members is None else first_pages[members]
-            kv_lens = kv_lens - first * self.spec.page_size
+            origins = first * self.spec.page_size
+            lowest, kv_lens = self._lowest(kv_lens) - origins, kv_lens - origins
             columns = first.unsqueeze(1) + torch.arange(num_pages, device=self.spec.device)
             pages = inputs.page_table[rows.unsqueeze(1), columns.clamp_(max=self.spec.max_pages_per_row - 1)]
         positions = torch.arange(num_pages * self.spec.page_size, device=self.spec.device)
         beyond = hidden = positions.unsqueeze(0) >= kv_lens.unsqueeze(1)
-        if self.group.window is not None:
-            hidden = beyond | (positions.unsqueeze(0) < kv_lens.unsqueeze(1) - self.group.window)
+        if lowest is not None:
+            hidden = beyond | (positions.unsqueeze(0) < lowest.unsqueeze(1))
         mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
         mask = mask.masked_fill_(hidden, -torch.inf).view(len(rows), 1, 1, -1)
         return _DecodeGroup(
@@ -249,9 +255,16 @@ class TorchBackend(AttentionBackend):
 
     def _first_pages(self, kv_lens: Any) -> Any:
         """The first page that a sequence's last token sees, by the sequence's length; an int or an array."""
-        if self.group.window is None:
+        if self.group.sees_all:
             return kv_lens * 0
-        return np.maximum(kv_lens - self.group.window, 0) // self.spec.page_size
+        return np.maximum(self._lowest(kv_lens), 0) // self.spec.page_size
+
+    def _lowest(self, kv_lens: Any) -> Any:
+        """The first token that a sequence's last token sees, by the sequence's length, where it does not see all; below
+        0: the first."""
+        if self.group.chunk is not None:
+            return (kv_lens - 1) // self.group.chunk * self.group.chunk
+        return kv_lens - self.group.window
 
     def _chunks(self, pages: torch.Tensor) -> torch.Tensor:
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the rows of a cache seen as
@@ -292,6 +305,19 @@ class TorchBackend(AttentionBackend):
             kv_end = cached + last - begin
             kv_begin = 0 if window is None else max(0, cached + first - begin + 1 - window)
             tiles.append(_Tile(first, last, kv_begin, kv_end, self._mask(last - first, kv_end - kv_begin), False))
+        return tuple(tiles)
+
+    def _tiles_of_chunks(self, begin: int, end: int, kv_len: int, origin: int, chunk: int) -> tuple[_Tile, ...]:
+        """As `_tiles`: none goes beyond a chunk's end. origin: tokens before those that are gathered."""
+        tiles, first = [], begin
+        while first < end:
+            position = origin + kv_len - (end - first)
+            start = position // chunk * chunk
+            last = min(end, first + _QUERY_TILE, first + start + chunk - position)
+            kv_begin, kv_end, causal = start - origin, kv_len - (end - last), position == start
+            mask = None if causal else self._mask(last - first, kv_end - kv_begin)
+            tiles.append(_Tile(first, last, kv_begin, kv_end, mask, causal))
+            first = last
         return tuple(tiles)
 
     def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor | None:

@@ -20,10 +20,11 @@ from minisgl_backend.number_formats import FP8_E4M3
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model does to attention's scores besides the softmax."""
+    """What a model does to attention's scores besides the softmax over all tokens, or those of a window."""
 
     soft_cap: bool = False
     sinks: bool = False
+    chunks: bool = False
 
 
 PLAIN_SCORES = Scores()
@@ -51,6 +52,7 @@ class BackendEntry:
     fp8_capabilities: range = range(1000)  # compute capabilities on which it reads an FP8 cache
     soft_caps: bool = False  # computes scores with a soft cap
     sinks: bool = False  # likewise with sinks
+    chunks: bool = False  # serves attention in chunks
     sink_kernels: str = ""  # MODULE:FUNCTION, as `kernels`, for models with sinks
     latents: LatentEntry | None = None  # None: it serves none
     only_latents: bool = False  # it has no kernels for keys and values
@@ -77,6 +79,8 @@ class BackendEntry:
             return "computes no soft cap of attention's logits, which this model has"
         if scores.sinks and not self.sinks:
             return "computes no attention sinks, which this model has"
+        if scores.chunks and not self.chunks:
+            return "serves no attention in chunks, which this model has"
         if self.head_sizes is not None and head_dim not in self.head_sizes:
             return f"serves head sizes {', '.join(map(str, self.head_sizes))}; this model has {head_dim}"
         if head_dim % self.head_multiple or (self.largest_head is not None and head_dim > self.largest_head):
@@ -173,6 +177,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             fp8_capabilities=range(89, 1000),  # those that convert FP8 numbers
             soft_caps=True,
             sinks=True,
+            chunks=True,
             latents=LatentEntry(module="latent_triton", class_name="TritonLatentBackend"),
         ),
         "flashmla": BackendEntry(
@@ -203,6 +208,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             any_kv=True,
             soft_caps=True,
             sinks=True,
+            chunks=True,
             latents=LatentEntry(module="latent_reference", class_name="TorchLatentBackend"),
         ),
     }
@@ -391,7 +397,7 @@ def _create(name: str, spec: AttentionSpec) -> list[AttentionBackend]:
     entry, keeps_latents = BACKENDS[name], any(group.latent is not None for group in spec.groups)
     for group in spec.groups:
         dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
-        scores = Scores(group.soft_cap is not None, group.sinks)
+        scores = Scores(group.soft_cap is not None, group.sinks, group.chunk is not None)
         latents = None if group.latent is None else (group.latent.rank, group.latent.rope_dim)
         if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores, latents)) is not None:
             raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")

@@ -50,9 +50,9 @@ class TritonBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: DecodeWorkspace | None = None) -> None:
         """`workspace`: for the heads of this group, or more."""
         super().__init__(spec, group)
-        self._window = group.window or 0
+        self._window, self._chunk = group.window or 0, group.chunk or 0
         self._group = group.num_q_heads // group.num_kv_heads
-        self._can_share = group.window is None and not group.kv.is_fp8
+        self._can_share = group.sees_all and not group.kv.is_fp8
         self._workspace = workspace or _workspace_for(spec, [group])
         facts = DeviceFacts.of(spec.device)
         self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
@@ -75,7 +75,8 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         prefill_attention(
             q, layer.kv.k, layer.kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, layer.scale,
-            window=self._window, scales=layer.kv.scales, out=out, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            window=self._window, chunk=self._chunk, scales=layer.kv.scales, out=out, soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
@@ -93,8 +94,8 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         decode_attention(
             q, layer.kv.k, layer.kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
-            out=out, pdl=self._overlaps(plan), window=self._window, scales=layer.kv.scales, soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
+            out=out, pdl=self._overlaps(plan), window=self._window, chunk=self._chunk, scales=layer.kv.scales,
+            soft_cap=layer.soft_cap, sinks=layer.sinks,
         )  # fmt: skip
 
     def fuses_rope(self, plan: _DecodePlan) -> bool:
@@ -107,7 +108,7 @@ class TritonBackend(AttentionBackend):
         return rotating_decode_attention(
             qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
             self._workspace, plan.shape, layer.scale, rotation.eps, pdl=self._overlaps(plan), window=self._window,
-            scales=kv.scales, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            chunk=self._chunk, scales=kv.scales, soft_cap=layer.soft_cap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:

@@ -178,7 +178,7 @@ class KVManager:
             num_windows = self.groups.num_windows
             table[num_full:, shared:held] = self._take(num_windows * (held - shared)).reshape(num_windows, -1)
             self._reserved[row] = count
-            self._first[:, row] = np.maximum(shared - self.groups.needed[:, 0], 0)
+            self._first[:, row] = np.maximum(self.groups.first_needed(np.full(1, shared, np.int32))[:, 0], 0)
         self._held[row], self._matched[row], self.covered[row] = held, shared, held * self.page_size
         self._shared[row] = shared
         return PageLease(row, match.pin, shared, match.salt)
@@ -236,7 +236,7 @@ class KVManager:
         rows: no row twice; columns: [num_rows]. Returns the entries that are gone; None where there are none.
         """
         first = self._first[:, rows]
-        live = np.maximum(columns - self.groups.kept, first)
+        live = np.maximum(self.groups.first_kept(columns), first)
         groups, which = np.nonzero(live > first)
         if not len(groups):
             return None

@@ -103,7 +103,7 @@ class RadixCache(PrefixCache[RadixNode]):
         else:
             pages = np.concatenate(runs, axis=1)  # a copy
             seen = pages[self._num_full :]
-            seen[np.arange(end) < end - self._groups.needed] = 0
+            seen[np.arange(end) < self._groups.first_needed(np.full(1, end, np.int32))] = 0
             self._windows.pin(seen[seen > 0])
         return PrefixMatch(pages, node, salt)
 
@@ -232,7 +232,7 @@ class RadixCache(PrefixCache[RadixNode]):
         seen, columns = pages[self._num_full :], np.arange(pages.shape[1], dtype=np.int32)
         last_hole = np.maximum.accumulate(np.where(seen == 0, columns, -1), axis=1)
         # -1: no hole; there all of a prefix that is shorter than a window is seen.
-        ends = np.flatnonzero((last_hole <= np.maximum(columns - self._groups.needed, -1)).all(axis=0))
+        ends = np.flatnonzero((last_hole < np.maximum(self._groups.first_needed(columns + 1), 0)).all(axis=0))
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:

@@ -1,7 +1,8 @@
 """What a row keeps of its pages: all of them, or those that its last tokens see.
 
 Layers that keep tokens alike are a cache group, and each group has a page table of its own over one pool of equal
-pages. Of a group with a window a row keeps the pages that its next token, and what is being computed, may see.
+pages. Of a group with a window, or with attention in chunks, a row keeps the pages that its next token, and what is
+being computed, may see.
 
 Pages are equal where groups have equally many layers: layers of one kind, as many as there are, become one group or
 several, the last of which may be short (vLLM's hybrid KV cache manager pads in the same way).
@@ -16,28 +17,37 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 
-FULL: tuple[int | None, ...] = (None,)  # the windows of a model whose layers all see everything
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Attention in chunks: a token sees those of its own one, up to itself."""
+
+    size: int  # tokens; chunks begin at multiples of it
+
+
+Window = int | Chunk | None  # the tokens that a query sees: the last so many, itself included; of its chunk; all
+FULL: tuple[Window, ...] = (None,)  # the windows of a model whose layers all see everything
 MOST_GROUPS = 8  # attention is planned for each of them in each step
 WORTHWHILE = 15 / 16  # of the memory that fewer groups take: with more that save less, steps cost more than pages do
 
 
 @dataclass(frozen=True)
 class GroupedLayers:
-    """Which layers of a model are in which cache group, those without a window first."""
+    """Which layers of a model are in which cache group, those without a window first, those with chunks last."""
 
-    windows: tuple[int | None, ...]  # by group
+    windows: tuple[Window, ...]  # by group
     group_of_layer: tuple[int, ...]
 
 
 def group_layers(
-    windows: Sequence[int | None], page_size: int, max_seq_len: int, most_groups: int = MOST_GROUPS
+    windows: Sequence[Window], page_size: int, max_seq_len: int, most_groups: int = MOST_GROUPS
 ) -> GroupedLayers:
     """At most `most_groups`. `windows`: by layer, as in `CacheGroups`.
 
     Of all numbers of layers a group, the one with which a row of `max_seq_len` tokens takes least memory, or a few
     percent more in fewer groups. That may be one group of all layers, which keeps everything.
     """
-    kinds = sorted(set(windows), key=lambda window: window or 0)  # without a window first
+    kinds = sorted(set(windows), key=_order)
     if len(kinds) == 1:
         return GroupedLayers(tuple(kinds), (0,) * len(windows))
     best = GroupedLayers(FULL, (0,) * len(windows))
@@ -52,9 +62,13 @@ def group_layers(
     return best
 
 
-def _split(windows: Sequence[int | None], kinds: Sequence[int | None], size: int) -> GroupedLayers:
+def _order(window: Window) -> tuple[bool, int]:
+    return (True, window.size) if isinstance(window, Chunk) else (False, window or 0)
+
+
+def _split(windows: Sequence[Window], kinds: Sequence[Window], size: int) -> GroupedLayers:
     """Groups of `size` layers, one kind after the other."""
-    groups: list[int | None] = []
+    groups: list[Window] = []
     group_of_layer = [0] * len(windows)
     for kind in kinds:
         layers = [layer for layer, window in enumerate(windows) if window == kind]
@@ -66,25 +80,47 @@ def _split(windows: Sequence[int | None], kinds: Sequence[int | None], size: int
 
 
 class CacheGroups:
-    """The groups of a model, those without a window first.
+    """The groups of a model, those without a window first, those with chunks last; both are windows, one of which
+    slides.
 
-    With a page border before the next token, a group with a window of w tokens keeps `kept` = ceil(w / page) pages
-    before it: what the token before the border, which may be in flight, still sees. So a row that decodes holds at most
-    kept + 1 pages of the group.
+    With a page border before the next token, a group with a window keeps the pages before it that the token before the
+    border, which may be in flight, still sees: `kept` = ceil(w / page) of a window of w tokens, at most as many of a
+    chunk of w. So a row that decodes holds at most kept + 1 pages of the group.
     """
 
-    def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
-        """`windows`: tokens that a query sees, itself included, by group; None: all."""
+    def __init__(self, windows: Sequence[Window], page_size: int) -> None:
+        """`windows`: by group."""
         self.windows = tuple(windows)
         self.page_size = page_size
         self.num_groups = len(self.windows)
         self.num_full = self.windows.count(None)
-        assert None not in self.windows[self.num_full :], "groups without a window come first"
-        seen = [window for window in self.windows if window is not None]
-        self.num_windows = len(seen)
-        self.kept = _column([-(-window // page_size) for window in seen])  # int32 [num_windows, 1], pages
-        # Of a prefix that ends at a page border: the pages before it that its next token sees, int32 [num_windows, 1].
-        self.needed = _column([-(-(window - 1) // page_size) for window in seen])
+        sliding = [window for window in self.windows if isinstance(window, int)]
+        chunks = [window.size for window in self.windows if isinstance(window, Chunk)]
+        assert self.windows == (*FULL * self.num_full, *sliding, *map(Chunk, chunks)), "groups come in this order"
+        self.num_windows = len(sliding) + len(chunks)
+        self.kept = _column([-(-window // page_size) for window in (*sliding, *chunks)])  # int32 [num_windows, 1]
+        # Of sliding windows, and room for the others: pages before a border that the token behind it sees.
+        self._needed = _column([*(-(-(window - 1) // page_size) for window in sliding), *(0 for _ in chunks)])
+        self._num_sliding, self._chunks = len(sliding), _column(chunks)
+
+    def first_kept(self, borders: Int32Array) -> Int32Array:
+        """By group with a window, of which page on a row keeps pages; borders: pages before the next token, [n] ->
+        [num_windows, n], below 0 where that is all."""
+        first: Int32Array = borders - self.kept
+        if len(self._chunks):
+            first[self._num_sliding :] = self._first_of_chunk(borders * self.page_size - 1)
+        return first
+
+    def first_needed(self, borders: Int32Array) -> Int32Array:
+        """Likewise of which page on a prefix that ends at the border is needed, by the token behind it."""
+        first: Int32Array = borders - self._needed
+        if len(self._chunks):
+            first[self._num_sliding :] = self._first_of_chunk(borders * self.page_size)
+        return first
+
+    def _first_of_chunk(self, positions: Int32Array) -> Int32Array:
+        first: Int32Array = positions // self._chunks * self._chunks // self.page_size
+        return first
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages of one group that sees everything."""
@@ -113,7 +149,8 @@ class CacheGroups:
         room = f"room for {count} sequence{'' if count == 1 else 's'} of {longest} tokens"
         if self.num_groups == 1:
             return room
-        return f"{room}, in {self.num_groups} cache groups, of which {self.num_windows} keep a window"
+        kept = "a window or a chunk" if len(self._chunks) else "a window"
+        return f"{room}, in {self.num_groups} cache groups, of which {self.num_windows} keep {kept}"
 
 
 def _column(values: list[int]) -> Int32Array:

@@ -128,17 +128,20 @@ class SelfAttention(AttentionBlock):
         if norm is not None and over_heads:
             self.q_norm = NormOverHeads(q_size, tp.size, norm, "q_norm", layer_context, order)
             self.k_norm = NormOverHeads(kv_size, kv_parts, norm, "k_norm", layer_context, order)
-        elif norm is not None:
+        elif norm is not None and norm.weight:
             self.q_norm = RMSNorm(config.head_dim, norm, "q_norm", layer_context, order)
             self.k_norm = RMSNorm(config.head_dim, norm, "k_norm", layer_context, order)
         behind = norm is not None and config.qk_norm_behind_rope
         assert not (behind and over_heads), "no family asks for both"
         # The rotation leaves a head's norm as it is: what follows it are the weights alone. Scores are products of
         # queries and keys, so that the keys' weights can be multiplied into the queries.
-        one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device) if behind else None
-        self._query_factors = one  # of each dimension, see `derive_weights`
+        bare = norm is not None and not norm.weight
+        one = None
+        if behind or bare:
+            one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device)
+        self._query_factors = None if bare else one  # of each dimension, see `derive_weights`
         self._growth = query_growth(config.query_growth, len(cos_sin), layer_context.device)
-        self._adjusts_queries = behind or self._growth is not None
+        self._adjusts_queries = self._query_factors is not None or self._growth is not None
         # Rank for rank, as the query heads.
         sinks = layer_context.parameter(config.num_q_heads // tp.size, dtype=torch.float32) if config.sinks else None
         self.sinks = sinks

@@ -44,7 +44,7 @@ class NormConfig:
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    weight: bool = True  # False: LayerNorm without one (OLMo)
+    weight: bool = True  # False: LayerNorm without one (OLMo), or a norm of heads (Llama 4)
     bias: bool = False  # of LayerNorm
     weight_offset: float = 0.0  # added to the stored weight; Gemma stores what is to be added to 1
 
@@ -56,6 +56,7 @@ class QueryGrowth:
 
     beta: float
     every: int  # tokens
+    offset: int = 0  # tokens, added to p (Llama 4: 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig | None  # None: no position embedding (NoPE)
     window: int | None = None  # tokens that a token sees, the last of which is itself; None: all up to itself
+    chunk: int | None = None  # tokens; a token sees those of its own chunk of so many, up to itself; None: of all
     scale: float | None = None  # of queries' products with keys; None: head_dim ** -0.5
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     sinks: bool = False  # a learned logit a head that takes part in the softmax and has no value (gpt-oss)
@@ -112,6 +114,7 @@ class LatentAttentionConfig:
 
     num_kv_heads: ClassVar[int] = 1
     window: ClassVar[int | None] = None
+    chunk: ClassVar[int | None] = None
     soft_cap: ClassVar[float | None] = None
     sinks: ClassVar[bool] = False
 
@@ -156,6 +159,7 @@ class RouterConfig:
     groups_per_token: int = 1
     scaling: float = 1.0  # factor of all shares
     in_float32: bool = False  # its weight and GEMM, whatever the model's number format is
+    on_input: bool = False  # a token's share multiplies what its one expert is given, not what that returns (Llama 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ class MoeMLP(nn.Module):
         self.shared_expert = (
             SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
         )
+        self._scales_input = config.router.on_input
         self._routes = self.router.is_fused  # whether the experts' method has the router inside
         self._is_fused = self._routes and self.shared_expert is None
         self._early: torch.Tensor | None = None
@@ -129,4 +130,6 @@ class MoeMLP(nn.Module):
             router = self.router.method
             return self.experts.apply_routed(x, router.weight, router_bias=router.bias, residual=residual)
         ids, shares = self.router(x)
+        if self._scales_input:
+            x, shares = x * shares.to(x.dtype), torch.ones_like(shares)
         return self.experts.apply_experts(x, ids, shares, residual)

@@ -106,7 +106,8 @@ def query_growth(growth: QueryGrowth | None, max_seq_len: int, device: torch.dev
     """float32 [max_seq_len]: what a query at each position is multiplied by; None: nothing."""
     if growth is None:
         return None
-    steps = torch.arange(max_seq_len, dtype=torch.float32, device=device).div_(growth.every).floor_()
+    positions = torch.arange(growth.offset, growth.offset + max_seq_len, dtype=torch.float32, device=device)
+    steps = positions.div_(growth.every).floor_()
     return steps.log1p_().mul_(growth.beta).add_(1.0)
 
 

@@ -51,6 +51,8 @@ class Router(WeightedLayer):
         logits = logits.float()
         scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
+        if config.on_input:
+            choice = logits  # of which the largest have equal scores
         if config.num_groups > 1:
             choice = self._best_groups(choice)
         ids = choice.topk(self._experts_per_token, dim=-1).indices

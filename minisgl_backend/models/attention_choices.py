@@ -35,6 +35,7 @@ def attention_choices(
     found = {}
     for group in spec.groups:
         window = f", {group.window} tokens" if group.window is not None else ""
+        window += f", chunks of {group.chunk} tokens" if group.chunk is not None else ""
         shape = f"{group.num_q_heads} heads of {group.head_dim}, {group.num_kv_heads} kept{window}"
         weight = Weight("attention", shape, str(kv_dtype).removeprefix("torch."), "")
         found[weight] = {count: _choice(group, facts, prefill, decode, count) for count in rows}
@@ -46,7 +47,7 @@ def _choice(group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, ro
         return Choice(prefill, "the backend of prompts")
     if decode != "triton" or group.latent is not None or not facts.multiprocessors:
         return Choice(decode, "the backend of decode steps")
-    can_share = group.window is None and not group.kv.is_fp8
+    can_share = group.sees_all and not group.kv.is_fp8
     heads = group.num_kv_heads
     cut = decode_cut(DecodeKey(rows, heads, group.num_q_heads // heads, facts.multiprocessors, can_share))
     inside = "; head norms, rotation and the store inside" if rotation_pays(rows, heads, facts.multiprocessors) else ""

@@ -13,7 +13,7 @@ from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.registry import Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
-from minisgl_backend.kv.groups import MOST_GROUPS, group_layers
+from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers
 from minisgl_backend.kv.latent import KVLayout, LatentLayout
 from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig
@@ -81,6 +81,7 @@ def scores_of(config: ModelConfig) -> Scores:
     return Scores(
         soft_cap=any(layer.attention.soft_cap is not None for layer in config.layers),
         sinks=any(layer.attention.sinks for layer in config.layers),
+        chunks=any(layer.attention.chunk is not None for layer in config.layers),
     )
 
 
@@ -106,7 +107,8 @@ def attention_spec(
     layouts = {kind: _kv_layout(kind, tp_size, kv_dtype or dtype) for kind in kinds}
     if len(set(layouts.values())) > 1:  # pages of groups would not be equal
         most_cache_groups = 1
-    grouped = group_layers([kind.window for kind in kinds], page_size, max_seq_len, most_cache_groups)
+    windows = [kind.window if kind.chunk is None else Chunk(kind.chunk) for kind in kinds]
+    grouped = group_layers(windows, page_size, max_seq_len, most_cache_groups)
     alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
         LayerGroup(
@@ -114,6 +116,7 @@ def attention_spec(
             num_q_heads=kind.num_q_heads // tp_size,
             kv=layouts[kind],
             window=kind.window,
+            chunk=kind.chunk,
             scale=kind.scale,
             soft_cap=kind.soft_cap,
             sinks=kind.sinks,
@@ -154,17 +157,20 @@ def _latent_heads(attention: AttentionConfig | LatentAttentionConfig) -> LatentH
 def _kind(
     attention: AttentionConfig | LatentAttentionConfig, max_seq_len: int
 ) -> AttentionConfig | LatentAttentionConfig:
-    """What layers of one group have in common. A window that no sequence outgrows is none: its layers join those that
-    see everything."""
+    """What layers of one group have in common. A window or a chunk that no sequence outgrows is none: its layers join
+    those that see everything."""
     if isinstance(attention, LatentAttentionConfig):
         return attention
-    window = attention.window
+    window, chunk = (
+        size if size is not None and size < max_seq_len else None for size in (attention.window, attention.chunk)
+    )
     return AttentionConfig(
         num_q_heads=attention.num_q_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         rope=None,
-        window=window if window is not None and window < max_seq_len else None,
+        window=window,
+        chunk=chunk,
         scale=attention.scale,
         soft_cap=attention.soft_cap,
         sinks=attention.sinks,

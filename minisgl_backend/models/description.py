@@ -76,6 +76,8 @@ class DecoderConfig:
                     f"config.json: num_key_value_heads is {attention.num_kv_heads}; allowed: a divisor of "
                     f"num_attention_heads ({attention.num_q_heads})"
                 )
+            if attention.window is not None and attention.chunk is not None:
+                raise ConfigError("config.json: a layer has a window and chunks of attention; allowed: one of them")
             if attention.head_dim % 2:
                 raise ConfigError(f"config.json: head_dim is {attention.head_dim}; allowed: an even number")
 

@@ -18,6 +18,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kv.groups import Window
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
@@ -117,7 +118,7 @@ class ModelRunner:
         return self._pool.num_pages
 
     @property
-    def cache_windows(self) -> tuple[int | None, ...]:
+    def cache_windows(self) -> tuple[Window, ...]:
         """Of each cache group, in tokens; None: all tokens are kept."""
         return self.attention.spec.cache_windows
 

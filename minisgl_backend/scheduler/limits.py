@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl_backend.kv.groups import FULL
+from minisgl_backend.kv.groups import FULL, Window
 from minisgl_backend.step import Backlog
 
 
@@ -21,7 +21,7 @@ class SchedulerLimits:
     mixed_prefill_length: int
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of this: budgets of two and more fill it
-    windows: tuple[int | None, ...] = FULL  # of each cache group, in tokens, those without one first
+    windows: tuple[Window, ...] = FULL  # of each cache group
     cache_type: str = "radix"
     record_cache_changes: bool = False  # they are taken all the time
     schedule_policy: str = "fcfs"

@@ -150,17 +150,22 @@ def test_the_judge_sees_a_window_of_another_size(folder: Path) -> None:
     assert gaps(checkpoint, [prompt], [answer]).max() > GAP
 
 
-@pytest.mark.parametrize("window", [1, 24, 1000])
-@pytest.mark.parametrize("name", ["triton", "fa", "fi", "trtllm"])
-def test_kernels(name: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "window", "chunk"),
+    [
+        *((name, window, None) for name in ("triton", "fa", "fi", "trtllm") for window in (1, 24, 1000)),
+        *(("triton", None, chunk) for chunk in (1, 24, 1000)),
+    ],
+)
+def test_kernels(name: str, window: int | None, chunk: int | None) -> None:
     """Decode eager and captured, and prefill, against the `torch` backend; a group of layers is all that they know."""
     skip_what_is_not_here(name)
     spec = one_group(
         num_q_heads=16, num_kv_heads=8, head_dim=128, page_size=64, max_seq_len=4096, max_rows=33,
-        dtype=torch.bfloat16, device="cuda", window=window,
+        dtype=torch.bfloat16, device="cuda", window=window, chunk=chunk,
     )  # fmt: skip
     assert isinstance(spec.groups[0], LayerGroup)
-    torch.manual_seed(window)
+    torch.manual_seed(window or 0)
     capable = BACKENDS[name].prefill_capability <= 10 * torch.cuda.get_device_capability()[0]
     backend, reference = (
         create_attention(name if capable else "torch", name, spec),

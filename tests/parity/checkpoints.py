@@ -54,6 +54,15 @@ _PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "head_dim": 16, "image_size": 16, "patch_size": 4,
 }  # fmt: skip
+_LLAMA4: dict[str, Any] = {
+    "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4, "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 1], "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.3,
+    "rope_parameters": {**_LLAMA3_ROPE, "rope_theta": 500_000.0}, "pad_token_id": 0,
+}  # fmt: skip
+_LLAMA4_ENCODER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -98,6 +107,14 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "llama": _maker("LlamaForCausalLM"),
     "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(_LLAMA3_ROPE)),
     "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+    "llama4": _maker("Llama4ForCausalLM", **_LLAMA4),
+    "llama4-dense-no-chunks": _maker(
+        "Llama4ForCausalLM",
+        **{**_LLAMA4, "moe_layers": [], "attention_chunk_size": None, "use_qk_norm": False},
+        attn_temperature_tuning=False,
+        attention_bias=True,
+    ),
+    "llama4-vision": _vision_maker("Llama4ForConditionalGeneration", _LLAMA4_ENCODER, **_LLAMA4),
     "mistral": _maker("MistralForCausalLM", sliding_window=None, head_dim=32),
     "mistral-window": _maker("MistralForCausalLM", sliding_window=24),
     "qwen2-windows-above": _maker("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=24, max_window_layers=1),
@@ -388,7 +405,9 @@ def reference_model(folder: Path) -> Any:
     (architecture,) = transformers.AutoConfig.from_pretrained(folder).architectures
     has_encoder = architecture.endswith("ForConditionalGeneration")
     model_class: Any = transformers.AutoModelForImageTextToText if has_encoder else transformers.AutoModelForCausalLM
-    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    # As of transformers 5.24 its forward asks the text model for what only models of images return.
+    return model.language_model if architecture == "Llama4ForConditionalGeneration" else model
 
 
 def save_tokenizer(folder: Path) -> None:

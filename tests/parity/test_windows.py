@@ -1,13 +1,15 @@
-"""Sliding windows and latents (MLA) through the whole engine against transformers: the same tokens however it is run.
+"""Sliding windows, chunks and latents (MLA) through the whole engine against transformers: the same tokens, whatever
+the options.
 
-Prompts of about 150 tokens over windows of 24 and less, in the cells of the gauge's matrix that a short run samples,
-Mistral in a few more (four ranks, chunks that end within a page, few pages that are large), the others in fewer; with
-`--full` Mistral and a model with latents in every cell, with `--full-matrix` all of them.
+Prompts of about 150 tokens over windows and chunks of 24 and less, in the cells of the gauge's matrix that a short run
+samples, Mistral in a few more (four ranks, chunks that end within a page, few pages that are large), the others in
+fewer; with `--full` Mistral and a model with latents in every cell, with `--full-matrix` all of them.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
+from minisgl_backend.kv.groups import Chunk
 from minisgl_backend.models.config import ModelConfig
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
@@ -23,12 +26,14 @@ from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoin
 
 MISTRAL = "mistral-window"
 MIXTURE = "gemma3"
-NAMES = (MISTRAL, MIXTURE, "gpt_oss")
+CHUNKS = "llama4"
+NAMES = (MISTRAL, MIXTURE, "gpt_oss", CHUNKS)
 LATENT = "deepseek_v3-one-group"  # with --full
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 FEWER_CELLS = {
     MIXTURE: ("chunk-64", "starved-chunk-16-sequential", "tp-2-graphs"),
     "gpt_oss": ("chunk-16", "starved-lpm"),
+    CHUNKS: ("starved-chunk-16-sequential", "tp-2-graphs"),
 }
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
@@ -97,10 +102,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_windows_are_there(case: Case) -> None:
     """Without them the answers would be others."""
     config = ModelConfig.load(case.folder)
-    assert any(layer.attention.window for layer in config.layers)
+    assert any(layer.attention.window or layer.attention.chunk for layer in config.layers)
     path = case.folder / "config.json"
     kept = path.read_text()
-    path.write_text(kept.replace('"sliding_window": ', '"sliding_window": 4'))
+    path.write_text(re.sub('"(sliding_window|attention_chunk_size)": ', r"\g<0>4", kept))
     try:
         with LLM(str(case.folder), dtype="float32", max_seq_len_override=MAX_SEQ_LEN, num_pages=256) as llm:
             assert case.generate(llm, NUM_TOKENS) != case.answers(NUM_TOKENS)
@@ -129,7 +134,7 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("case", "page_size", "overlap"),
-    [(MISTRAL, 1, False), (MISTRAL, 16, True), (MIXTURE, 1, True), (MIXTURE, 16, False)],
+    [(MISTRAL, 1, False), (MISTRAL, 16, True), (MIXTURE, 1, True), (MIXTURE, 16, False), (CHUNKS, 16, True)],
     indirect=["case"],
     scope="module",
 )
@@ -143,7 +148,8 @@ def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, over
         scheduler = llm.engine.core._scheduler  # type: ignore[attr-defined]
         running, commit, held = scheduler._running, scheduler.commit, {True: 0, False: 0}
         groups = running.kv.groups
-        assert groups.windows == ((24,) if case.name == MISTRAL else (None, 24, 24))
+        expected = {MISTRAL: (24,), MIXTURE: (None, 24, 24), CHUNKS: (None, Chunk(24), Chunk(24))}
+        assert groups.windows == expected[case.name]
 
         def count() -> None:
             for one in running.active():

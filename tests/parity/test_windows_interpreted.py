@@ -1,4 +1,4 @@
-"""Sliding windows and latents (MLA) through the kernels in Triton's interpreter, against transformers' logits."""
+"""Sliding windows, chunks and latents (MLA) through the kernels in Triton's interpreter, against transformers' logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parity.checkpoints import VOCAB_SIZE, save_checkpoint
 
 CPU = torch.device("cpu")
 IN_EVERY_RUN = "gpt_oss"  # with windows and without
-WITH_FULL = ("mistral-window", "gemma3", "deepseek_v3-one-group")
+WITH_FULL = ("mistral-window", "gemma3", "llama4", "deepseek_v3-one-group")
 
 
 @pytest.mark.parametrize("name", [IN_EVERY_RUN, *(pytest.param(name, marks=pytest.mark.full) for name in WITH_FULL)])

@@ -74,8 +74,10 @@ def decode_attention(
     scales: KVScales = ONE,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
-    """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all).
+    """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all),
+    or those of its chunk of `chunk` tokens.
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
     [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens (1 or more) int32 [batch], page_table int32
@@ -85,8 +87,8 @@ def decode_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     _launch(
-        q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window, scales,
-        soft_cap, sinks,
+        q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window, chunk,
+        scales, soft_cap, sinks,
     )  # fmt: skip
     return out
 
@@ -110,6 +112,7 @@ def rotating_decode_attention(
     scales: KVScales = ONE,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """`Ops.rope_store` and decode_attention in one kernel.
 
@@ -122,7 +125,7 @@ def rotating_decode_attention(
     out = torch.empty((qkv.shape[0], num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, cos_sin, out, k_cache,
-        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, scales, soft_cap, sinks,
+        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, chunk, scales, soft_cap, sinks,
         rotate=True, norm=q_norm is not None,
     )  # fmt: skip
     return out
@@ -152,6 +155,7 @@ def _launch(
     eps: float,
     pdl: bool,
     window: int,
+    chunk: int,
     scales: KVScales,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
@@ -185,7 +189,7 @@ def _launch(
         "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "AT_ONCE": shape.merged_at_once,
         "num_warps": shape.num_warps, "num_stages": stages, **pdl_options(pdl),
     }  # fmt: skip
-    workers = shape.workers_of(batch, workspace.parts)
+    workers, window = shape.workers_of(batch, workspace.parts), window or chunk
     if workers and not window:
         _balanced_decode_kernel[(num_kv_heads, workers)](
             *arguments, batch, MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES,
@@ -196,7 +200,7 @@ def _launch(
     splits = shape.splits_of(batch, workspace.parts)
     _decode_kernel[(num_kv_heads, batch, splits)](
         *arguments, shape.min_part, NUM_SPLITS=splits, SPLITS_PADDED=triton.next_power_of_2(splits), WINDOW=window,
-        EARLY=shape.early and fits, **common,
+        CHUNKED=chunk > 0, EARLY=shape.early and fits, **common,
     )  # fmt: skip
 
 
@@ -335,8 +339,9 @@ def _decode_kernel(
     NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
-    LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each part of a sequence."""
     if PDL:
@@ -348,7 +353,10 @@ def _decode_kernel(
     split = tl.program_id(2)
     kv_len = tl.load(kv_lens_ptr + b)
     # With a window, the tokens before `lowest` are not seen; parts begin at the tile that holds it.
-    lowest = tl.maximum(kv_len - WINDOW, 0) if WINDOW else 0
+    if CHUNKED:
+        lowest = (kv_len - 1) // WINDOW * WINDOW
+    else:
+        lowest = tl.maximum(kv_len - WINDOW, 0) if WINDOW else 0
     origin = lowest // TILE * TILE
     part = tl.maximum(tl.cdiv(kv_len - origin, NUM_SPLITS), min_part)
     part = tl.cdiv(part, TILE) * TILE

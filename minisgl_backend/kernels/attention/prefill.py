@@ -29,12 +29,13 @@ def prefill_attention(
     out: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, in `out` if given.
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
     max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
-    soft_cap and sinks: as in decode_attention.
+    chunk: or those of its chunk of so many tokens. soft_cap and sinks: as in decode_attention.
     """
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
@@ -50,7 +51,7 @@ def prefill_attention(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
-        WINDOW=window, SOFT_CAP=cap_log2, FP8=k_cache.dtype == FP8,
+        WINDOW=window or chunk, CHUNKED=chunk > 0, SOFT_CAP=cap_log2, FP8=k_cache.dtype == FP8,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -68,7 +69,7 @@ def _prefill_kernel(
     q_stride_t, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
     head = tl.program_id(1)
@@ -96,7 +97,9 @@ def _prefill_kernel(
     acc = tl.zeros([TILE_Q, HEAD_PADDED], tl.float32)
     end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
     begin = 0
-    if WINDOW:  # the tile that the window of the first query touches
+    if CHUNKED:  # the tile that the first query's chunk begins in
+        begin = (kv_len - q_len + tile * TILE_Q) // WINDOW * WINDOW // TILE_KV * TILE_KV
+    elif WINDOW:  # the tile that its window touches
         begin = tl.maximum(kv_len - q_len + tile * TILE_Q - WINDOW + 1, 0) // TILE_KV * TILE_KV
     for start in tl.range(begin, end, TILE_KV):
         token = start + n
@@ -109,7 +112,9 @@ def _prefill_kernel(
         v = tl.load(v_ptr + address, mask=ok, other=0.0).to(q.dtype)
         scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, SOFT_CAP)
         seen = token[None, :] <= position[:, None]
-        if WINDOW:
+        if CHUNKED:
+            seen &= token[None, :] >= (position // WINDOW * WINDOW)[:, None]
+        elif WINDOW:
             seen &= token[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e30)

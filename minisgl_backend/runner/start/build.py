@@ -294,7 +294,7 @@ def _pieces(
 
 def _kept_whole(runtime: RuntimeConfig, spec: AttentionSpec) -> str:
     """Why windows give no pages back, where they do not."""
-    if spec.cache_windows != FULL or all(group.window is None for group in spec.groups):
+    if spec.cache_windows != FULL or all(group.sees_all for group in spec.groups):
         return ""
     if runtime.draft is not None:
         reason = "the proposing model's layers have the same pages"

@@ -393,6 +393,9 @@ def test_flashinfer_serves_where_its_kernels_can_be_had(
         (100, Scores(soft_cap=True), (), ("fi", "fi")),
         (100, Scores(sinks=True), (), ("triton", "triton")),
         (80, Scores(sinks=True), (), ("triton", "triton")),
+        (None, Scores(chunks=True), (), ("torch", "torch")),
+        (90, Scores(chunks=True), (), ("triton", "triton")),
+        (100, Scores(chunks=True), (), ("triton", "triton")),
     ],
 )
 def test_auto_serves_soft_caps_and_sinks(
@@ -407,6 +410,7 @@ def test_auto_serves_soft_caps_and_sinks(
     ("name", "scores", "said"),
     [
         ("trtllm", Scores(soft_cap=True), "trtllm computes no soft cap"),
+        ("fa,triton", Scores(chunks=True), "fa serves no attention in chunks"),
         ("fi,triton", Scores(sinks=True), "fi computes no attention sinks"),
         ("fa", Scores(sinks=True), "fa needs kernels with attention sinks"),
     ],

@@ -63,6 +63,8 @@ class World:
         """q [num_heads, head_dim], the token at kv_len - 1."""
         group = self.group.num_q_heads // self.group.num_kv_heads
         first = max(0, kv_len - (self.group.window or kv_len))
+        if self.group.chunk is not None:
+            first = (kv_len - 1) // self.group.chunk * self.group.chunk
         k = self.k[row, first:kv_len].repeat_interleave(group, dim=1)
         v = self.v[row, first:kv_len].repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,thd->ht", q, k) * self.group.softmax_scale
@@ -146,6 +148,22 @@ def test_windows(page_size: int, window: int) -> None:
     world.check([(0, MAX_SEQ_LEN, MAX_SEQ_LEN)], [(1, 1000), (2, MAX_SEQ_LEN), (3, 30), (4, 700), (5, 25)])
 
 
+@pytest.mark.parametrize("chunk", [1, 24, 64, 600])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_chunks(page_size: int, chunk: int) -> None:
+    """As windows."""
+    world = World(make_spec(page_size, chunk=chunk))
+    world.check([(0, 700, 1000), (1, 40, 40), (2, 1, 90)], [(3, 1), (4, chunk), (5, min(chunk + 1, MAX_SEQ_LEN))])
+    world.check([(0, MAX_SEQ_LEN, MAX_SEQ_LEN)], [(1, 1000), (2, MAX_SEQ_LEN), (3, 30), (4, 700), (5, 25)])
+
+
+def test_pages_of_earlier_chunks_are_not_read() -> None:
+    world = World(make_spec(16, chunk=24))
+    world.page_table[0, :3] = -1  # tokens 0 to 47
+    world.check([(0, 10, 58)], [])
+    world.check([], [(0, 49), (0, 72), (1, 100), (2, 3)])
+
+
 def test_pages_behind_the_window_are_not_read() -> None:
     world = World(make_spec(16, window=24))
     world.page_table[0, :3] = -1  # tokens 0 to 47
@@ -162,7 +180,8 @@ def test_decode_of_very_different_lengths(kv_lens: list[int]) -> None:
 @given(data=st.data())
 def test_any_step(data: st.DataObject) -> None:
     window = data.draw(st.sampled_from([None, None, 1, 7, 16, 24, 100]))
-    world = World(make_spec(data.draw(st.sampled_from([1, 2, 16])), window=window))
+    chunk = None if window is not None else data.draw(st.sampled_from([None, 1, 7, 16, 24, 100]))
+    world = World(make_spec(data.draw(st.sampled_from([1, 2, 16])), window=window, chunk=chunk))
     rows = data.draw(st.permutations(range(MAX_ROWS)))
     num_prefill = data.draw(st.integers(0, 3))
     lengths = st.integers(1, 300)
@@ -212,10 +231,10 @@ def test_an_fp8_cache(page_size: int, window: int | None) -> None:
     assert kv.k.element_size() == 1
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (24, None), (None, 24)])
 @pytest.mark.parametrize(("soft_cap", "sinks"), [(2.0, False), (None, True), (50.0, True)])
-def test_soft_caps_and_sinks(soft_cap: float | None, sinks: bool, window: int | None) -> None:
-    world = World(make_spec(16, window=window, soft_cap=soft_cap, sinks=sinks, scale=0.7))
+def test_soft_caps_and_sinks(soft_cap: float | None, sinks: bool, window: int | None, chunk: int | None) -> None:
+    world = World(make_spec(16, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks, scale=0.7))
     world.sinks = torch.randn(4) * 3 if sinks else None
     world.check([(0, 5, 5), (3, 7, 40), (2, 1, 65)], [(1, 1), (4, 64), (5, 129)])
     world.check([], [(1, 17), (4, 64)])

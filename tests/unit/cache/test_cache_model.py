@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
-from minisgl_backend.kv.groups import FULL, CacheGroups
+from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
 
 NUM_PAGES = 12
 MAX_ROWS, MAX_COLUMNS = 4, 16
@@ -20,7 +20,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     page_size = 2
     cache_type = "radix"
-    windows: tuple[int | None, ...] = FULL
+    windows: tuple[Window, ...] = FULL
     leases = Bundle("leases")
 
     def __init__(self) -> None:
@@ -121,8 +121,7 @@ class LeaseMachine(RuleBasedStateMachine):
             end = self.computed[lease]
             columns = -(-end // self.page_size)
             for group, pages in enumerate(self.manager.pages_of(lease)):
-                window = self.windows[group]
-                seen = 0 if window is None else max(0, end - window + 1) // self.page_size  # by the next token
+                seen = _first_seen(self.windows[group], end) // self.page_size  # by the next token
                 for column, page in list(enumerate(pages.tolist()))[seen:columns]:
                     start = column * self.page_size
                     stop = min(start + self.page_size, end)
@@ -141,16 +140,27 @@ class LeaseMachine(RuleBasedStateMachine):
                     self.contents[page] = (group, tuple(tokens[:start]), tuple(tokens[start : start + self.page_size]))
 
 
+def _first_seen(window: Window, position: int) -> int:
+    if isinstance(window, Chunk):
+        return position // window.size * window.size
+    return 0 if window is None else max(0, position - window + 1)
+
+
 CASES = [
     *((FULL, page_size, cache_type) for page_size in (1, 2, 3) for cache_type in ("radix", "naive")),
     *(((1,), 1, "radix"), ((3,), 2, "radix"), ((5,), 3, "radix"), ((2, 5), 1, "radix")),
     *(((None, 4), 1, "radix"), ((None, 4), 3, "radix"), ((None, 2, 5), 2, "radix"), ((None, None, 3), 2, "radix")),
-    ((None, 4), 2, "naive"),
+    *(
+        ((None, 4), 2, "naive"),
+        ((Chunk(4),), 2, "radix"),
+        ((None, 3, Chunk(5)), 2, "radix"),
+        ((None, Chunk(3)), 1, "radix"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("windows", "page_size", "cache_type"), CASES)
-def test_any_order_of_leases_keeps_every_law(windows: tuple[int | None, ...], page_size: int, cache_type: str) -> None:
+def test_any_order_of_leases_keeps_every_law(windows: tuple[Window, ...], page_size: int, cache_type: str) -> None:
     machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type, "windows": windows})
     run_state_machine_as_test(
         machine,

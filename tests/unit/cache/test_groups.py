@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from minisgl_backend.kv.groups import MOST_GROUPS, CacheGroups, group_layers
+from minisgl_backend.kv.groups import MOST_GROUPS, CacheGroups, Chunk, Window, group_layers
 
 
 def every(period: int, window: int, num_layers: int) -> list[int | None]:
@@ -23,9 +24,15 @@ def every(period: int, window: int, num_layers: int) -> list[int | None]:
         (every(2, 4096, 26), 8192, (None, 4096)),  # Gemma 2
         (every(2, 4096, 26), 4160, (None,)),  # pages of which few would come back
         ([8, 16, None], 8192, (None, 8, 16)),
+        ([Chunk(16), 8, None, 16, Chunk(8)], 8192, (None, 8, 16, Chunk(8), Chunk(16))),
+        (
+            [None if layer % 4 == 3 else Chunk(8192) for layer in range(48)],
+            131072,
+            (None, *[Chunk(8192)] * 3),
+        ),  # Llama 4
     ],
 )
-def test_groups(windows: list[int | None], max_seq_len: int, expected: tuple[int | None, ...]) -> None:
+def test_groups(windows: list[Window], max_seq_len: int, expected: tuple[Window, ...]) -> None:
     grouped = group_layers(windows, 64, max_seq_len)
     assert grouped.windows == expected
     sizes = [grouped.group_of_layer.count(group) for group in range(len(expected))]
@@ -52,3 +59,14 @@ def test_there_are_few_groups() -> None:
             grouped = group_layers(every(period, 64, num_layers), 16, 8192)
             assert len(grouped.windows) <= MOST_GROUPS
             assert sorted(set(grouped.group_of_layer)) == list(range(len(grouped.windows)))
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (2, 4), (2, 5), (4, 3), (16, 24)])
+def test_a_chunk_is_kept_until_nothing_in_flight_sees_it(page_size: int, chunk: int) -> None:
+    groups = CacheGroups((Chunk(chunk),), page_size)
+    borders = np.arange(1, 40, dtype=np.int32)
+    behind, before = borders * page_size, borders * page_size - 1  # the tokens around each border
+    assert groups.first_needed(borders)[0].tolist() == [t // chunk * chunk // page_size for t in behind]
+    kept = groups.first_kept(borders)[0]
+    assert kept.tolist() == [t // chunk * chunk // page_size for t in before]
+    assert (borders - kept).max() <= groups.kept[0, 0]

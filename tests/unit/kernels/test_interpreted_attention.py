@@ -35,7 +35,14 @@ class PagedCase:
     """A random pool, shuffled pages and rows, and the same attention by the torch backend."""
 
     def __init__(
-        self, kv_lens: list[int], page_size: int, heads: int, kv_heads: int, head_dim: int, window: int = 0
+        self,
+        kv_lens: list[int],
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int = 0,
+        chunk: int = 0,
     ) -> None:
         torch.manual_seed(page_size)
         most = -(-max(kv_lens) // page_size)
@@ -47,7 +54,7 @@ class PagedCase:
         self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
         self.spec = one_group(
             num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-            max_seq_len=most * page_size, max_rows=count, window=window or None,
+            max_seq_len=most * page_size, max_rows=count, window=window or None, chunk=chunk or None,
         )  # fmt: skip
         self.reference = TorchBackend(self.spec, self.spec.groups[0])
 
@@ -221,6 +228,38 @@ def test_prefill_attention(page_size, window):
         case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_prefill(inputs)
     )
     out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125, window)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 24), (16, 50), (64, 1)])
+def test_attention_in_chunks(page_size, chunk):
+    q_lens, kv_lens = [5, 40, 1, 1], [5, 130, 25, 200]
+    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=32, chunk=chunk)
+    layer, scale = case.spec.layer(0, LayerKV(case.k, case.v)), case.spec.groups[0].softmax_scale
+    decode = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    q = torch.randn(4, 2, 32)
+    expected = case.reference.decode(layer, q, case.reference.plan_decode(decode))
+    for shape in (DecodeShape(4, 64, 32, 4, 3), BALANCED[0]):
+        rest = case.rows, case.kv_lens, case.table, DecodeWorkspace(4, 2, 1, 32, CPU), shape, scale
+        out = decode_attention(q, case.k, case.v, *rest, chunk=chunk)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    qkv, cos_sin = torch.randn(4, 4 * 32), torch.cat([torch.ones(200, 16), torch.zeros(200, 16)], 1)
+    rest = case.rows, case.kv_lens, case.table, DecodeWorkspace(4, 2, 1, 32, CPU), EARLY, scale
+    out = rotating_decode_attention(qkv, None, None, cos_sin, case.k, case.v, *rest, 1e-6, chunk=chunk)
+    expected = case.reference.decode(layer, qkv[:, :64].view(4, 2, 32), case.reference.plan_decode(decode))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    starts, q = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32), torch.randn(47, 2, 32)
+    prefill = PrefillInputs(
+        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
+        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.prefill(layer, q, case.reference.plan_prefill(prefill))
+    out = prefill_attention(
+        q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), scale, chunk=chunk
+    )
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
