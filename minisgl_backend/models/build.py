@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from minisgl_backend.attention.backend_entry import Scores
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
-from minisgl_backend.attention.registry import Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers

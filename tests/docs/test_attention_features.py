@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.registry import BACKENDS, BackendEntry, Scores, choose_attention
+from minisgl_backend.attention.backend_entry import BackendEntry, Scores
+from minisgl_backend.attention.registry import BACKENDS, choose_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import FP8_E4M3
 from minisgl_backend.openai.errors import ApiError

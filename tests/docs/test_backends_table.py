@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from minisgl_backend.attention.registry import BACKENDS, BackendEntry
+from minisgl_backend.attention.backend_entry import BackendEntry
+from minisgl_backend.attention.registry import BACKENDS
 from tests.docs.blocks import ROOT
 
 PAGE = ROOT / "docs" / "adding_an_attention_backend.md"

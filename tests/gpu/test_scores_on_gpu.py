@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.attention.registry import BACKENDS, Scores, create_attention, import_failure
+from minisgl_backend.attention.backend_entry import Scores
+from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import LayerKV

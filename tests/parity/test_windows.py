@@ -33,7 +33,7 @@ MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in ev
 FEWER_CELLS = {
     MIXTURE: ("chunk-64", "starved-chunk-16-sequential", "tp-2-graphs"),
     "gpt_oss": ("chunk-16", "starved-lpm"),
-    CHUNKS: ("starved-chunk-16-sequential", "tp-2-graphs"),
+    CHUNKS: ("tp-2-graphs",),
 }
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24

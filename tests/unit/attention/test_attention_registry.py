@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from minisgl_backend.attention import flash_attn_trial
+from minisgl_backend.attention.backend_entry import Scores
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, Scores, choose_attention, create_attention
+from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
 from tests.specs import one_group
 
