@@ -95,7 +95,8 @@ def layer_costs(
         flop=2.0 * (linear / weights.rate + router),
         expert_flop=2.0 * expert / experts.rate,
         kv_bytes=kept * kv_number_bytes,
-        window=attention.window,
+        # Of a chunk a token sees half on average.
+        window=attention.window if attention.chunk is None else attention.chunk // 2,
         state_bytes=0.0,
         decode_flop=decode,
         prefill_flop=prefill,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
-from minisgl_backend.kv.groups import FULL
+from minisgl_backend.kv.groups import FULL, Chunk, Window
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -16,6 +16,13 @@ from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPla
 from tests.proposers import Answers
 
 VOCAB_SIZE = 97
+
+
+def first_seen(window: Window, position: int) -> int:
+    """By the token at `position`."""
+    if isinstance(window, Chunk):
+        return position // window.size * window.size
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def next_token(position: int, last_token: int, forbidden: Iterable[int] = (), vocab_size: int = VOCAB_SIZE) -> int:
@@ -179,7 +186,7 @@ class FakeRunner:
             slots = self._slots_of(group, row, start, end)
             self._slots[slots], self._unsound[slots] = token_ids, uid if self.fail(uid) else -1
         for group, window in enumerate(self._windows):
-            first = 0 if window is None else max(0, start - window + 1)
+            first = first_seen(window, start)
             context = self._slots[self._slots_of(group, row, first, end)]
             assert np.array_equal(context, self._token_table[row, first:end]), "the cache holds others' tokens"
             pages = self._page_table[group, row, : -(-end // self._page_size)]

@@ -10,7 +10,7 @@ import pytest
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.kv.groups import FULL, CacheGroups
+from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
 
 NUM_PAGES = 24
 
@@ -63,6 +63,46 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
         manager.check([lease for lease, _ in running])
     assert removed > 50
     assert manager.take_cache_changes() == []
+
+
+@pytest.mark.parametrize("windows", [(None, 3), (4,), (None, None, Chunk(6))])
+def test_a_reader_knows_all_prefixes_that_can_be_used_where_there_are_windows(windows: tuple[Window, ...]) -> None:
+    """A block is told as stored while its prefix is in the tree: never less than can be used, and more where a window's
+    pages are gone."""
+    page_size = 2
+    draw, reader, groups = random.Random(0), Reader(), CacheGroups(windows, page_size)
+    manager = KVManager(NUM_PAGES * len(windows), groups, 4, NUM_PAGES, "radix", record_changes=True)
+    running: list[tuple[PageLease, np.ndarray]] = []
+    removed = used = gone = 0
+    for _ in range(600):
+        if running and (len(running) == 4 or draw.random() < 0.5):
+            lease, tokens = running.pop(draw.randrange(len(running)))
+            if (swap := manager.publish(lease, tokens)) is not None:
+                manager.free(swap.old)
+            manager.trim(np.array([lease.row]), np.array([len(tokens) // page_size], dtype=np.int32))
+            manager.release(lease, tokens)
+        else:
+            tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 20))], dtype=np.int32)
+            match = manager.match(tokens)
+            used += match.num_pages
+            if manager.pages_to_take(match, len(tokens), len(tokens)) > manager.num_available:
+                manager.unmatch(match)
+                continue
+            free = min(set(range(4)) - {lease.row for lease, _ in running})
+            running.append((manager.acquire(free, match, len(tokens)), tokens))
+        changes = manager.take_cache_changes()
+        removed += sum(len(change.hashes) for change in changes if isinstance(change, PagesRemoved))
+        reader.read(changes, page_size)
+        told = {prefix for _, prefix in reader.prefixes.values()}
+        for prefix in told:
+            usable = manager.cached_tokens(np.array(prefix, dtype=np.int32))
+            assert usable == 0 or prefix[:usable] in told
+            gone += usable < len(prefix)
+        asked = np.array([draw.randint(0, 1) for _ in range(20)], dtype=np.int32)
+        usable = manager.cached_tokens(asked)
+        assert usable == 0 or tuple(asked[:usable].tolist()) in told
+        manager.check([lease for lease, _ in running])
+    assert min(removed, used, gone) > 50
 
 
 def test_hashes_are_those_of_the_tokens_and_all_before_them() -> None:

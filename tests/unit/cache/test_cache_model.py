@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
+from tests.fakes import first_seen
 
 NUM_PAGES = 12
 MAX_ROWS, MAX_COLUMNS = 4, 16
@@ -121,7 +122,7 @@ class LeaseMachine(RuleBasedStateMachine):
             end = self.computed[lease]
             columns = -(-end // self.page_size)
             for group, pages in enumerate(self.manager.pages_of(lease)):
-                seen = _first_seen(self.windows[group], end) // self.page_size  # by the next token
+                seen = first_seen(self.windows[group], end) // self.page_size  # by the next token
                 for column, page in list(enumerate(pages.tolist()))[seen:columns]:
                     start = column * self.page_size
                     stop = min(start + self.page_size, end)
@@ -138,12 +139,6 @@ class LeaseMachine(RuleBasedStateMachine):
                 start = column * self.page_size
                 if column >= first_column and page and start < len(tokens):
                     self.contents[page] = (group, tuple(tokens[:start]), tuple(tokens[start : start + self.page_size]))
-
-
-def _first_seen(window: Window, position: int) -> int:
-    if isinstance(window, Chunk):
-        return position // window.size * window.size
-    return 0 if window is None else max(0, position - window + 1)
 
 
 CASES = [

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from minisgl_backend.kv.groups import FULL
+from minisgl_backend.kv.groups import FULL, Chunk
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from tests.proposers import KINDS
@@ -46,7 +46,7 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(8, num_pages=4, max_seq_len=100),
         bounds_of(2, num_pages=100, max_running_requests=8),
         bounds_of(2, windows=(5,), num_pages=12),
-        bounds_of(4, windows=(None, 6), num_pages=14),
+        bounds_of(4, windows=(None, 6, Chunk(6)), num_pages=21),
         bounds_of(1, windows=(None, 2, 7), num_pages=60, cache_type="naive"),
     ],
     ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.windows}",
@@ -98,7 +98,7 @@ def long_run(seed: int, num_events: int) -> None:
         background_slowdown=(1.0, 1.4)[seed % 2],
         step_seconds=((1, 1.0), (4, 1.2)) if seed % 4 else (),
     )
-    windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4)])
+    windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4), (None, 3, Chunk(6))])
     bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))
     kinds = ("", *KINDS, ON_DEVICE)
     kind = kinds[seed % len(kinds)]
