@@ -1,4 +1,4 @@
-"""Sliding windows, chunks and latents (MLA) through the kernels in Triton's interpreter, against transformers' logits."""
+"""Sliding windows, chunks and latents (MLA) by the kernels in Triton's interpreter, against transformers' logits."""
 
 from __future__ import annotations
 
