@@ -29,7 +29,8 @@ from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.triton_server import find_triton_server
 from tests.e2e.conftest import START_SECONDS, STOP_SECONDS
-from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.decoder_types import save_type
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]

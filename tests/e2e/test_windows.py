@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.e2e.conftest import RunningServer
-from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
 
 pytestmark = [pytest.mark.e2e]
 

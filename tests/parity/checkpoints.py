@@ -16,67 +16,23 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VOCAB_SIZE = 320
-MAX_POSITION = 512
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITION,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # Larger than usual, so that attention and rotation matter as much as they do in a trained model.
-    "initializer_range": 0.2,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-_YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-_GRANITE: dict[str, Any] = {
-    "attention_multiplier": 0.1, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
-}  # fmt: skip
-_GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
-_SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
-_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-_MROPE: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-}
-_ENCODER: dict[str, Any] = {
-    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 4,
-}  # fmt: skip
-_PIXTRAL: dict[str, Any] = {
-    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "head_dim": 16, "image_size": 16, "patch_size": 4,
-}  # fmt: skip
-_LLAMA4: dict[str, Any] = {
-    "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4, "moe_layers": [1, 2],
-    "no_rope_layers": [1, 0, 1], "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.3,
-    "rope_parameters": {**_LLAMA3_ROPE, "rope_theta": 500_000.0}, "pad_token_id": 0,
-}  # fmt: skip
-_LLAMA4_ENCODER: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
-}  # fmt: skip
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "num_key_value_heads": 4,
-}
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-}
+from tests.parity.checkpoint_options import (
+    ENCODER,
+    GEMMA,
+    GRANITE,
+    LATENT,
+    LLAMA3_ROPE,
+    LLAMA4,
+    LLAMA4_ENCODER,
+    MOE,
+    MROPE,
+    PIXTRAL,
+    ROUTED,
+    SIZES,
+    SLIDES,
+    VOCAB_SIZE,
+    YARN_ROPE,
+)
 
 
 def _maker(
@@ -87,7 +43,7 @@ def _maker(
     def make(**changes: Any) -> tuple[Any, str]:
         model_class = getattr(transformers, architecture)
         config_class = CONFIG_MAPPING[model_type] if model_type else model_class.config_class
-        return model_class(config_class(**{**_SIZES, **options, **changes})), shard_size
+        return model_class(config_class(**{**SIZES, **options, **changes})), shard_size
 
     return make
 
@@ -97,7 +53,7 @@ def _vision_maker(architecture: str, vision: dict[str, Any], **text: Any) -> Cal
 
     def make(**changes: Any) -> tuple[Any, str]:
         model_class = getattr(transformers, architecture)
-        text_config = {**_SIZES, **text, **changes}
+        text_config = {**SIZES, **text, **changes}
         return model_class(model_class.config_class(text_config=text_config, vision_config=dict(vision))), "5GB"
 
     return make
@@ -105,16 +61,16 @@ def _vision_maker(architecture: str, vision: dict[str, Any], **text: Any) -> Cal
 
 CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "llama": _maker("LlamaForCausalLM"),
-    "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(_LLAMA3_ROPE)),
+    "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(LLAMA3_ROPE)),
     "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
-    "llama4": _maker("Llama4ForCausalLM", **_LLAMA4),
+    "llama4": _maker("Llama4ForCausalLM", **LLAMA4),
     "llama4-dense-no-chunks": _maker(
         "Llama4ForCausalLM",
-        **{**_LLAMA4, "moe_layers": [], "attention_chunk_size": None, "use_qk_norm": False},
+        **{**LLAMA4, "moe_layers": [], "attention_chunk_size": None, "use_qk_norm": False},
         attn_temperature_tuning=False,
         attention_bias=True,
     ),
-    "llama4-vision": _vision_maker("Llama4ForConditionalGeneration", _LLAMA4_ENCODER, **_LLAMA4),
+    "llama4-vision": _vision_maker("Llama4ForConditionalGeneration", LLAMA4_ENCODER, **LLAMA4),
     "mistral": _maker("MistralForCausalLM", sliding_window=None, head_dim=32),
     "mistral-window": _maker("MistralForCausalLM", sliding_window=24),
     "qwen2-windows-above": _maker("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=24, max_window_layers=1),
@@ -125,14 +81,14 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         sliding_window=17,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "qwen3_moe-window": _maker("Qwen3MoeForCausalLM", head_dim=16, use_sliding_window=True, sliding_window=24, **_MOE),
+    "qwen3_moe-window": _maker("Qwen3MoeForCausalLM", head_dim=16, use_sliding_window=True, sliding_window=24, **MOE),
     "qwen2-tied": _maker("Qwen2ForCausalLM", tie_word_embeddings=True),
-    "qwen2-yarn": _maker("Qwen2ForCausalLM", rope_scaling=dict(_YARN_ROPE)),
+    "qwen2-yarn": _maker("Qwen2ForCausalLM", rope_scaling=dict(YARN_ROPE)),
     "qwen3-tied-sharded": _maker("Qwen3ForCausalLM", "100KB", tie_word_embeddings=True, head_dim=32),
-    "qwen3-yarn": _maker("Qwen3ForCausalLM", head_dim=16, rope_scaling=dict(_YARN_ROPE)),
-    "qwen3_moe": _maker("Qwen3MoeForCausalLM", head_dim=16, norm_topk_prob=True, **_MOE),
+    "qwen3-yarn": _maker("Qwen3ForCausalLM", head_dim=16, rope_scaling=dict(YARN_ROPE)),
+    "qwen3_moe": _maker("Qwen3MoeForCausalLM", head_dim=16, norm_topk_prob=True, **MOE),
     "qwen3_moe-sharded-mixed": _maker(
-        "Qwen3MoeForCausalLM", "100KB", head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True, **_MOE
+        "Qwen3MoeForCausalLM", "100KB", head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True, **MOE
     ),
     "phi3": _maker("Phi3ForCausalLM", pad_token_id=0),
     "phi3-longrope-partial-window": _maker(
@@ -149,50 +105,50 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         },
     ),
     "mixtral": _maker("MixtralForCausalLM", sliding_window=24, num_local_experts=6, num_experts_per_tok=2),
-    "qwen2_moe": _maker("Qwen2MoeForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **_MOE),
+    "qwen2_moe": _maker("Qwen2MoeForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **MOE),
     "olmo2": _maker("Olmo2ForCausalLM", pad_token_id=0),
     "olmo2-mha": _maker("Olmo2ForCausalLM", pad_token_id=0, num_key_value_heads=4, attention_bias=True),
-    "olmo3": _maker("Olmo3ForCausalLM", pad_token_id=0, sliding_window=24, layer_types=_SLIDES),
+    "olmo3": _maker("Olmo3ForCausalLM", pad_token_id=0, sliding_window=24, layer_types=SLIDES),
     "olmo3-yarn-mha": _maker(
         "Olmo3ForCausalLM",
         pad_token_id=0,
         num_key_value_heads=4,
         attention_bias=True,
         sliding_window=24,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {**_YARN_ROPE, "rope_theta": 10000.0},
+            "full_attention": {**YARN_ROPE, "rope_theta": 10000.0},
         },
     ),
-    "granite": _maker("GraniteForCausalLM", **_GRANITE),
-    "gemma2": _maker("Gemma2ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **_GEMMA),
+    "granite": _maker("GraniteForCausalLM", **GRANITE),
+    "gemma2": _maker("Gemma2ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **GEMMA),
     "gemma3": _maker(
-        "Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, layer_types=_SLIDES, **_GEMMA
+        "Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, layer_types=SLIDES, **GEMMA
     ),
     "gemma3-linear-untied": _maker(
         "Gemma3ForCausalLM",
         tie_word_embeddings=False,
         head_dim=16,
         final_logit_softcapping=20.0,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
         },
-        **_GEMMA,
+        **GEMMA,
     ),
     "gemma4": _maker(
         "Gemma4ForCausalLM",
         head_dim=16,
         sliding_window=24,
-        layer_types=[*_SLIDES[:2], "full_attention"],
+        layer_types=[*SLIDES[:2], "full_attention"],
         global_head_dim=32,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
         final_logit_softcapping=20.0,
-        **_GEMMA,
+        **GEMMA,
     ),
     "smollm3": _maker("SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1]),
     "smollm3-window": _maker(
@@ -202,10 +158,10 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "ernie4_5": _maker("Ernie4_5ForCausalLM", head_dim=32),
     "cohere": _maker("CohereForCausalLM", pad_token_id=0, logit_scale=0.5, attention_bias=True),
     "cohere2": _maker(
-        "Cohere2ForCausalLM", pad_token_id=0, logit_scale=0.5, sliding_window=24, layer_types=_SLIDES, hidden_act="gelu"
+        "Cohere2ForCausalLM", pad_token_id=0, logit_scale=0.5, sliding_window=24, layer_types=SLIDES, hidden_act="gelu"
     ),
     "glm4": _maker("Glm4ForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True),
-    "glm4_moe": _maker("Glm4MoeForCausalLM", head_dim=32, attention_bias=True, use_qk_norm=True, **_ROUTED),
+    "glm4_moe": _maker("Glm4MoeForCausalLM", head_dim=32, attention_bias=True, use_qk_norm=True, **ROUTED),
     "glm4_moe-groups": _maker(
         "Glm4MoeForCausalLM",
         n_group=4,
@@ -213,9 +169,9 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         routed_scaling_factor=1.5,
         norm_topk_prob=False,
         first_k_dense_replace=2,
-        **_ROUTED,
+        **ROUTED,
     ),
-    "dots1": _maker("Dots1ForCausalLM", first_k_dense_replace=1, sliding_window=24, max_window_layers=1, **_ROUTED),
+    "dots1": _maker("Dots1ForCausalLM", first_k_dense_replace=1, sliding_window=24, max_window_layers=1, **ROUTED),
     "minimax_m2": _maker(
         "MiniMaxM2ForCausalLM", head_dim=32, rotary_dim=16, num_local_experts=6, num_experts_per_tok=2
     ),
@@ -226,12 +182,12 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "nemotron": _maker("NemotronForCausalLM", head_dim=32),
     "starcoder2": _maker("Starcoder2ForCausalLM", sliding_window=24),
     "olmoe": _maker("OlmoeForCausalLM", num_experts=6, num_experts_per_tok=2),
-    "granitemoe": _maker("GraniteMoeForCausalLM", num_local_experts=6, num_experts_per_tok=2, **_GRANITE),
+    "granitemoe": _maker("GraniteMoeForCausalLM", num_local_experts=6, num_experts_per_tok=2, **GRANITE),
     "glm": _maker("GlmForCausalLM", head_dim=32, pad_token_id=0),
     "gemma": _maker("GemmaForCausalLM", head_dim=32, pad_token_id=0),
-    "solar_open": _maker("SolarOpenForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True, **_ROUTED),
+    "solar_open": _maker("SolarOpenForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True, **ROUTED),
     "exaone_moe": _maker(
-        "ExaoneMoeForCausalLM", sliding_window=24, layer_types=_SLIDES, num_shared_experts=2, n_group=2, **_MOE
+        "ExaoneMoeForCausalLM", sliding_window=24, layer_types=SLIDES, num_shared_experts=2, n_group=2, **MOE
     ),
     "stablelm": _maker("StableLmForCausalLM", use_qkv_bias=True),
     "stablelm-parallel": _maker("StableLmForCausalLM", use_parallel_residual=True),
@@ -249,10 +205,10 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         head_dim=32,
         pad_token_id=0,
         sliding_window=24,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         num_local_experts=6,
         num_experts_per_tok=2,
-        rope_parameters={**_YARN_ROPE, "truncate": False},
+        rope_parameters={**YARN_ROPE, "truncate": False},
         attn_implementation="eager",
     ),
     "deepseek_v2": _maker(
@@ -262,30 +218,30 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
-        rope_parameters={**_YARN_ROPE, "rope_theta": 10000.0, "mscale": 0.8, "mscale_all_dim": 0.5},
-        **_LATENT,
-        **_ROUTED,
+        rope_parameters={**YARN_ROPE, "rope_theta": 10000.0, "mscale": 0.8, "mscale_all_dim": 0.5},
+        **LATENT,
+        **ROUTED,
     ),
-    "deepseek_v2-lite": _maker("DeepseekV2ForCausalLM", **{**_LATENT, **_ROUTED, "q_lora_rank": None}),
+    "deepseek_v2-lite": _maker("DeepseekV2ForCausalLM", **{**LATENT, **ROUTED, "q_lora_rank": None}),
     "deepseek_v3": _maker(
         "DeepseekV3ForCausalLM",
         first_k_dense_replace=1,
         n_group=4,
         topk_group=2,
         attention_bias=True,
-        rope_parameters={**_YARN_ROPE, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        **_LATENT,
-        **_ROUTED,
+        rope_parameters={**YARN_ROPE, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **LATENT,
+        **ROUTED,
     ),
     # Kimi-K2's shape.
     "deepseek_v3-one-group": _maker(
-        "DeepseekV3ForCausalLM", first_k_dense_replace=1, n_group=1, topk_group=1, **_LATENT, **_ROUTED
+        "DeepseekV3ForCausalLM", first_k_dense_replace=1, n_group=1, topk_group=1, **LATENT, **ROUTED
     ),
-    "glm4_moe_lite": _maker("Glm4MoeLiteForCausalLM", rope_interleave=False, **_LATENT, **_ROUTED),
-    "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
+    "glm4_moe_lite": _maker("Glm4MoeLiteForCausalLM", rope_interleave=False, **LATENT, **ROUTED),
+    "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
-    "apertus": _maker("ApertusForCausalLM", pad_token_id=0, attention_bias=True, rope_parameters=dict(_LLAMA3_ROPE)),
-    "cwm": _maker("CwmForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
+    "apertus": _maker("ApertusForCausalLM", pad_token_id=0, attention_bias=True, rope_parameters=dict(LLAMA3_ROPE)),
+    "cwm": _maker("CwmForCausalLM", head_dim=32, sliding_window=24, layer_types=SLIDES),
     "exaone": _maker("LlamaForCausalLM", model_type="exaone"),
     "flex_olmo": _maker("FlexOlmoForCausalLM", pad_token_id=0, num_experts=6, num_experts_per_tok=2),
     "granitemoehybrid": _maker(
@@ -303,7 +259,7 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         "GraniteSWAForCausalLM",
         pad_token_id=0,
         sliding_window=24,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         layer_rope_theta=[10000.0, 0, 100.0],
         attention_multiplier=0.1,
         attn_implementation="eager",
@@ -311,7 +267,7 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "granitemoe_swa": _maker(
         "GraniteMoeSWAForCausalLM",
         sliding_window=24,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         shared_intermediate_size=48,
         num_local_experts=6,
         num_experts_per_tok=2,
@@ -330,34 +286,34 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         "MellumForCausalLM",
         head_dim=16,
         sliding_window=24,
-        layer_types=_SLIDES,
+        layer_types=SLIDES,
         mlp_layer_types=["dense", "sparse", "sparse"],
-        **_MOE,
+        **MOE,
     ),
     "ministral3": _maker(
         "Ministral3ForCausalLM",
         head_dim=32,
         pad_token_id=0,
-        rope_parameters={**_YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+        rope_parameters={**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
     ),
-    "mistral3": _vision_maker("Mistral3ForConditionalGeneration", _PIXTRAL, model_type="mistral", head_dim=32),
+    "mistral3": _vision_maker("Mistral3ForConditionalGeneration", PIXTRAL, model_type="mistral", head_dim=32),
     "olmo": _maker("OlmoForCausalLM", pad_token_id=0),
-    "qwen2_vl": _vision_maker("Qwen2VLForConditionalGeneration", {**_ENCODER, "embed_dim": 32}, **_MROPE),
-    "qwen2_5_vl": _vision_maker("Qwen2_5_VLForConditionalGeneration", _ENCODER, **_MROPE),
-    "qwen3_vl": _vision_maker("Qwen3VLForConditionalGeneration", _ENCODER, head_dim=32, **_MROPE),
+    "qwen2_vl": _vision_maker("Qwen2VLForConditionalGeneration", {**ENCODER, "embed_dim": 32}, **MROPE),
+    "qwen2_5_vl": _vision_maker("Qwen2_5_VLForConditionalGeneration", ENCODER, **MROPE),
+    "qwen3_vl": _vision_maker("Qwen3VLForConditionalGeneration", ENCODER, head_dim=32, **MROPE),
     "qwen3_vl_moe": _vision_maker(
-        "Qwen3VLMoeForConditionalGeneration", _ENCODER, mlp_only_layers=[1], **{**_MOE, **_MROPE}
+        "Qwen3VLMoeForConditionalGeneration", ENCODER, mlp_only_layers=[1], **{**MOE, **MROPE}
     ),
     "sarvam_mla": _maker(
         "DeepseekV3ForCausalLM",
         model_type="sarvam_mla",
         first_k_dense_replace=1,
-        **{**_LATENT, **_ROUTED, "q_lora_rank": None},
+        **{**LATENT, **ROUTED, "q_lora_rank": None},
     ),
-    "sarvam_moe": _maker("Glm4MoeForCausalLM", model_type="sarvam_moe", head_dim=32, attention_bias=True, **_ROUTED),
-    "vaultgemma": _maker("VaultGemmaForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **_GEMMA),
-    "youtu": _maker("YoutuForCausalLM", **_LATENT),
-    "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
+    "sarvam_moe": _maker("Glm4MoeForCausalLM", model_type="sarvam_moe", head_dim=32, attention_bias=True, **ROUTED),
+    "vaultgemma": _maker("VaultGemmaForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **GEMMA),
+    "youtu": _maker("YoutuForCausalLM", **LATENT),
+    "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=SLIDES),
 }
 
 

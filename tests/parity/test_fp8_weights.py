@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.fp8 import Fp8ExpertsMethod, Fp8LinearMethod
-from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 from tests.unit.layers.ranks import on_ranks
 

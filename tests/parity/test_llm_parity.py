@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
-from tests.parity.checkpoints import CHECKPOINTS, VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import CHECKPOINTS, reference_model, save_checkpoint, save_tokenizer
 from tests.parity.quantized import write_fp8
 
 NUM_TOKENS = 64

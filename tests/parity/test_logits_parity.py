@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.checkpoints import CHECKPOINTS, VOCAB_SIZE, reference_model, save_checkpoint
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import CHECKPOINTS, reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 
 TOLERANCE = 1e-4

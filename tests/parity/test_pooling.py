@@ -18,7 +18,8 @@ from minisgl_backend import LLM
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.text.answers import PooledAnswer
-from tests.parity.checkpoints import VOCAB_SIZE, make_checkpoint, save_tokenizer
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import make_checkpoint, save_tokenizer
 
 TOLERANCE = 1e-5
 # A family that generates, one with another head, one without any; what others differ in is in the layers.

@@ -22,7 +22,8 @@ from minisgl_backend.kv.groups import Chunk
 from minisgl_backend.models.config import ModelConfig
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
-from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
 
 MISTRAL = "mistral-window"
 MIXTURE = "gemma3"

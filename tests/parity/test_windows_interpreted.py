@@ -13,7 +13,8 @@ from benchmarks.parity_reference import transformers_logits
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
-from tests.parity.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")
 IN_EVERY_RUN = "gpt_oss"  # with windows and without
