@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import uuid
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from .errors import ClientError, ServerError, Unavailable, from_http, from_message
 from .http_transport import AsyncHttpCall, HttpCall, Post, new_session, parse_body
+from .metrics import Metrics, fetch_metrics
 from .request import Message, SamplingOptions, check_timeout
 from .results import Reply
 from .running import RunningCalls
@@ -167,6 +169,11 @@ class AsyncOpenAIClient:
         post = _post(self.server, self.model, prompt, messages, options, self._timeout)
         call = AsyncHttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
         return AsyncTextStream(self._running.add(call), post.request_id)
+
+    async def metrics(self) -> Metrics:
+        """The server's counters now, where it has a page of them. Raises Unavailable."""
+        url = f"{self.server.base_url}/metrics"
+        return await asyncio.get_running_loop().run_in_executor(None, fetch_metrics, url)
 
     async def close(self) -> None:
         """Ends the connections, and what still runs on them."""

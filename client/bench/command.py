@@ -28,6 +28,7 @@ from .generator import allow_many_connections, run_load
 from .perf_analyzer import find_perf_analyzer
 from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
 from .report import Report, check_writable, describe_machine, duration, figures_table, label_of, number, write_json
+from .speculation import fetch_draft_counts
 from .targets import StreamClient, Target, openai_target, triton_target
 from .trace import Arrival, read_trace
 from .workload import (
@@ -230,9 +231,11 @@ async def _measure_all(target: Target, plan: _Plan) -> list[Figures]:
                     warmed = await run_load(target, client, warm_up_load(load, plan.warm_up, plan.seed), lambda: None)
                 if warmed.interrupted:
                     break
+            before = await fetch_draft_counts(client)
             with _bar(f"{label_of(load.label)}", len(load.questions)) as advance:
                 run = await run_load(target, client, load, advance)
-            found.append(figures_of(run))
+            after = await fetch_draft_counts(client)
+            found.append(figures_of(run, None if after is None else after.since(before)))
             if run.interrupted:
                 break
     return found

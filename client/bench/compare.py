@@ -47,6 +47,7 @@ _ROWS: dict[str, tuple[str, ...]] = {
     "a token after the first p99 (ms)": ("per_token_ms", "p99"),
     "whole answer p50 (ms)": ("e2e_ms", "p50"),
     "whole answer p99 (ms)": ("e2e_ms", "p99"),
+    "tokens a step with drafts": ("speculation", "tokens_per_step"),
 }
 # Panel of the picture -> its lines: a label and the path.
 _PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {

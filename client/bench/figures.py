@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from .generator import Record, Run
+from .speculation import Speculation
 
 _MAX_ERROR_KINDS = 20
 _MAX_ERROR_LENGTH = 300
@@ -51,12 +52,13 @@ class Figures:
     e2e_ms: Spread | None  # the whole answer
     tokens_per_piece: float | None  # above 1 where a server sends several tokens at once
     late_ms: Spread | None  # how late requests were sent that have a time: above a few ms, this machine is too slow
+    speculation: Speculation | None = None  # of a server that drafted tokens meanwhile
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def figures_of(run: Run) -> Figures:
+def figures_of(run: Run, speculation: Speculation | None = None) -> Figures:
     """Completed requests alone count, but for errors.
 
     Waits begin when a request should have been sent: where this machine falls behind its plan, users would wait too.
@@ -92,6 +94,7 @@ def figures_of(run: Run) -> Figures:
         late_ms=spread([1e3 * (record.sent - record.planned) for record in records])
         if run.load.concurrency is None
         else None,
+        speculation=speculation,
     )
 
 

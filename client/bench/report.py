@@ -12,6 +12,7 @@ from typing import Any
 
 from ..console import FigureTable
 from .figures import Figures
+from .speculation import Speculation
 
 FORMAT = "minisgl bench 1"
 _MANY_TOKENS_PER_PIECE = 1.5
@@ -93,6 +94,9 @@ def figures_table(runs: Sequence[Figures], title: str) -> FigureTable:
         values = [getattr(run, name) for run in runs]
         if any(value is not None for value in values):
             rows.append([f"{row} (ms)", *(_percentiles(value) for value in values)])
+    if any(run.speculation is not None for run in runs):
+        rows.append(["tokens a step with drafts", *(_tokens_per_step(run.speculation) for run in runs)])
+        rows.append(["accepted, by position (%)", *(_accepted(run.speculation) for run in runs)])
     return FigureTable(title, ["", *(label_of(run.load) for run in runs)], rows, _caption(runs))
 
 
@@ -112,6 +116,18 @@ def _requests(run: Figures) -> str:
     extras = [f"{run.failed:,} failed"] if run.failed else []
     extras += [f"{run.unfinished:,} unfinished"] if run.unfinished else []
     return ", ".join([f"{run.completed:,}", *extras])
+
+
+def _tokens_per_step(speculation: Speculation | None) -> str:
+    return "-" if speculation is None else number(speculation.tokens_per_step)
+
+
+def _accepted(speculation: Speculation | None) -> str:
+    """Of the tokens that were drafted at each position."""
+    if speculation is None:
+        return "-"
+    both = zip(speculation.accepted, speculation.drafted, strict=True)
+    return " / ".join(f"{100 * accepted / drafted:.0f}" if drafted else "-" for accepted, drafted in both)
 
 
 def _mean(spread: Any) -> str:

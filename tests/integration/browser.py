@@ -36,6 +36,11 @@ minisgl_generated_tokens_total 1000
 minisgl_inter_token_seconds_count 900
 minisgl_inter_token_seconds_sum 4.5
 """
+DRAFTS = """minisgl_drafts_total {drafts}
+minisgl_draft_tokens_total{{position="1"}} {drafts}
+minisgl_draft_tokens_total{{position="2"}} {drafts}
+minisgl_accepted_draft_tokens_total{{position="1"}} {first}
+"""
 
 Pieces = list[str | threading.Event | dict[str, Any]]
 
@@ -47,6 +52,7 @@ class PageServer:
         self.answers: list[Pieces] = []  # of the next requests: texts, events to wait for, whole chunks
         self.asked: list[dict[str, Any]] = []
         self.key = ""  # needed where it is not empty
+        self.metrics = METRICS
         self.port = free_ports(1)[0]
         app = FastAPI()
         add_page(app)
@@ -74,7 +80,7 @@ class PageServer:
         return [(message["role"], message["content"]) for message in self.asked[-1]["messages"]]
 
     async def _metrics(self) -> Response:
-        return PlainTextResponse(METRICS)
+        return PlainTextResponse(self.metrics)
 
     async def _models(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":

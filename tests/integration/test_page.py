@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.browser import Browser, PageServer, chromium
+from tests.integration.browser import DRAFTS, METRICS, Browser, PageServer, chromium
 
 DESK, PHONES = (1280, 800), ((390, 844), (360, 740))
 MARKDOWN = """# A heading
@@ -58,7 +58,7 @@ def module_browser(module_server: PageServer, tmp_path_factory: pytest.TempPathF
 def server(module_server: PageServer) -> PageServer:
     module_server.answers.clear()
     module_server.asked.clear()
-    module_server.key = ""
+    module_server.key, module_server.metrics = "", METRICS
     return module_server
 
 
@@ -137,6 +137,17 @@ def test_a_reader_who_scrolled_up_stays_there(page: Browser, server: PageServer)
     page.wait(lambda: page.text("#log").count("end") == 10)
     page.idle()
     assert page.js("return document.getElementById('log').scrollTop") == 0
+
+
+def test_drafts_are_shown_where_the_engine_speculates(desk: Browser, server: PageServer) -> None:
+    desk.wait(lambda: desk.text("#value-running") == "3")
+    assert not desk.one("#figure-drafts").is_displayed()
+    for drafts, first in ((10, 5), (20, 13)):
+        server.metrics = METRICS + DRAFTS.format(drafts=drafts, first=first)
+        share = round(100 * first / drafts)
+        desk.wait(lambda share=share: desk.text("#accepted") == f"accepted, by position: {share} / 0 %")
+    assert desk.text("#value-drafts") == "1.80"
+    assert desk.one("#figure-drafts").is_displayed()
 
 
 def test_an_input_methods_enter_sends_nothing(page: Browser, server: PageServer) -> None:

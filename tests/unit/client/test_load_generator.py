@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from benchmarks import make_trace
 from client.bench.figures import Figures, figures_of, spread
 from client.bench.generator import Record, Run
-from client.bench.report import Report, _caption
+from client.bench.report import Report, _caption, figures_table
+from client.bench.speculation import DraftCounts, Speculation, fetch_draft_counts
 from client.bench.trace import read_trace
 from client.bench.workload import (
     Lengths,
@@ -34,6 +35,8 @@ from client.bench.workload import (
     warm_up_load,
 )
 from client.cli import app
+from client.errors import Unavailable
+from client.metrics import Metrics, parse_metrics
 
 ROOT = Path(__file__).parents[3]
 TRACE = ROOT / "benchmarks" / "traces" / "online-1000.jsonl"
@@ -244,6 +247,52 @@ def test_waits_begin_when_a_request_was_due() -> None:
     found = figures_of(Run(Load({"rate": 4.0}, []), [late], False))
     times = (found.ttft_ms.max, found.e2e_ms.max, found.late_ms.max)
     assert times == (pytest.approx(700), pytest.approx(1000), pytest.approx(500))
+
+
+class _Speculating:
+    """A server's pages of metrics, one after the other."""
+
+    def __init__(self, *pages: str) -> None:
+        self._pages = iter(pages)
+
+    async def metrics(self) -> Metrics:
+        try:
+            return parse_metrics(next(self._pages))
+        except StopIteration:
+            raise Unavailable("no metrics") from None
+
+
+def drafts_page(drafts: int, *positions: tuple[int, int]) -> str:
+    """positions: tokens drafted and accepted."""
+    lines = ["minisgl_engine_up 1", f"minisgl_drafts_total {drafts}"]
+    for position, (drafted, accepted) in enumerate(positions, 1):
+        lines.append(f'minisgl_draft_tokens_total{{position="{position}"}} {drafted}')
+        lines += [f'minisgl_accepted_draft_tokens_total{{position="{position}"}} {accepted}'] if accepted else []
+    return "\n".join(lines)
+
+
+def test_drafts_of_a_run_come_from_the_servers_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("client.bench.speculation.SETTLE_S", 0.0)
+
+    def counted(*pages: str) -> DraftCounts | None:
+        return asyncio.run(fetch_draft_counts(_Speculating(*pages)))  # type: ignore[arg-type]
+
+    assert counted() is None
+    assert counted("vllm:something 3") is None
+    assert counted("minisgl_engine_up 1", "minisgl_engine_up 1") is None
+    before = counted("minisgl_engine_up 1", drafts_page(10, (10, 5)))
+    after = counted("minisgl_engine_up 1", drafts_page(20, (20, 13), (4, 0)))
+    assert after is not None
+    assert after.since(after) is None
+    assert DraftCounts(1, [1], [1]).since(after) is None  # the server has started anew
+    found = after.since(before)
+    assert found == Speculation(10, [10, 4], [8, 0], tokens_per_step=pytest.approx(1.8))
+    run = Run(Load({"concurrency": 1}, [], 1), [record(0.0, [1.0], 2.0)], False)
+    with_drafts, without = (figures_of(run, one) for one in (found, None))
+    rows = {str(row[0]): row[1:] for row in figures_table([with_drafts, without], "").rows}
+    assert rows["tokens a step with drafts"] == ["1.8", "-"]
+    assert rows["accepted, by position (%)"] == ["80 / 0", "-"]
+    assert not any("drafts" in str(row[0]) for row in figures_table([without], "").rows)
 
 
 def test_figures_of_nothing() -> None:

@@ -1,6 +1,7 @@
 // Live figures of the engine, from the server's metrics.
 const PLOTS = [["running", "requests running", 0], ["waiting", "waiting", 0], ["kv", "KV pages in use, %", 1],
-  ["rate", "tokens/s", 1], ["gap", "ms between tokens", 2]];
+  ["rate", "tokens/s", 1], ["gap", "ms between tokens", 2],
+  ["drafts", "tokens a step with drafts", 2]];  // the last one where the engine speculates
 const POINTS = 90, PERIOD_MS = 1000;
 const $ = id => document.getElementById(id);
 const figures = Object.fromEntries(PLOTS.map(([name]) => [name, []]));
@@ -10,9 +11,12 @@ let last = null;
 export function watchEngine(looked) {
   for (const [name, title] of PLOTS) {
     const figure = document.createElement("figure");
+    figure.id = `figure-${name}`;
     figure.innerHTML = `<figcaption><span>${title}</span><b id="value-${name}">-</b></figcaption><canvas id="plot-${name}"></canvas>`;
     $("plots").append(figure);
   }
+  $("figure-drafts").insertAdjacentHTML("beforeend", `<small id="accepted"></small>`);
+  $("figure-drafts").hidden = true;
   (async function again() {
     looked(await look());
     setTimeout(again, PERIOD_MS);
@@ -57,8 +61,24 @@ function record(now, time) {
   figures.kv.push(pages("total") ? 100 * pages("leased") / pages("total") : 0);
   figures.rate.push(last ? Math.max(0, tokens / (time - last.time)) : null);
   figures.gap.push(gaps > 0 ? 1000 * grown("inter_token_seconds_sum") / gaps : null);
+  recordDrafts(now);
   last = {now, time};
 }
+
+// What of the drafts was right: since the last look, and by position since the server has started.
+function recordDrafts(now) {
+  const positions = [];
+  for (let position = 1; now[drafted(position)]; position++) positions.push(position);
+  const accepted = figures => positions.reduce((sum, position) => sum + (figures[right(position)] || 0), 0);
+  const drafts = last ? now.drafts_total - (last.now.drafts_total || 0) : 0;
+  figures.drafts.push(drafts > 0 ? 1 + (accepted(now) - accepted(last.now)) / drafts : null);
+  $("figure-drafts").hidden = !positions.length;
+  const share = position => Math.round(100 * (now[right(position)] || 0) / now[drafted(position)]);
+  $("accepted").textContent = `accepted, by position: ${positions.map(share).join(" / ")} %`;
+}
+
+const drafted = position => `draft_tokens_total{position="${position}"}`;
+const right = position => `accepted_draft_tokens_total{position="${position}"}`;
 
 function plot(name, digits) {
   const points = figures[name], canvas = $(`plot-${name}`), scale = window.devicePixelRatio || 1;
