@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,17 @@ class EveryDraft(DraftControl):
     def decide_depth(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
         pass
 
+    def forced_pay(self, counts: Sequence[int], num_rows: int, room: int) -> bool:
+        return True
+
     def choose(
-        self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int
+        self,
+        rows: Sequence[int],
+        uids: Sequence[int],
+        proposed: Sequence[Int32Array],
+        num_rows: int,
+        room: int,
+        forced: Container[int] = (),
     ) -> list[int]:
         counts = []
         for tokens in proposed:
@@ -94,9 +103,11 @@ def draft_model(folder: Path, num_layers: int, most: int) -> dict[str, Any]:
 
 
 def verify_every_draft(llm: LLM, most: int) -> None:
-    """Of an engine whose proposer is on the device."""
+    """That the engine's own proposer says."""
     drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
-    drafting._control = drafting._steps._control = EveryDraft(most)
+    drafting._control = EveryDraft(most)
+    if drafting._steps is not None:  # a proposer on the device
+        drafting._steps._control = drafting._control
 
 
 def proposals_of(llm: LLM, texts: list[list[int]], most: int) -> list[tuple[list[int], list[int]]]:

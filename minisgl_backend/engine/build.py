@@ -126,7 +126,7 @@ def build_engine(
         proposer = create_proposer(config.speculation)
         if isinstance(proposer, DeviceProposals) and not computes:
             proposer = None
-        scheduler = Scheduler(limits, proposer=proposer)
+        scheduler = Scheduler(limits, proposer=proposer, forced=grammars.forced_tokens)
         health_check = _health_check_plan(config) if computes else None
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
@@ -148,7 +148,8 @@ def _grammar_compilers(
     source = TokenizerSource(str(model_dir), config.trust_remote_code, model.vocab_size, list(model.eos_token_ids))
     # An engine core has no use for transformers; other threads of a program that holds an engine may.
     limits = Limits(max_quick=min(MAX_QUICK_COMPILERS, max(1, len(os.sched_getaffinity(0)) // 4)))
-    return GrammarCompilers(source, without=["transformers"] if owns_process else [], limits=limits)
+    without = ["transformers"] if owns_process else []
+    return GrammarCompilers(source, without=without, limits=limits, cuts_text=config.speculation is not None)
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:

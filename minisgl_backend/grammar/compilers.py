@@ -19,6 +19,7 @@ from typing import Any
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.answer import Answer, compile_translated
 from minisgl_backend.grammar.compiler_process import CompilerProcess, HelperProcess, TokenizerProcess
+from minisgl_backend.grammar.forced_text import TokenCutter
 from minisgl_backend.grammar.jobs import Job, Limits, Outcome
 from minisgl_backend.grammar.light_import import import_xgrammar
 from minisgl_backend.grammar.memory import GrammarMemory
@@ -54,11 +55,20 @@ class _Tokenizer:
 class GrammarCompilers:
     """All compilers of one engine; nothing is started before `warm` or the first grammar."""
 
-    def __init__(self, source: TokenizerSource, *, without: Sequence[str] = (), limits: Limits = Limits()) -> None:
+    def __init__(
+        self,
+        source: TokenizerSource,
+        *,
+        without: Sequence[str] = (),
+        limits: Limits = Limits(),
+        cuts_text: bool = False,
+    ) -> None:
         """`without`: packages that xgrammar imports and this process has no use for. No other thread may import them
-        while the first grammar is compiled."""
+        while the first grammar is compiled. `cuts_text`: with the first grammar there is a `cutter`."""
         self.memory = GrammarMemory(CACHE_BYTES)
         self.limits = limits
+        self.cutter: TokenCutter | None = None  # of text that grammars force
+        self._cuts_text = cuts_text
         self._source = source
         self._without = without
         self._todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -269,6 +279,7 @@ class GrammarCompilers:
                 # Its own cache would keep all once more, and their texts without a bound.
                 compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 self._tokenizer = _Tokenizer(xgrammar, info, compiler)
+                self.cutter = TokenCutter(info) if self._cuts_text else None
             return self._tokenizer
 
     def load(self, grammar: Grammar, answer: Answer) -> Any:

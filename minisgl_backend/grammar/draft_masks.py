@@ -49,7 +49,7 @@ class DraftMasks:
                 self.unmasked.append(index)
                 continue
             try:
-                if self._clock() < end and not _counts_tokens(grammars[uid]) and matcher.accept_token(draft):
+                if self._clock() < end and not counts_tokens(grammars[uid]) and matcher.accept_token(draft):
                     followed[uid] = followed.get(uid, 0) + 1
                     if not matcher.is_terminated():
                         matcher.fill_next_token_bitmask(bits, len(indices))
@@ -64,7 +64,7 @@ class DraftMasks:
         return indices
 
 
-def _counts_tokens(grammar: Grammar) -> bool:
+def counts_tokens(grammar: Grammar) -> bool:
     """xgrammar's matcher notes while it fills a mask that such a text must end with the next token; rolled back, it
     has lost the note."""
     return grammar.kind == "structural_tag" and '"max_tokens"' in grammar.text

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.draft_masks import DraftMasks
+from minisgl_backend.grammar.draft_masks import DraftMasks, counts_tokens
 from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
@@ -67,6 +67,7 @@ class Grammars:
         self._pace = pace or Pace()
         self._filler = MaskFiller(self._pace)
         self._draft_masks = DraftMasks()
+        self._not_forced: set[int] = set()  # uids whose grammars are not asked for forced text any more
 
     @property
     def num_compiling(self) -> int:
@@ -157,6 +158,29 @@ class Grammars:
         self._matchers.pop(uid, None)
         self._grammars.pop(uid, None)
         self._thoughts.pop(uid, None)
+        self._not_forced.discard(uid)
+
+    def forced_tokens(self, uid: int, most: int) -> Int32Array:
+        """The text that a sequence's grammar leaves no choice about behind its committed tokens, as drafts: int32 [at
+        most `most`], the next token first."""
+        matcher, cutter = self._matchers.get(uid), self._compilers.cutter
+        if matcher is None or cutter is None or uid in self._thoughts or uid in self._not_forced:
+            return NO_INT32
+        grammar, clock = self._grammars[uid], ThreadClock()
+        started, text = clock.now, b""
+        try:
+            if not counts_tokens(grammar) and not matcher.is_terminated():
+                text = matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:
+            text = error.object  # it ends within a character
+        except Exception as error:  # whatever the library raises: without drafts it may do
+            log.debug("what a grammar forces is not known: %s", error)
+            self._not_forced.add(uid)
+        now = time.perf_counter()
+        if now - started > LOOK_S and (seconds := clock.computed_since(started, now)) > LOOK_S:
+            self._pace.note(grammar, seconds)
+            self._not_forced.add(uid)
+        return cutter.cut(text, most) if text else NO_INT32
 
     def take_ended(self) -> list[Ended]:
         """Sequences that `masks` and `advance` found since the last call; each comes once, and is dropped."""

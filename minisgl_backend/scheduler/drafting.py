@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array, Int64Array
+from minisgl_backend.scheduler.forced_drafts import ForcedDrafts, ForcedTokens, no_forced_tokens
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import OutputCollector
 from minisgl_backend.scheduler.proposing import ProposerSteps
@@ -65,17 +66,21 @@ class Drafting:
         running: RunningSet,
         proposer: Proposer,
         control: DraftControl,
+        forced: ForcedTokens = no_forced_tokens,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`forced`: of grammars, whatever else is proposed."""
         self._most, self._most_entries = limits.most_drafts, limits.most_draft_entries
         self._running = running
         self._proposer = proposer
         self._control = control
         self._clock = clock
+        self._forced = ForcedDrafts(running.rows, forced, self._most)
+        self._forced_uids: set[int] = set()  # whose drafts of the last planned step are forced
         # None: what proposes has no steps of its own.
         self._steps: ProposerSteps | None = None
         if isinstance(proposer, DeviceProposals):
-            self._steps = ProposerSteps(limits, running, proposer, control)
+            self._steps = ProposerSteps(limits, running, proposer, control, self._forced)
         self._shadows: dict[int, _Shadow] = {}  # by row
         self._next_shadow = 0
         self._turns = 0
@@ -90,8 +95,10 @@ class Drafting:
         """Whether the next step is planned once this one is committed."""
         if len(in_flight.draft_tokens) or in_flight.num_proposed:
             return True
-        if prompts_wait or not (self._control.is_on or (self._steps is not None and self._steps.is_due)):
+        if prompts_wait:
             return False
+        if not (self._control.is_on or (self._steps is not None and self._steps.is_due)):
+            return self._forced_pay()
         return self._any_may_draft()
 
     def note_plan(self, plan: StepPlan, *, behind_another: bool) -> None:
@@ -125,17 +132,17 @@ class Drafting:
         self._turns += 1
         if self._steps is None and (self._turns % DECIDE_EVERY == 0 or not len(rows) or room < 1):
             control.decide(rows, uids, len(index), room)
+        self._forced_uids.clear()
         if not control.is_on or not all_committed:
             self._shadow(rows, uids)
-            return []
+            if not all_committed or room < 1:
+                return []
         most = np.minimum(state.limit.take(index[at]) - lengths[at] - 1, self._most).tolist()
-        proposed = []
-        for row, uid, count in zip(rows, uids, most, strict=True):
-            tokens = self._proposer.propose(row, uid, state.tokens_of(row), count) if count > 0 else NO_INT32
-            control.note_found(row, uid, len(tokens) > 0)
-            proposed.append(tokens[:count])
-        counts = control.choose(rows, uids, proposed, len(index), room)
+        proposed = [self._proposal(row, uid, count) for row, uid, count in zip(rows, uids, most, strict=True)]
+        counts = control.choose(rows, uids, proposed, len(index), room, self._forced_uids)
         for row, uid, tokens, count in zip(rows, uids, proposed, counts, strict=True):
+            if not control.is_on or uid in self._forced_uids:
+                continue
             known = state.tokens_of(row)
             if count:
                 self._shadows.pop(row, None)
@@ -143,6 +150,21 @@ class Drafting:
                 self._shadows[row] = _Shadow(uid, len(known), tokens)
         found = zip(at.tolist(), proposed, counts, strict=True)
         return [(position, tokens[:count]) for position, tokens, count in found if count]
+
+    def _proposal(self, row: int, uid: int, most: int) -> Int32Array:
+        """What may follow a row's committed tokens, int32 [at most `most`]: text that its grammar forces, or what the
+        proposer says, where that does not contradict and goes further."""
+        if most < 1:
+            return NO_INT32
+        forced = self._forced.of(row)[:most]
+        if self._control.is_on and len(forced) < most:
+            tokens = self._proposer.propose(row, uid, self._running.rows.tokens_of(row), most)[:most]
+            self._control.note_found(row, uid, len(tokens) > 0)
+            if not len(forced) or (len(tokens) > len(forced) and np.array_equal(tokens[: len(forced)], forced)):
+                return tokens
+        if len(forced):
+            self._forced_uids.add(uid)
+        return forced
 
     def expand(
         self, rows: Int32Array, uids: Int64Array, lengths: Int32Array, drafts: list[tuple[int, Int32Array]]
@@ -177,7 +199,10 @@ class Drafting:
             if row in failed:
                 continue
             drafted = int(counts[which])
-            self._control.note(row, uid, drafted, int(right[which]))
+            if uid in self._forced_uids:
+                self._control.note_forced(drafted, int(right[which]))
+            else:
+                self._control.note(row, uid, drafted, int(right[which]))
             sequence = state.sequences[row]
             assert sequence is not None, "a row in flight keeps its sequence"
             self._settled[uid] = _Settled(sequence, drafted)
@@ -231,6 +256,16 @@ class Drafting:
 
     def stats(self) -> DraftStats:
         return DraftStats(self._drafts, tuple(self._drafted.tolist()), tuple(self._accepted.tolist()))
+
+    def _forced_pay(self) -> bool:
+        """Whether what grammars force behind the step in flight is worth that the next one waits for it."""
+        index, state = self._running.decode_index, self._running.rows
+        room = self._most_entries - len(index)
+        if room < 1:
+            return False
+        rows = index[state.may_draft.take(index) & state.has_grammar.take(index)].tolist()
+        counts = [len(forced) - 1 for row in rows if len(forced := self._forced.of(row)) > 1]
+        return bool(counts) and self._control.forced_pay(counts, len(index), room)
 
     def _any_may_draft(self) -> bool:
         return bool(self._running.rows.may_draft.take(self._running.decode_index).any())

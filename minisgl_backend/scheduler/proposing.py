@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array
+from minisgl_backend.scheduler.forced_drafts import ForcedDrafts
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
@@ -39,9 +40,15 @@ class ProposerSteps:
     """Used by `Drafting`."""
 
     def __init__(
-        self, limits: SchedulerLimits, running: RunningSet, proposals: DeviceProposals, control: DraftControl
+        self,
+        limits: SchedulerLimits,
+        running: RunningSet,
+        proposals: DeviceProposals,
+        control: DraftControl,
+        forced: ForcedDrafts,
     ) -> None:
-        self._limits, self._running = limits, running
+        """`forced`: drafts that need no step."""
+        self._limits, self._running, self._forced = limits, running, forced
         self._proposals, self._control = proposals, control
         longest = running.max_length if limits.longest_drafted is None else limits.longest_drafted
         self._longest = min(longest, running.max_length)
@@ -71,7 +78,9 @@ class ProposerSteps:
             self._plain_turns += 1
         if running.committed != step - 1 or self._was_last or not (control.is_on or self.is_due):
             return False
-        if not control.is_on:
+        if control.is_on:
+            index = self._forced.without_any(index)
+        else:
             index = np.roll(index, -self._next_shadow)[:SHADOWED]
         depth = control.depth
         totals = state.total.take(index)

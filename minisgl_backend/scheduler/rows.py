@@ -46,6 +46,7 @@ class RowState:
         self.background = np.zeros(max_rows, dtype=np.bool_)  # below the default priority
         self.num_background = 0  # rows of those
         self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows drafts, and its masks can follow them
+        self.has_grammar = np.zeros(max_rows, dtype=np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -76,6 +77,7 @@ class RowState:
         self.background[row] = sequence.is_background
         self.num_background += sequence.is_background
         self.may_draft[row] = params.speculative and not params.bounds_thoughts
+        self.has_grammar[row] = params.grammar is not None
         self._set_stop_ids(row, params.stop_token_ids)
         return row
 

@@ -21,6 +21,7 @@ from minisgl_backend.request import SEED_RANGE, FinishReason, Request, check_pro
 from minisgl_backend.scheduler.admission import AdmissionControl
 from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares, TenantStats
+from minisgl_backend.scheduler.forced_drafts import ForcedTokens, no_forced_tokens
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
 from minisgl_backend.scheduler.planner import Planner
@@ -42,6 +43,7 @@ class Scheduler:
         seed: of the generator that draws seeds for requests without one; None: from the operating system.
         clock: seconds; the same clock as Request.deadline.
         proposer: of drafts, of which a step verifies as many as `control` says; None: there is no speculation.
+        forced: of grammars; drafts where there is speculation.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         proposer: Proposer | None = None,
         control: DraftControl | None = None,
+        forced: ForcedTokens = no_forced_tokens,
     ) -> None:
         self._limits = limits
         self._clock = clock
@@ -63,7 +66,8 @@ class Scheduler:
         self._admission = AdmissionControl()
         self._drafting: Drafting | None = None
         if proposer is not None:
-            self._drafting = Drafting(limits, self._running, proposer, control or DraftControl(limits.most_drafts))
+            control = control or DraftControl(limits.most_drafts)
+            self._drafting = Drafting(limits, self._running, proposer, control, forced)
         self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares, self._drafting)
         self._outputs = OutputCollector()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid

@@ -8,7 +8,7 @@ with what is sampled without them, which costs the device nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class DraftControl:
         self._most = most
         self._all = Acceptance(most)
         self._rows: dict[int, tuple[int, Acceptance]] = {}  # row -> uid, and how often its drafts are right
+        self._forced = Acceptance(most)  # of all drafts that are text forced by a grammar
         self._waiting, self._overlapped = StepCosts(), StepCosts()
         self.depth = min(most, FIRST_DEPTH)  # tokens that such a proposer proposes of each row
         self._proposing = ProposalCosts()
@@ -46,6 +47,10 @@ class DraftControl:
         """Of the row's drafts, 1 or more, the first ones were right."""
         for one in (self._of(row, uid), self._all):
             one.note(drafted, accepted)
+
+    def note_forced(self, drafted: int, accepted: int) -> None:
+        """Of a row's drafts that a grammar forced, 1 or more, the first ones were right."""
+        self._forced.note(drafted, accepted)
 
     def note_step(self, num_tokens: int, seconds: float, *, overlapped: bool) -> None:
         """A step that only decoded has ended."""
@@ -98,12 +103,31 @@ class DraftControl:
         best = rates[1:].max(initial=0.0)
         self.is_on = bool(best > rates[0] and best > plain * (1.0 if self.is_on else BEGIN_GAIN))
 
+    def forced_pay(self, counts: Sequence[int], num_rows: int, room: int) -> bool:
+        """Whether it pays to wait with the next step for the commit, which then has so many drafts of some rows that
+        are text forced by a grammar, where `num_rows` decode and a step has `room` tokens for drafts."""
+        right = np.concatenate([self._forced.all_right(count) for count in counts]) if counts else np.empty(0)
+        right = -np.sort(-right)[: max(room, 0)]
+        if not len(right):
+            return False
+        rates = (num_rows + np.cumsum(right)) / self._cost(num_rows + np.arange(1.0, len(right) + 1))
+        (plain,) = num_rows / self._cost([num_rows], overlapped=True)
+        return bool(rates.max() > BEGIN_GAIN * plain)
+
     def choose(
-        self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int
+        self,
+        rows: Sequence[int],
+        uids: Sequence[int],
+        proposed: Sequence[Int32Array],
+        num_rows: int,
+        room: int,
+        forced: Container[int] = (),
     ) -> list[int]:
-        """How many of the proposed tokens of each row to verify; at most `room` together."""
+        """How many of the proposed tokens of each row to verify; at most `room` together. `forced`: uids of those whose
+        tokens a grammar forces."""
         right = [
-            self._of(row, uid).all_right(len(tokens)) for row, uid, tokens in zip(rows, uids, proposed, strict=True)
+            (self._forced if uid in forced else self._of(row, uid)).all_right(len(tokens))
+            for row, uid, tokens in zip(rows, uids, proposed, strict=True)
         ]
         counts = [0] * len(rows)
         if not any(map(len, right)):

@@ -7,6 +7,7 @@ chunk prompts, are starved of pages, run as captured steps do, or one step after
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend import LLM
+from minisgl_backend.request import Grammar
+from minisgl_backend.scheduler.forced_drafts import no_forced_tokens
 from minisgl_backend.speculation.proposer import Proposer
 from tests.eagle3_heads import eagle3_head
 from tests.gauge.harness import engine, expect_short_answers
@@ -33,6 +36,12 @@ from tests.random_requests import (
 REQUESTS = 6  # of a round
 ROUNDS, DRAFT_ROUNDS, MANY_ROUNDS = 4, 2, 300
 MOST = 4
+FORCING = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add"]}, "first": {"enum": ["one", "two"]}, "second": {"type": "boolean"}},
+    "required": ["name", "first", "second"],
+    "additionalProperties": False,
+}
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST}}
 MTP_LAYER: dict[str, Any] = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": MOST}}
@@ -173,14 +182,36 @@ def test_a_model_agrees_with_itself(tmp_path: Path) -> None:
         assert llm.stats.total_cached_tokens > 0
 
 
-def test_requests_may_refuse_it() -> None:
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LLM]:
     with engine(**NGRAM, max_running_requests=4) as llm:
-        _propose(llm, KnowingProposer("right", VOCAB_SIZE, lambda uid, tokens, most: [7] * most), 0)
-        answers = [llm.generate([[9, 9, 9]], temperature=0.0, max_tokens=9, speculative=False)[0].token_ids]
-        assert llm.stats.speculation.drafts == 0
-        answers.append(llm.generate([[9, 9, 9]], temperature=0.0, max_tokens=9)[0].token_ids)
-        assert llm.stats.speculation.drafts > 0
-        assert answers[0] == answers[1]
+        yield llm
+
+
+def test_text_that_a_grammar_forces_is_proposed(drafting: LLM) -> None:
+    """Whatever is proposed else, which here is nothing."""
+    _propose(drafting, KnowingProposer("none", VOCAB_SIZE, lambda uid, tokens, most: []), 0)
+    call = '\\{"call": "(add|sub)", "of": \\[[0-9]{2}, [0-9]{2}\\]\\}'
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 3, "max_tokens": 64, "logprobs": 2}
+    for grammar in (Grammar(kind="json_schema", text=json.dumps(FORCING)), Grammar(kind="regex", text=call)):
+        (expected,) = drafting.generate(["Add 12."], grammar=grammar, speculative=False, **options)
+        before = drafting.stats
+        (found,) = drafting.generate(["Add 12."], grammar=grammar, **options)
+        assert found.token_ids == expected.token_ids
+        both = zip(found.logprobs or [], expected.logprobs or [], strict=True)
+        assert all(abs(one.logprob - other.logprob) <= 1e-4 for one, other in both)
+        assert drafting.stats.step - before.step < 0.7 * len(found.token_ids)
+        assert sum(drafting.stats.speculation.accepted) > sum(before.speculation.accepted)
+
+
+def test_requests_may_refuse_it(drafting: LLM) -> None:
+    _propose(drafting, KnowingProposer("right", VOCAB_SIZE, lambda uid, tokens, most: [7] * most), 0)
+    before = drafting.stats.speculation.drafts
+    (without,) = drafting.generate([[9, 9, 9]], temperature=0.0, max_tokens=9, speculative=False)
+    assert drafting.stats.speculation.drafts == before
+    (with_drafts,) = drafting.generate([[9, 9, 9]], temperature=0.0, max_tokens=9)
+    assert drafting.stats.speculation.drafts > before
+    assert with_drafts.token_ids == without.token_ids
 
 
 def _requests(seed: int) -> list[RandomRequest]:
@@ -198,5 +229,8 @@ def _proposer(
 
 
 def _propose(llm: LLM, proposer: Proposer, seed: int) -> None:
-    drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+    """Text that a grammar forces is proposed, too, in every other round."""
+    core = llm.engine.core
+    drafting = core._scheduler._drafting  # type: ignore[attr-defined]
     drafting._proposer, drafting._control = proposer, EveryDraft(MOST)
+    drafting._forced._tokens = no_forced_tokens if seed % 2 else core._grammars.forced_tokens  # type: ignore[union-attr]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.request import Grammar
+from minisgl_backend.scheduler.forced_drafts import ForcedTokens, no_forced_tokens
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.proposing import SHADOW_EVERY
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -40,15 +44,19 @@ class NeverOn(DraftControl):
         self.is_on = False
 
 
-def loop_of(limits: SchedulerLimits = LIMITS, control: DraftControl | None = None) -> Loop:
+def loop_of(
+    limits: SchedulerLimits = LIMITS,
+    control: DraftControl | None = None,
+    forced: ForcedTokens = no_forced_tokens,
+) -> Loop:
     control = control or EveryDraft(MOST)
-    scheduler = Scheduler(limits, seed=0, proposer=DeviceProposals(catches_up=True), control=control)
+    scheduler = Scheduler(limits, seed=0, proposer=DeviceProposals(catches_up=True), control=control, forced=forced)
     return Loop(scheduler, FakeRunner(limits), overlap=True)
 
 
-def answer(loop: Loop, uid: int, prompt: list[int] = PROMPT, max_tokens: int = 20) -> None:
+def answer(loop: Loop, uid: int, prompt: list[int] = PROMPT, max_tokens: int = 20, **params: Any) -> None:
     """All of the loop's steps until the request is answered, as it is without a proposer."""
-    request = make_request(uid, prompt, max_tokens=max_tokens, ignore_eos=True)
+    request = make_request(uid, prompt, max_tokens=max_tokens, ignore_eos=True, **params)
     loop.scheduler.add(request)
     loop.run()
     tokens, reason = expected_answer(request, loop.scheduler.max_length, ())
@@ -126,6 +134,23 @@ def test_nothing_waits_for_it_under_load() -> None:
     assert drafting is not None
     assert drafting._steps is not None
     assert not drafting._steps.is_due
+
+
+@pytest.mark.parametrize("control", [EveryDraft(MOST), NeverOn(MOST)], ids=["on", "off"])
+def test_what_a_grammar_forces_needs_no_step_of_the_proposer(control: DraftControl) -> None:
+    request = make_request(1, PROMPT, max_tokens=40, ignore_eos=True)
+    tokens, _ = expected_answer(request, 1000, ())
+
+    def forced(uid: int, most: int) -> Int32Array:
+        done = len(loop.records.tokens.get(uid, []))
+        return np.array(tokens[done : done + most], dtype=np.int32)
+
+    loop = loop_of(control=control, forced=forced)
+    answer(loop, 1, max_tokens=40, grammar=Grammar(kind="json"))
+    assert not proposer_plans(loop)
+    counts = loop.scheduler.stats().speculation
+    assert counts.drafted == counts.accepted
+    assert sum(counts.accepted) >= 30
 
 
 @pytest.mark.parametrize("fails", ["in vain", "as a whole"])

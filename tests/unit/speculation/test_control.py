@@ -162,6 +162,22 @@ def test_proposals_that_cost_steps_are_as_many_as_they_are_worth(right: int, pas
     assert control.depth * control.is_on == expected
 
 
+def test_forced_text_is_waited_for_where_it_pays() -> None:
+    """Its acceptance is its own: a row whose drafts were wrong may have text that is forced."""
+    control = DraftControl(MOST)
+    for tokens in range(1, 17):
+        control.note_step(tokens, 1.0 + 0.02 * tokens, overlapped=False)
+    for _ in range(30):
+        control.note(0, 0, MOST, 0)
+        control.note_forced(MOST, MOST)
+    assert chosen(control) == [0]
+    assert control.choose([0], [0], [DRAFT], 1, 64, {0}) == [MOST]
+    assert control.forced_pay([3], 1, 64)
+    assert not control.forced_pay([3], 64, 0)
+    assert not control.forced_pay([1], 50, 14)  # a fiftieth more
+    assert not measured(flat=False).forced_pay([3], 1, 64)
+
+
 def test_what_was_not_measured_of_proposals_is_in_proportion() -> None:
     costs = ProposalCosts()
     assert costs.of([1, 4]).tolist() == [0.0, 0.0]
