@@ -128,6 +128,7 @@ if command -v flock >/dev/null; then flock 9; fi
 if is_done; then exit 0; fi
 
 # --- the environment
+pip() { "$venv/bin/python" -m pip "$@"; }
 options=()
 if [[ $gpu == yes ]] && "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' >/dev/null 2>&1; then
   say "using the CUDA build of torch that this Python already has"
@@ -136,8 +137,9 @@ fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null || apt "python$version-venv" || apt python3-venv || die "Python's venv module is missing"
 if [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
   step "making the environment .venv" "$python" -m venv --clear ${options[@]+"${options[@]}"} "$venv"
+  # The one that a Python brings takes up to three times as long to find out what belongs together.
+  step "updating pip" pip install --upgrade pip || say "warning: pip could not be updated; it may take longer"
 fi
-pip() { "$venv/bin/python" -m pip "$@"; }
 
 # --- torch
 # Never the registry's default build on a machine without a GPU: it brings gigabytes of CUDA libraries.
