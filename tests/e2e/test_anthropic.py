@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
 from tests.e2e.test_openai_scripted import BOTH, CALLS, SCRIPTS, THOUGHTS, thinking_model
 from tests.e2e.wire import PATIENCE_SECONDS
+
+if TYPE_CHECKING:  # five seconds, in each worker that collects this file
+    import anthropic
 
 pytestmark = pytest.mark.e2e
 
@@ -31,6 +33,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 @pytest.fixture(scope="module")
 def client(endpoint: Endpoint) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=endpoint.url, api_key="secret", max_retries=0, timeout=PATIENCE_SECONDS)
 
 
@@ -118,6 +122,8 @@ def test_a_request_as_claude_code_sends_it(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_in_anthropics_shape(endpoint: Endpoint, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="claude", max_tokens=5, messages=MESSAGES)
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
