@@ -11,6 +11,7 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+IdArray = Int32Array | Int64Array  # of tokens, and of what they stand for (`cache.content_ids`)
 IndexArray = npt.NDArray[np.intp]  # what NumPy indexes with, without a conversion
 
 NO_INT32: Int32Array = np.empty(0, dtype=np.int32)

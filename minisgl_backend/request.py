@@ -239,6 +239,15 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_token_ids("token_ids", self.token_ids, vocab_size)
 
 
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt that stand for something else, an image or a sound: where that is another one, their keys and
+    values are others."""
+
+    start: int  # the first of them, in the prompt
+    length: int  # tokens
+    digest: bytes  # of what they stand for
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and what to do with it. With n > 1 it becomes n sequences with uids `uid` to `uid + n - 1`."""
 
@@ -250,6 +259,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
     request_id: str = ""  # the client's own id, for logs
     tenant: str = ""  # whose request it is, where the engine is shared fairly; at most MAX_TENANT_NAME characters
+    contents: tuple[Content, ...] = ()  # of its prompt, which the prefix cache tells apart
 
 
 def check_prompt(

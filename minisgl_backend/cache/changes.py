@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-import numpy as np
-
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import IdArray
+from minisgl_backend.cache.content_ids import id_bytes
 
 HASH_BYTES = 8
 
@@ -22,7 +21,7 @@ class PagesStored:
 
     hashes: list[int]  # [num_pages]
     parent: int | None  # hash of the page before the first one; None: they begin a prompt
-    token_ids: Int32Array  # [num_pages * page_size]
+    token_ids: IdArray  # [num_pages * page_size]
     salt: bytes = b""  # with which the first one begins a prompt
 
 
@@ -36,14 +35,13 @@ class PagesRemoved:
 CacheChange = PagesStored | PagesRemoved
 
 
-def page_hashes(parent: int | None, token_ids: Int32Array, page_size: int, salt: bytes = b"") -> list[int]:
+def page_hashes(parent: int | None, token_ids: IdArray, page_size: int, salt: bytes = b"") -> list[int]:
     """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`, or begin a
     prompt with this salt."""
-    data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-    size = page_size * 4
     before = salt if parent is None else parent.to_bytes(HASH_BYTES, "big")
     hashes = []
-    for start in range(0, len(data) - size + 1, size):
-        before = hashlib.blake2b(before + data[start : start + size], digest_size=HASH_BYTES).digest()
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        page = id_bytes(token_ids[start : start + page_size])
+        before = hashlib.blake2b(before + page, digest_size=HASH_BYTES).digest()
         hashes.append(int.from_bytes(before, "big"))
     return hashes

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, IndexArray, Int32Array, Int64Array
+from minisgl_backend.arrays import NO_INT32, IdArray, IndexArray, Int32Array, Int64Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
@@ -123,11 +123,11 @@ class KVManager:
         """Of one group that sees everything."""
         return -(-num_tokens // self.page_size)
 
-    def cached_tokens(self, token_ids: Int32Array, salt: str | None = None) -> int:
+    def cached_tokens(self, token_ids: IdArray, salt: str | None = None) -> int:
         """Tokens that `match` would find; changes nothing, not even the eviction order."""
         return self._cache.peek(token_ids, salt.encode() if salt else b"") * self.page_size
 
-    def match(self, token_ids: Int32Array, salt: str | None = None) -> PrefixMatch[Any]:
+    def match(self, token_ids: IdArray, salt: str | None = None) -> PrefixMatch[Any]:
         """The longest prefix of `token_ids` in whole pages that was published with this salt, pinned until `acquire` or
         `unmatch`."""
         return self._cache.match(token_ids, salt.encode() if salt else b"")
@@ -254,7 +254,7 @@ class KVManager:
         none = np.zeros(len(pages), dtype=np.int32)
         return TableEntries(group.astype(np.int32), row.astype(np.int32), column.astype(np.int32), none)
 
-    def publish(self, lease: PageLease, token_ids: Int32Array) -> Swap | None:
+    def publish(self, lease: PageLease, token_ids: IdArray) -> Swap | None:
         """Gives the full pages of `token_ids` (the row's tokens from its first one on, all computed) to the prefix
         cache and pins them there. Where the cache knew the tokens, the row changes over to its pages."""
         self._refuse_released(lease)
@@ -283,7 +283,7 @@ class KVManager:
         self._pool.give_back(pages)
         self.version += 1
 
-    def release(self, lease: PageLease, token_ids: Int32Array = NO_INT32) -> Int32Array:
+    def release(self, lease: PageLease, token_ids: IdArray = NO_INT32) -> Int32Array:
         """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
         prefix cache. Returns the others, which are free now, int32 [num_freed].
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.arrays import NO_INT32, IdArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 
 Pin = TypeVar("Pin")
@@ -52,13 +52,14 @@ class PrefixCache(abc.ABC, Generic[Pin]):
     def num_evictable(self) -> int:
         """Pages that `evict` could hand out now."""
 
+    # Ids are int32 [num_tokens] of tokens, or int64 where some stand for other contents (`content_ids`).
     @abc.abstractmethod
-    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
+    def peek(self, token_ids: IdArray, salt: bytes = b"") -> int:
         """Pages of each group that `match` would find; changes nothing, not even the eviction order."""
 
     @abc.abstractmethod
-    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
-        """The longest prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned, of those that were added with
+    def match(self, token_ids: IdArray, salt: bytes = b"") -> PrefixMatch[Pin]:
+        """The longest prefix of `token_ids` in whole pages, pinned, of those that were added with
         this salt: that every group still has, as far as the token behind it can see."""
 
     @abc.abstractmethod
@@ -71,12 +72,12 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         does not need any more; a page is listed once for each."""
 
     @abc.abstractmethod
-    def extend(self, pin: Pin, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
+    def extend(self, pin: Pin, token_ids: IdArray, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
         """Adds what follows the pinned prefix, and moves the pin to its end.
 
         Args:
             pin: consumed; the returned pin replaces it.
-            token_ids: int32 [num_pages * page_size], the tokens after the pinned prefix.
+            token_ids: [num_pages * page_size], the tokens after the pinned prefix.
             pages: int32 [num_groups, num_pages], where their keys and values are; 0 where a group with a window has
                 given its page back.
             salt: of the prompt that they begin or continue; prompts of different salts share no page.
@@ -115,10 +116,10 @@ class NaiveCache(PrefixCache[None]):
     def __init__(self, num_groups: int = 1) -> None:
         self._none = np.zeros((num_groups, 0), dtype=np.int32)
 
-    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
+    def peek(self, token_ids: IdArray, salt: bytes = b"") -> int:
         return 0
 
-    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
+    def match(self, token_ids: IdArray, salt: bytes = b"") -> PrefixMatch[None]:
         return PrefixMatch(self._none, None, salt)
 
     def unpin(self, pin: None) -> None:
@@ -127,7 +128,7 @@ class NaiveCache(PrefixCache[None]):
     def let_go(self, pages: Int32Array) -> None:
         pass
 
-    def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
+    def extend(self, pin: None, token_ids: IdArray, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
         return PrefixMatch(self._none, None, salt)
 
     def evict(self, count: int) -> Int32Array:

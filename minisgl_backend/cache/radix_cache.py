@@ -18,8 +18,9 @@ import itertools
 
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.arrays import NO_INT32, IdArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
+from minisgl_backend.cache.content_ids import id_bytes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_backend.cache.window_pages import WindowPages
 from minisgl_backend.kv.groups import FULL, CacheGroups
@@ -30,7 +31,7 @@ class RadixNode:
 
     __slots__ = ("children", "hashes", "pages", "parent", "pins", "salt", "serial", "token_ids", "used_at")
 
-    def __init__(self, parent: RadixNode | None, token_ids: Int32Array, pages: Int32Array, serial: int) -> None:
+    def __init__(self, parent: RadixNode | None, token_ids: IdArray, pages: Int32Array, serial: int) -> None:
         self.parent = parent  # None: the root, or a node that has left the tree
         self.token_ids = token_ids  # [num_pages * page_size]
         self.pages = pages  # [num_groups, num_pages]; 0: a hole
@@ -82,10 +83,10 @@ class RadixCache(PrefixCache[RadixNode]):
         windows = self._windows
         return full if windows is None else full + windows.num_pages - windows.num_pinned
 
-    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
+    def peek(self, token_ids: IdArray, salt: bytes = b"") -> int:
         return self._path(token_ids, salt)[1]
 
-    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[RadixNode]:
+    def match(self, token_ids: IdArray, salt: bytes = b"") -> PrefixMatch[RadixNode]:
         self._tick += 1
         path, end = self._path(token_ids, salt)
         node, position = self._root, 0
@@ -128,7 +129,7 @@ class RadixCache(PrefixCache[RadixNode]):
             self._windows.let_go(pages, self._tick)
 
     def extend(
-        self, pin: RadixNode, token_ids: Int32Array, pages: Int32Array, salt: bytes = b""
+        self, pin: RadixNode, token_ids: IdArray, pages: Int32Array, salt: bytes = b""
     ) -> PrefixMatch[RadixNode]:
         self._tick += 1
         node, position, runs = pin, 0, []
@@ -209,7 +210,7 @@ class RadixCache(PrefixCache[RadixNode]):
             held = np.concatenate(runs) if runs else NO_INT32
             self._windows.check(held[held > 0], in_use)
 
-    def _path(self, token_ids: Int32Array, salt: bytes) -> tuple[list[RadixNode], int]:
+    def _path(self, token_ids: IdArray, salt: bytes) -> tuple[list[RadixNode], int]:
         """The nodes that hold a beginning of `token_ids`, and how many of their pages can be used."""
         path: list[RadixNode] = []
         node, position, count = self._root, 0, len(token_ids) // self._page_size
@@ -320,16 +321,17 @@ class RadixCache(PrefixCache[RadixNode]):
             self._remove_leaf(node)
             node = parent
 
-    def _key(self, parent: RadixNode, token_ids: Int32Array, page: int, salt: bytes) -> bytes:
+    def _key(self, parent: RadixNode, token_ids: IdArray, page: int, salt: bytes) -> bytes:
         """What a child of `parent` that begins with this page is filed under."""
-        key = token_ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+        ids = token_ids[page * self._page_size : (page + 1) * self._page_size]
+        key = ids.tobytes() if ids.dtype == np.int32 else id_bytes(ids)
         return salt + key if salt and parent is self._root else key
 
     def _own_key(self, node: RadixNode) -> bytes:
         assert node.parent is not None, "the root is filed nowhere"
         return self._key(node.parent, node.token_ids, 0, node.salt)
 
-    def _common_pages(self, node: RadixNode, token_ids: Int32Array, page: int) -> int:
+    def _common_pages(self, node: RadixNode, token_ids: IdArray, page: int) -> int:
         """Whole pages that the edge shares with `token_ids` from `page` on; the first one is known to be equal."""
         if node.num_pages == 1:
             return 1
@@ -359,9 +361,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._num_nodes += 1
         return upper
 
-    def _add_leaf(
-        self, parent: RadixNode, key: bytes, token_ids: Int32Array, pages: Int32Array, salt: bytes
-    ) -> RadixNode:
+    def _add_leaf(self, parent: RadixNode, key: bytes, token_ids: IdArray, pages: Int32Array, salt: bytes) -> RadixNode:
         leaf = RadixNode(parent, token_ids.copy(), pages.copy(), next(self._serials))
         parent.children[key] = leaf
         if parent is self._root:

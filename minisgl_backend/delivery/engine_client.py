@@ -168,7 +168,8 @@ class EngineClient:
         count, salt = request.params.n, request.params.cache_salt or ""
         failed: set[int] = set()  # cores that died a moment ago, or cannot keep up
         problem = EngineDeadError(NOT_RUNNING)
-        while (core := self._router.place(request.uid, count, request.token_ids, failed, salt)) is not None:
+        prompt = request.token_ids, failed, salt, request.contents
+        while (core := self._router.place(request.uid, count, *prompt)) is not None:
             try:
                 self._links[core].send(Submit(request=request))
                 return

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from minisgl_backend.request import Content
 
 TOKEN_BYTES = 4  # prompts come as little-endian int32
 BLOCK_TOKENS = 64  # prompts are compared in blocks of so many tokens, or of one page where pages are larger
@@ -76,16 +78,22 @@ class Router:
             return lost
 
     def place(
-        self, uid: int, num_sequences: int, token_ids: bytes, without: Collection[int] = (), cache_salt: str = ""
+        self,
+        uid: int,
+        num_sequences: int,
+        token_ids: bytes,
+        without: Collection[int] = (),
+        cache_salt: str = "",
+        contents: Sequence[Content] = (),
     ) -> int | None:
         """The core for a request of sequences `uid` to `uid + num_sequences - 1`, which counts as sent there until
         they are released; None while no core is up but those of `without`. `token_ids`: little-endian int32, as in
-        `Request`; `cache_salt`: prompts with other ones are others."""
+        `Request`, as are `contents`; `cache_salt`: prompts with other ones are others."""
         with self._lock:
             living = [index for index, core in enumerate(self._cores) if core.is_up and index not in without]
             if not living:
                 return None
-            index = living[0] if len(self._cores) == 1 else self._choose(living, token_ids, cache_salt)
+            index = living[0] if len(self._cores) == 1 else self._choose(living, token_ids, cache_salt, contents)
             self._cores[index].load += num_sequences
             self._core_of.update(dict.fromkeys(range(uid, uid + num_sequences), index))
             return index
@@ -109,10 +117,10 @@ class Router:
             if (core := self._core_of.pop(uid, None)) is not None:
                 self._cores[core].load -= 1
 
-    def _choose(self, living: list[int], token_ids: bytes, cache_salt: str) -> int:
+    def _choose(self, living: list[int], token_ids: bytes, cache_salt: str, contents: Sequence[Content]) -> int:
         least = min(self._cores[index].load for index in living)
         most = least + MARGIN_SEQUENCES + int(MARGIN_SHARE * least)
-        hashes = list(_block_hashes(token_ids, self._cores[living[0]].block_bytes, cache_salt))
+        hashes = list(_block_hashes(token_ids, self._cores[living[0]].block_bytes, cache_salt, contents))
 
         def worth(index: int) -> tuple[int, int, int]:
             core = self._cores[index]
@@ -126,9 +134,13 @@ class Router:
         return chosen
 
 
-def _block_hashes(token_ids: bytes, block_bytes: int, cache_salt: str = "") -> Iterator[int]:
+def _block_hashes(
+    token_ids: bytes, block_bytes: int, cache_salt: str = "", contents: Sequence[Content] = ()
+) -> Iterator[int]:
     """One for each whole block, of it and all before it."""
     value = hash(cache_salt)
     for start in range(0, len(token_ids) - block_bytes + 1, block_bytes):
-        value = hash((value, token_ids[start : start + block_bytes]))
+        first, end = start // TOKEN_BYTES, (start + block_bytes) // TOKEN_BYTES
+        inside = [(one.start - first, one.digest) for one in contents if first - one.length < one.start < end]
+        value = hash((value, token_ids[start : start + block_bytes], *inside))
         yield value

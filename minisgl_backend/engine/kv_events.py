@@ -10,6 +10,7 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
              ["AllBlocksCleared"]
 
 `extra_keys` is null, or has an entry for each block: [cache_salt] for the first one of a prompt with a salt, else null.
+Token ids of 2**62 and more are those of contents (`cache/content_ids.py`).
 
 Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
 one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the

@@ -334,7 +334,7 @@ class Planner:
         running, tokens, kv = self._running, sequence.token_ids, self._running.kv
         # The last token is always computed, since its hidden state is needed.
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
-        match = kv.match(usable, sequence.params.cache_salt)
+        match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
         end = self._chunk_end(cached, len(tokens), budget, builder)
         if kv.has_windows and not running.num_active:  # whatever fits starts

@@ -139,7 +139,8 @@ class RunningSet:
     def publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
         """Makes the full pages of the first `num_tokens` tokens, all committed, known to the prefix cache."""
         assert sequence.lease is not None, "a running sequence has a lease"
-        swap = self.kv.publish(sequence.lease, self.rows.token_ids[sequence.row, :num_tokens])
+        tokens = self.rows.token_ids[sequence.row, :num_tokens]
+        swap = self.kv.publish(sequence.lease, sequence.cache_ids(tokens))
         if swap is not None:
             self._changed.append((sequence, swap.entries))
             # A plan made before this commit still reads the old pages. What is planned from now on reads the new ones.
@@ -234,7 +235,7 @@ class RunningSet:
         assert sequence.lease is not None, "a sequence with a row has a lease"
         tokens = rows.tokens_of(row)
         computed = 0 if sequence.failed else min(int(rows.planned[row]), len(tokens))
-        freed = self.kv.release(sequence.lease, tokens[:computed])
+        freed = self.kv.release(sequence.lease, sequence.cache_ids(tokens[:computed]))
         if sequence.failed:
             self._to_zero.append(freed)
         self._changed = [entry for entry in self._changed if entry[0] is not sequence]

@@ -251,12 +251,14 @@ class Scheduler:
                 admissions_before=self._planner.num_admissions,
                 pooling=request.pooling,
                 tenant=tenant,
+                contents=request.contents,
             )
             for index in range(params.n)
         ]
 
     def _cached_tokens(self, sequence: Sequence) -> int:
-        return self._running.kv.cached_tokens(sequence.token_ids[:-1], sequence.params.cache_salt)
+        ids = sequence.cache_ids(sequence.token_ids[:-1])
+        return self._running.kv.cached_tokens(ids, sequence.params.cache_salt)
 
     def _note_admissions(self, plan: StepPlan) -> None:
         now = self._clock()

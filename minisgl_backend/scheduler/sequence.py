@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from minisgl_backend.arrays import Float32Array, Int32Array
+from minisgl_backend.arrays import Float32Array, IdArray, Int32Array
+from minisgl_backend.cache.content_ids import content_ids
 from minisgl_backend.cache.kv_manager import PageLease
-from minisgl_backend.request import SEED_RANGE, PoolingParams, SamplingParams
+from minisgl_backend.request import SEED_RANGE, Content, PoolingParams, SamplingParams
 from minisgl_backend.scheduler import pooling as pooled_vectors
 from minisgl_backend.step import Logprobs, Wants
 
@@ -39,6 +40,7 @@ class Sequence:
         "admissions_before",
         "arrival",
         "cached_tokens",
+        "contents",
         "deadline",
         "draft_tokens",
         "failed",
@@ -70,12 +72,14 @@ class Sequence:
         admissions_before: int = 0,
         pooling: PoolingParams | None = None,
         tenant: int = 0,
+        contents: tuple[Content, ...] = (),
     ) -> None:
         self.uid = uid
         self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
         self.params = params  # seed is never None
         self.pooling = pooling  # not None: it ends with its prompt, which becomes a vector
         self.prompt_len = len(token_ids)
+        self.contents = contents  # of its prompt
         self.level = level  # 1 is the most urgent
         self.arrival = arrival
         self.deadline = deadline  # of the scheduler's clock
@@ -103,6 +107,10 @@ class Sequence:
     def is_background(self) -> bool:
         """Whether it is below the default priority, as requests of batches are."""
         return self.level > DEFAULT_LEVEL
+
+    def cache_ids(self, token_ids: Int32Array) -> IdArray:
+        """By what the prefix cache knows its first tokens, which are given."""
+        return content_ids(token_ids, self.contents) if self.contents else token_ids
 
     @property
     def reads_cache(self) -> bool:

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
+from minisgl_backend.arrays import IdArray
+from minisgl_backend.cache.content_ids import FIRST
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
 from tests.fakes import first_seen
@@ -22,6 +24,7 @@ class LeaseMachine(RuleBasedStateMachine):
     page_size = 2
     cache_type = "radix"
     windows: tuple[Window, ...] = FULL
+    ids: tuple[int, ...] = (0, 1)
     leases = Bundle("leases")
 
     def __init__(self) -> None:
@@ -35,12 +38,13 @@ class LeaseMachine(RuleBasedStateMachine):
         self.computed: dict[PageLease, int] = {}  # tokens whose pages are there, while a prompt is computed in chunks
         self.swapped: list[np.ndarray] = []
 
-    @rule(target=leases, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), chunk=st.integers(1, 14))
+    @rule(target=leases, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14), chunk=st.integers(1, 14))
     def acquire(self, tokens: list[int], chunk: int) -> PageLease | None:
         free_rows = set(range(MAX_ROWS)) - {lease.row for lease in self.tokens}
         if not free_rows:
             return None
-        array = np.array(tokens, dtype=np.int32)
+        tokens = [self.ids[token % len(self.ids)] for token in tokens]
+        array = _ids(tokens)
         expected = self.manager.cached_tokens(array) // self.page_size
         match = self.manager.match(array)
         assert match.num_pages == expected
@@ -90,7 +94,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if lease not in self.tokens:
             return
         end = self.computed[lease] - drop
-        swap = self.manager.publish(lease, np.array(self.tokens[lease][: max(end, 0)], dtype=np.int32))
+        swap = self.manager.publish(lease, _ids(self.tokens[lease][: max(end, 0)]))
         if swap is not None:
             self.swapped.append(swap.old)
         if self.groups.num_windows and not drop:
@@ -107,7 +111,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if lease not in self.tokens:
             return
         tokens = self.tokens.pop(lease)[: self.computed.pop(lease)]
-        self.manager.release(lease, np.array(tokens if known else [], dtype=np.int32))
+        self.manager.release(lease, _ids(tokens if known else []))
         with pytest.raises(RuntimeError):
             self.manager.release(lease)
 
@@ -141,6 +145,11 @@ class LeaseMachine(RuleBasedStateMachine):
                     self.contents[page] = (group, tuple(tokens[:start]), tuple(tokens[start : start + self.page_size]))
 
 
+def _ids(tokens: list[int]) -> IdArray:
+    """As prompts have them: int64 where some are of contents."""
+    return np.array(tokens, dtype=np.int64 if any(token >= FIRST for token in tokens) else np.int32)
+
+
 CASES = [
     *((FULL, page_size, cache_type) for page_size in (1, 2, 3) for cache_type in ("radix", "naive")),
     *(((1,), 1, "radix"), ((3,), 2, "radix"), ((5,), 3, "radix"), ((2, 5), 1, "radix")),
@@ -154,16 +163,24 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("windows", [FULL, (None, 3)])
+def test_any_order_of_prompts_with_contents_keeps_every_law(windows: tuple[Window, ...]) -> None:
+    parts = {"page_size": 2, "windows": windows, "ids": (0, FIRST, FIRST + 1)}
+    machine = type("Machine", (LeaseMachine,), parts)
+    run_state_machine_as_test(machine, settings=_settings(max_examples=15))
+
+
 @pytest.mark.parametrize(("windows", "page_size", "cache_type"), CASES)
 def test_any_order_of_leases_keeps_every_law(windows: tuple[Window, ...], page_size: int, cache_type: str) -> None:
     machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type, "windows": windows})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=25 if windows == FULL else 15,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
+    run_state_machine_as_test(machine, settings=_settings(max_examples=25 if windows == FULL else 15))
+
+
+def _settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
