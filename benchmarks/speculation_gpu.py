@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation_gpu --shape qwen3-14b
     python -m benchmarks.speculation_gpu --shape qwen3-14b --draft-shape qwen3-0.6b  # a model that proposes, really run
+    python -m benchmarks.speculation_gpu --shape glm-4.7-flash --mtp  # the checkpoint's own layer, really run
 
 Which drafts are right is drawn, each with the same probability where all before it are; so the figures are those of a
 proposer that errs at this rate, whatever the model says. One JSON line a measurement.
@@ -82,7 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--draft-shape", help="of a model that proposes; unset: what proposes costs nothing")
+    parser.add_argument("--mtp", action="store_true", help="the shape's own layer for further tokens proposes")
     options = parser.parse_args(arguments)
+    runs_proposer = options.mtp or options.draft_shape is not None
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.drafts}
     environment = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None)
     shared: dict[str, Any] = {"max_running_requests": 64, "attention_backend": options.backend}
@@ -90,8 +93,10 @@ def main(arguments: list[str] | None = None) -> None:
         model = str(make_folder(options.shape, Path(folder)))
         if options.draft_shape:
             config |= {"method": "draft_model", "model": str(make_folder(options.draft_shape, Path(folder)))}
+        elif options.mtp:
+            config |= {"method": "mtp"}
         with LLM(model, environment=environment, dummy_weights=True, speculative_config=config, **shared) as llm:
-            if not options.draft_shape:
+            if not runs_proposer:
                 llm.engine.core._scheduler._drafting._proposer = AnyTokens()  # type: ignore[attr-defined]
             for batch in options.batches:
                 plain, _ = measure(llm, batch, None)
@@ -105,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
                     draw(rate)
                     found, delivered = measure(llm, batch, control)
                     figures = {"tok_s": round(found, 1), "delivered": round(delivered, 2)}
-                    if options.draft_shape:
+                    if runs_proposer:
                         (proposing,) = control._proposing.of([options.drafts])
                         figures["proposing_ms"] = round(1e3 * float(proposing), 3)
                     figures |= {"plain_tok_s": round(plain, 1), "speedup": round(found / plain, 3)}

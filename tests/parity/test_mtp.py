@@ -21,26 +21,36 @@ from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.sizes import weight_bytes
 from tests.mtp_checkpoints import NUM_LAYERS, Reference, save_mtp_checkpoint
 from tests.parity.paged_head import PagedHead
+from tests.parity.quantized import write_fp8
 
 CPU = torch.device("cpu")
 NUM_DRAFTS = 4
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "max_seq_len": 64}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"])
-def test_drafts_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
-    """Latents; keys and values with norms of each head, and with norms over all of them."""
-    folder = save_mtp_checkpoint(name, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("deepseek_v3", None), ("deepseek_v3", "ct-weights-only"), ("glm4_moe", None), ("glm4_moe_lite", None),
+     ("minimax_m2", None)],
+)  # fmt: skip
+def test_drafts_are_those_of_plain_torch(name: str, variant: str | None, tmp_path: Path) -> None:
+    """Latents, in FP8 too; keys and values with norms of each head, and with norms over all of them."""
+    folder = plain = save_mtp_checkpoint(name, tmp_path)
+    if variant is not None:
+        folder, plain = tmp_path / "quantized", tmp_path / "plain"
+        write_fp8(tmp_path, variant, folder, plain)
     config = ModelConfig.load(folder)
     model = build_model(config, folder, **PLAIN, uses_draft_layer=True)
     head = build_mtp_head(MtpConfig.of(config, config.quantization), folder, model=model, **PLAIN)
-    reference = Reference(folder)
+    reference = Reference(plain)
     token_ids = torch.randint(0, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
     states = reference.states(token_ids[:-1])
     expected, logits = reference.drafts(states, token_ids, NUM_DRAFTS)
     drafts, found = PagedHead(head).drafts(states, token_ids, NUM_DRAFTS)
     assert drafts == expected
     assert (found - logits).abs().max() <= 1e-4 * logits.abs().max()
+    if variant is not None:
+        return
     own = sum(one.nbytes for one in head.parameters())
     whole = weight_bytes(folder, config.tensor_names)
     assert weight_bytes(folder, head.config.tensor_names) == own, "copies of what it shares are not loaded"
