@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("way", [[], ["--openai"]], ids=["grpc", "openai"])
+@pytest.mark.parametrize("way", [pytest.param([], marks=pytest.mark.full), ["--openai"]], ids=["grpc", "openai"])
 def test_every_stream_of_the_path_benchmark_is_right(way: list[str]) -> None:
     try:
         find_triton_server()

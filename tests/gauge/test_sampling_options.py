@@ -150,7 +150,9 @@ def parses(kind: str, text: str) -> bool:
     return sorted(value) == ["count", "name", "ok"] and 0 <= value["count"] <= 99 and len(value["name"]) <= 8
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "sequential"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.full)], ids=["overlapped", "sequential"]
+)
 def test_constrained_outputs_parse_beside_free_ones(overlap: bool) -> None:
     pytest.importorskip("xgrammar")
     with engine(overlap=overlap, num_pages=256, max_running_requests=12) as llm:

@@ -46,6 +46,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "captured": {**CHUNKS, **CAPTURED},
     "captured, starved": {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED},
 }
+# With --full: what cells above have together with something else.
+WITH_FULL = ("small pages", "sequential", "captured")
 MOST_DRAFTS = 4
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}}
 STARVED_WINDOWS = {"page_size": 4, "num_pages": 60, **CHUNKS, **CAPTURED}
@@ -107,7 +109,9 @@ def test_company_changes_no_answer_where_there_are_windows(
         assert 0 < sum(llm.stats.speculation.accepted) < sum(llm.stats.speculation.drafted)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.full] if cell in WITH_FULL else []) for cell in CELLS]
+)
 def test_company_changes_no_answer(
     cell: str, expected: Callable[[int], list[list[RandomAnswer]]], pytestconfig: pytest.Config
 ) -> None:

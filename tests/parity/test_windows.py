@@ -81,7 +81,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def is_short(name: str, cell: Cell) -> bool:
-    return cell.name in FEWER_CELLS.get(name, ()) or (name == MISTRAL and (cell.sampled or cell.name in MORE_CELLS))
+    if name == MISTRAL:  # over four ranks, and so not over two
+        return cell.name in MORE_CELLS or (cell.sampled and "tp" not in cell.options)
+    return cell.name in FEWER_CELLS.get(name, ())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
