@@ -71,6 +71,11 @@ def eagle3_head(folder: Path, most: int, **changes: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": most}}
 
 
+def demo_head(most: int) -> dict[str, Any]:
+    """Options by which the head that comes with the demo model proposes."""
+    return {"speculative_config": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": most}}
+
+
 def reference_drafts(
     folder: Path, states: torch.Tensor, token_ids: list[int], embedding: torch.Tensor, count: int
 ) -> tuple[list[int], torch.Tensor]:

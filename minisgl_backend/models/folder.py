@@ -11,6 +11,8 @@ from minisgl_backend.installation import model_repository
 from minisgl_backend.weights.gguf_index import gguf_files, is_gguf
 
 DEMO = "demo"
+# What comes with the project -> its folder, beside the engine's model.
+_OWN = {DEMO: "demo_model", "demo-eagle3": "demo_eagle3"}  # the second one is an EAGLE-3 head for the first
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _CODE = ["*.py"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
@@ -26,8 +28,8 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
 
     Raises ConfigError saying what was looked for and what is allowed.
     """
-    if model == DEMO:
-        return _demo_dir()
+    if model in _OWN:
+        return _own_dir(model)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -75,12 +77,12 @@ def _fingerprint_of(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _demo_dir() -> Path:
-    folder = model_repository() / "engine" / "demo_model"
+def _own_dir(model: str) -> Path:
+    folder = model_repository() / "engine" / _OWN[model]
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model is 'demo', but {folder} does not exist: the demo model comes with the wheel and with the checkout; "
-            "install one of them whole, or set model to a folder or a hub id"
+            f"model is {model!r}, but {folder} does not exist: it comes with the wheel and with the checkout; install "
+            "one of them whole, or set model to a folder or a hub id"
         )
     return folder
 

@@ -19,7 +19,7 @@ from minisgl_backend import LLM
 from minisgl_backend.request import Grammar
 from minisgl_backend.scheduler.forced_drafts import no_forced_tokens
 from minisgl_backend.speculation.proposer import Proposer
-from tests.eagle3_heads import eagle3_head
+from tests.eagle3_heads import demo_head, eagle3_head
 from tests.gauge.harness import engine, expect_short_answers
 from tests.mtp_checkpoints import served_mtp_checkpoint
 from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft, what_follows
@@ -34,7 +34,8 @@ from tests.random_requests import (
 )
 
 REQUESTS = 6  # of a round
-ROUNDS, DRAFT_ROUNDS, MANY_ROUNDS = 4, 2, 300
+ROUNDS, DRAFT_ROUNDS = 4, 2
+MANY_ROUNDS = 300  # with --full, of each method
 MOST = 4
 FORCING = {
     "type": "object",
@@ -87,6 +88,7 @@ def expected() -> Iterator[Expected]:
         yield answers
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "cell", [*CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_CELLS)]
 )
@@ -112,9 +114,9 @@ def test_speculation_changes_no_answer(cell: str, expected: Expected, pytestconf
 
 
 # A model that proposes: all layers of the demo model, whose drafts are right, or its first ones, whose are at times.
-# Or a random head, whose drafts are wrong: tests/integration/test_eagle3.py and test_mtp.py have right ones behind one.
-# The head of MTP is a layer of another model's checkpoint.
-EAGLE3, MTP = "eagle3", "mtp"
+# Or a head: the demo model's own, or random ones, whose drafts are wrong: tests/integration/test_mtp.py has right ones
+# behind one. The head of MTP is a layer of another model's checkpoint.
+EAGLE3, RANDOM, MTP = "eagle3", "random eagle3", "mtp"
 STARVED: dict[str, Any] = {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}
 DRAFT_CELLS: dict[str, tuple[int | str, dict[str, Any]]] = {
     "captured, starved": (2, STARVED),
@@ -131,12 +133,15 @@ MORE_DRAFT_CELLS: dict[str, tuple[int | str, dict[str, Any]]] = {
     "EAGLE-3": (EAGLE3, {"max_running_requests": 16}),
     "EAGLE-3, small pages": (EAGLE3, {"page_size": 1, "overlap": False, **CHUNKS}),
     "EAGLE-3, two ranks": (EAGLE3, {"tp": 2, **CHUNKS, **CAPTURED}),
+    "random EAGLE-3, captured, starved": (RANDOM, STARVED),
+    "random EAGLE-3, two ranks": (RANDOM, {"tp": 2, **CHUNKS, **CAPTURED}),
     "MTP": (MTP, {"max_running_requests": 16}),
     "MTP, small pages": (MTP, {"page_size": 1, "overlap": False, **CHUNKS}),
     "MTP, two ranks": (MTP, {"tp": 2, **CHUNKS, **CAPTURED}),
 }
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "cell",
     [*DRAFT_CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_DRAFT_CELLS)],
@@ -146,13 +151,14 @@ def test_a_model_that_proposes_changes_no_answer(
 ) -> None:
     cells = DRAFT_CELLS | MORE_DRAFT_CELLS
     number, (drafts, options) = list(cells).index(cell), cells[cell]
-    full = pytestconfig.getoption("--full", default=False)
-    seeds = range(number, MANY_ROUNDS, len(cells)) if full else range(number, number + DRAFT_ROUNDS)
-    model, proposes = "demo", eagle3_head(tmp_path, MOST) if drafts == EAGLE3 else MTP_LAYER
-    if drafts == MTP:
-        model = mtp_checkpoint
-    elif isinstance(drafts, int):
-        proposes = draft_model(tmp_path, drafts, MOST)
+    seeds: Sequence[int] = range(number, number + DRAFT_ROUNDS)
+    if pytestconfig.getoption("--full", default=False):
+        same = [name for name, (one, _) in cells.items() if _method(one) == _method(drafts)]
+        seeds = range(same.index(cell), MANY_ROUNDS, len(same))
+    model = mtp_checkpoint if drafts == MTP else "demo"
+    proposes = {EAGLE3: demo_head(MOST), MTP: MTP_LAYER}.get(str(drafts))
+    if proposes is None:
+        proposes = eagle3_head(tmp_path, MOST) if drafts == RANDOM else draft_model(tmp_path, int(drafts), MOST)
     with engine(model=model, **options, **proposes) as llm:
         if "starved" in cell:
             expect_short_answers(llm)
@@ -165,7 +171,11 @@ def test_a_model_that_proposes_changes_no_answer(
             assert llm.stats.pages_leased == 0
         counts = llm.stats.speculation
     assert counts.drafts > 0
-    assert isinstance(drafts, int) <= sum(counts.accepted) <= sum(counts.drafted)
+    assert (drafts not in (RANDOM, MTP)) <= sum(counts.accepted) <= sum(counts.drafted)
+
+
+def _method(drafts: int | str) -> str:
+    return "draft_model" if isinstance(drafts, int) else drafts.removeprefix("random ")
 
 
 def test_a_model_agrees_with_itself(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ def test_a_folder(tmp_path: Path) -> None:
     assert find_model_dir(str(tmp_path)) == tmp_path.resolve()
 
 
-def test_the_demo_model_is_found_beside_the_package() -> None:
-    found = find_model_dir("demo")
-    assert found.parts[-3:] == ("model_repository", "engine", "demo_model")
+@pytest.mark.parametrize(("name", "folder"), [("demo", "demo_model"), ("demo-eagle3", "demo_eagle3")])
+def test_the_demo_model_and_its_head_are_found_beside_the_package(name: str, folder: str) -> None:
+    assert find_model_dir(name).parts[-3:] == ("model_repository", "engine", folder)
 
 
 def test_a_missing_demo_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
