@@ -169,7 +169,8 @@ class KVManager:
         assert self._held[row] == 0, "a row has one lease at a time"
         shared, count = match.num_pages, self.pages_for(num_tokens)
         table = self._table[:, row]
-        table[:, :shared] = match.pages
+        if shared:
+            table[:, :shared] = match.pages
         num_full, held = self._num_full, count
         if num_full:
             table[:num_full, shared:count] = self._take(num_full * (count - shared)).reshape(num_full, -1)
@@ -268,6 +269,8 @@ class KVManager:
         kept = self._cache.extend(lease.pin, tokens, own, lease.salt)
         lease.pin = kept.pin
         lease.num_shared = self._shared[lease.row] = first + kept.num_pages
+        if kept.pages is own:
+            return None
         own = own[:, : kept.num_pages]
         differs = own != kept.pages
         if True not in differs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, IdArray, Int32Array
@@ -14,8 +14,7 @@ from minisgl_backend.cache.changes import CacheChange
 Pin = TypeVar("Pin")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch(Generic[Pin]):
+class PrefixMatch(msgspec.Struct, Generic[Pin], frozen=True):
     """Pages that hold the first `num_pages * page_size` tokens of a prompt, pinned until `unpin(pin)` and, of groups
     with windows, `let_go(pages)`."""
 
@@ -83,9 +82,9 @@ class PrefixCache(abc.ABC, Generic[Pin]):
             salt: of the prompt that they begin or continue; prompts of different salts share no page.
 
         Returns:
-            the pages that the cache now holds for these tokens, pinned, and 0 where `pages` is. Where they differ from
-            `pages` the cache had the tokens already, and the page handed in stays with the caller. Fewer than `pages`
-            when the cache does not keep the rest.
+            the pages that the cache now holds for these tokens, pinned, and 0 where `pages` is: the array `pages` itself, or
+            another one. Where they differ from `pages` the cache had the tokens already, and the page handed in stays
+            with the caller. Fewer than `pages` when the cache does not keep the rest.
         """
 
     @abc.abstractmethod

@@ -29,14 +29,16 @@ from minisgl_backend.kv.groups import FULL, CacheGroups
 class RadixNode:
     """One edge of the tree with the node at its lower end. Only `RadixCache` touches it."""
 
-    __slots__ = ("children", "hashes", "pages", "parent", "pins", "salt", "serial", "token_ids", "used_at")
+    __slots__ = ("children", "hashes", "key", "pages", "parent", "pins", "serial", "token_ids", "used_at")
 
-    def __init__(self, parent: RadixNode | None, token_ids: IdArray, pages: Int32Array, serial: int) -> None:
+    def __init__(
+        self, parent: RadixNode | None, key: bytes, token_ids: IdArray, pages: Int32Array, serial: int
+    ) -> None:
         self.parent = parent  # None: the root, or a node that has left the tree
+        self.key = key  # in the parent's children
         self.token_ids = token_ids  # [num_pages * page_size]
         self.pages = pages  # [num_groups, num_pages]; 0: a hole
         self.hashes: list[int] = []  # [num_pages], where changes are recorded
-        self.salt = b""  # of the prompts that begin here
         self.children: dict[bytes, RadixNode] = {}  # by the salt and the tokens of the child's first page
         self.pins = 0  # pins on this node or below it
         self.used_at = 0  # tick of the last match or unpin that went through here
@@ -65,7 +67,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._records = record_changes
         self._changes: list[CacheChange] = []
         self._serials = itertools.count()
-        self._root = RadixNode(None, NO_INT32, self._none, next(self._serials))
+        self._root = RadixNode(None, b"", NO_INT32, self._none, next(self._serials))
         self._tick = 0
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap of (used_at, serial, node), lazily cleaned
         self._num_nodes = 0
@@ -134,6 +136,11 @@ class RadixCache(PrefixCache[RadixNode]):
         self._tick += 1
         node, position, runs = pin, 0, []
         count = pages.shape[1]
+        if self._windows is None and count and (key := self._key(pin, token_ids, 0, salt)) not in pin.children:
+            node = self._add_leaf(pin, key, token_ids, pages, salt)  # most often nothing is known of what is new
+            node.used_at = self._tick
+            self._pin(node, pin)
+            return PrefixMatch(pages, node, salt)
         while position < count:
             key = self._key(node, token_ids, position, salt)
             child = node.children.get(key)
@@ -167,6 +174,8 @@ class RadixCache(PrefixCache[RadixNode]):
                 break
             evicted.append(pages)
             missing -= len(pages)
+        if len(evicted) == 1:
+            return evicted[0]
         return np.concatenate(evicted) if evicted else NO_INT32
 
     def pages(self) -> Int32Array:
@@ -194,7 +203,9 @@ class RadixCache(PrefixCache[RadixNode]):
             assert (node.pages[: self._num_full] > 0).all(), "a hole where there is no window"
             assert node.pins == expected.get(node.serial, 0), "a node's pins differ from the pins that are out"
             assert node.parent is not None, "a node in the tree has no parent"
-            assert node.parent.children.get(self._own_key(node)) is node, "a child is filed under a wrong key"
+            assert node.parent.children.get(node.key) is node, "a child is filed under a wrong key"
+            first = self._key(node.parent, node.token_ids, 0, b"")
+            assert node.key.endswith(first), "a key is not of the first page"
             if not node.children and not node.pins:
                 assert node.pages.any(), "a leaf of holes"
                 assert not self._num_full or node.serial in listed, "an evictable leaf is not in the heap"
@@ -327,10 +338,6 @@ class RadixCache(PrefixCache[RadixNode]):
         key = ids.tobytes() if ids.dtype == np.int32 else id_bytes(ids)
         return salt + key if salt and parent is self._root else key
 
-    def _own_key(self, node: RadixNode) -> bytes:
-        assert node.parent is not None, "the root is filed nowhere"
-        return self._key(node.parent, node.token_ids, 0, node.salt)
-
     def _common_pages(self, node: RadixNode, token_ids: IdArray, page: int) -> int:
         """Whole pages that the edge shares with `token_ids` from `page` on; the first one is known to be equal."""
         if node.num_pages == 1:
@@ -348,30 +355,28 @@ class RadixCache(PrefixCache[RadixNode]):
         """
         assert node.parent is not None, "the root has no edge to split"
         border = count * self._page_size
-        upper = RadixNode(node.parent, node.token_ids[:border], node.pages[:, :count], next(self._serials))
-        upper.pins, upper.used_at, upper.salt = node.pins, node.used_at, node.salt
+        upper = RadixNode(node.parent, node.key, node.token_ids[:border], node.pages[:, :count], next(self._serials))
+        upper.pins, upper.used_at = node.pins, node.used_at
         upper.hashes, node.hashes = node.hashes[:count], node.hashes[count:]
-        node.parent.children[self._own_key(upper)] = upper
+        node.parent.children[upper.key] = upper
         node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[:, count:]
         if self._windows is not None:
             moved = upper.pages[self._num_full :]
             self._holders[moved[moved > 0]] = upper
-        node.salt = b""
-        upper.children[self._own_key(node)] = node
+        node.key = self._key(upper, node.token_ids, 0, b"")
+        upper.children[node.key] = node
         self._num_nodes += 1
         return upper
 
     def _add_leaf(self, parent: RadixNode, key: bytes, token_ids: IdArray, pages: Int32Array, salt: bytes) -> RadixNode:
-        leaf = RadixNode(parent, token_ids.copy(), pages.copy(), next(self._serials))
+        leaf = RadixNode(parent, key, token_ids.copy(), pages.copy(), next(self._serials))
         parent.children[key] = leaf
-        if parent is self._root:
-            leaf.salt = salt
         if self._records:
-            before = parent.hashes[-1] if parent is not self._root else None
-            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size, leaf.salt)
-            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids, leaf.salt))
+            before, own = (parent.hashes[-1], b"") if parent is not self._root else (None, salt)
+            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size, own)
+            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids, own))
         self._num_nodes += 1
-        self._num_columns += leaf.num_pages
+        self._num_columns += pages.shape[1]
         if self._windows is not None:
             held = leaf.pages[self._num_full :]
             self._hold(leaf, held[held > 0])
@@ -380,7 +385,7 @@ class RadixCache(PrefixCache[RadixNode]):
     def _remove_leaf(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
-        del parent.children[self._own_key(node)]
+        del parent.children[node.key]
         node.parent = None
         self._num_nodes -= 1
 

@@ -30,14 +30,17 @@ class RunningSet:
         groups = CacheGroups(limits.windows, limits.page_size)
         self.max_length = groups.max_length(limits.num_pages, limits.max_seq_len)
         self.rows = RowState(max_rows, self.max_length, limits.eos_token_ids)
+        most_pages = -(-self.max_length // limits.page_size)
         self.kv = KVManager(
             limits.num_pages,
             groups,
             max_rows,
-            -(-self.max_length // limits.page_size),
+            most_pages,
             limits.cache_type,
             record_changes=limits.record_cache_changes,
         )
+        self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # of a row of the page table
+        self._columns.flags.writeable = False
         self.committed = -1  # number of the last committed step
         self.prefilling: list[Sequence] = []  # in order of admission
         self.awaiting: list[Sequence] = []  # their prompts are planned whole, and no token comes behind them
@@ -91,8 +94,8 @@ class RunningSet:
         sequence.admit(row, lease, admission, cached)
         self.prefilling.append(sequence)
         pages = self.kv.pages_of(lease)
-        columns = np.arange(pages.shape[1], dtype=np.int32)
-        builder.write_pages(np.full(len(columns), row, dtype=np.int32), columns, pages.flatten())
+        columns = self._columns[: pages.shape[1]]
+        builder.write_pages(np.int32(row).repeat(len(columns)), columns, pages.flatten())
         params, pooling = sequence.params, sequence.pooling
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling))
 
@@ -109,7 +112,7 @@ class RunningSet:
             if sequence.pooling is not None:
                 self.awaiting.append(sequence)
                 return
-            self._decode_index = np.append(self._decode_index, row)
+            self._decode_index = np.concatenate((self._decode_index, (row,)))
             self._decode_arrays = None
 
     def finish(self, sequence: Sequence) -> None:
