@@ -82,9 +82,9 @@ class PrefixCache(abc.ABC, Generic[Pin]):
             salt: of the prompt that they begin or continue; prompts of different salts share no page.
 
         Returns:
-            the pages that the cache now holds for these tokens, pinned, and 0 where `pages` is: the array `pages` itself, or
-            another one. Where they differ from `pages` the cache had the tokens already, and the page handed in stays
-            with the caller. Fewer than `pages` when the cache does not keep the rest.
+            the pages that the cache now holds for these tokens, pinned, and 0 where `pages` is; it may be the array
+            `pages` itself. Where they differ from `pages` the cache had the tokens already, and the page handed in
+            stays with the caller. Fewer than `pages` when the cache does not keep the rest.
         """
 
     @abc.abstractmethod

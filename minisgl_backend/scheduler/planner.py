@@ -81,7 +81,8 @@ class Planner:
                 self._plan_decode(builder, step)
             return
         self._plan_decode(builder, step)
-        self._plan_prefill(builder, self._prompts.budget(builder.num_decoding, self._queue.num_tokens), step)
+        if self._running.prefilling or self._queue.num_tokens or self._prompts.in_backlog:
+            self._plan_prefill(builder, self._prompts.budget(builder.num_decoding, self._queue.num_tokens), step)
 
     def _plan_beside_background(self, builder: StepPlanBuilder, step: int) -> None:
         """A step of which background requests have their share, and others all that they can use."""
@@ -146,8 +147,7 @@ class Planner:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = (lengths > running.kv.covered.take(index)).nonzero()[0]
         if running.kv.has_windows and len(short):
-            # Where a row's next token begins a page, others are out of its windows: also out of that of the token
-            # before.
+            # Where a row's next token begins a page, others are out of its windows, and of those of the token before.
             # Not so where the prompt's last chunk is in flight: its pages are published first.
             ready = short[state.sampled.take(index[short])]
             gone = running.kv.trim(index[ready], (lengths[ready] - 1) // np.int32(self._limits.page_size))

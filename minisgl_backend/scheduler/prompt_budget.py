@@ -13,11 +13,12 @@ BACKLOG_SHARE = 3
 
 
 class PromptBudget:
-    """Of each step (chunked prefill), by what decodes in it and what waits."""
+    """Of each step (chunked prefill), by what decodes in it and what waits. Steps without a prompt need not ask, unless
+    there is a backlog, which ends when it is asked with an empty queue."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._in_backlog = False
+        self.in_backlog = False
 
     def budget(self, num_decoding: int, waiting: int) -> int:
         """Prompt tokens of a step in which `num_decoding` rows decode, with `waiting` tokens in the queue. From two
@@ -27,8 +28,8 @@ class PromptBudget:
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
         if backlog is not None:
             # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
-            self._in_backlog = waiting > 0 and (self._in_backlog or waiting > backlog.waiting_tokens)
-            if self._in_backlog:
+            self.in_backlog = waiting > 0 and (self.in_backlog or waiting > backlog.waiting_tokens)
+            if self.in_backlog:
                 share = min(waiting // BACKLOG_SHARE, backlog.most_prefill_length)
                 budget = max(backlog.mixed_prefill_length, share)
         budget = min(budget, self._limits.max_prefill_length)

@@ -27,7 +27,7 @@ from minisgl_backend.request import Request, SamplingParams
 from tests.parity.paged import PagedModel
 
 ROOT = Path(minisgl_backend.__file__).parent
-MOST_FILES = 21
+MOST_FILES = 20
 MOST_FILES_OF_A_LAYER = 9
 CAPTURED = "_decode"  # the first function of what a captured graph holds: a replay runs none of its Python
 

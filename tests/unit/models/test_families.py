@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -34,6 +36,19 @@ def default(architecture: str, **changes: Any) -> dict[str, Any]:
     """config.json of the default model of an architecture, as transformers saves it."""
     config = CONFIG_MAPPING[FAMILIES[architecture].model_type](**LACKING.get(architecture, {}))
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture], **changes}
+
+
+def test_a_model_imports_its_own_family_alone() -> None:
+    code = """
+import sys
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+before = set(sys.modules)
+ModelConfig.load(find_model_dir("demo"))
+print(*(name.rpartition(".")[2] for name in set(sys.modules) - before if ".families." in name))
+"""
+    imported = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert set(imported) == {"qwen2", "qwen3"}  # the latter takes its windows from the former
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
