@@ -215,7 +215,7 @@ class LogitsRunner:
 
     def _step_logits(self, batch: Batch) -> torch.Tensor:
         """One line for each token of the step, prefill first."""
-        if batch.step.graph_size and self._graphs is not None and self._graphs.outputs is not None:
+        if batch.step.decisions.graph_size and self._graphs is not None and self._graphs.outputs is not None:
             return self._graphs.outputs.logits[: batch.step.num_sampled]
         if self._tap.hidden is None:
             raise RuntimeError("the step computed no hidden states")

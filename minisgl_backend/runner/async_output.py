@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
-from minisgl_backend.runner.batch import StepTensors
 from minisgl_backend.runner.pooling import Pooled
+from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.logprobs import unpack
 from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 import torch
 
@@ -23,72 +22,13 @@ from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTens
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
 from minisgl_backend.runner.prompt_arrays import PrefillHost, expand, params_of, prefill_arrays, sampled_of_prompt
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
-from minisgl_backend.runner.staging import Staged, Staging
-from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
+from minisgl_backend.runner.staging import Staging
+from minisgl_backend.runner.step_tensors import HostBatch, PenaltyReset, StepTensors
+from minisgl_backend.sampling.metadata import NOTHING, SamplingMetadata, SamplingRows
 from minisgl_backend.step import RowError, StepDecisions, StepPlan
 
 EMPTY = np.zeros(0, dtype=np.int32)
 EMPTY.flags.writeable = False
-
-
-@dataclass(frozen=True)
-class PenaltyReset:
-    """A row whose penalties count the first `num_tokens` of its tokens anew."""
-
-    row: int
-    num_tokens: int
-    prompt_len: int
-
-
-class HostBatch(msgspec.Struct, frozen=True):
-    """A plan in a staging buffer: what `build_host` made and `upload` takes."""
-
-    plan: StepPlan
-    staged: Staged
-    prefill: PrefillHost | None
-    decode_rows: Int32Array  # [batch], padded where a graph will run
-    decode_lengths: Int32Array  # [batch]
-    num_sampled: int
-    checked_rows: tuple[int, ...]
-    decisions: StepDecisions
-    pooled: tuple[PooledChunk, ...]
-    needs: SamplingMetadata  # NOTHING on ranks that do not sample
-    penalised: tuple[PenaltyReset, ...]
-
-
-class StepTensors(msgspec.Struct, frozen=True):
-    """One step on the device. Valid until the next upload, in stream order."""
-
-    plan: StepPlan
-    decisions: StepDecisions
-    num_sampled: int
-    checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
-    prefill: PrefillInputs | None
-    decode: DecodeInputs | None
-    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, positions, ids; int32 [num_drafts] each
-    token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
-    token_positions: torch.Tensor | None  # int32 [num_tokens]
-    # int32 [num_sampled + num_checked + pooled states] lines of the hidden states, those that sample first, then those
-    # that are checked; None: all of them
-    logits_indices: torch.Tensor | None
-    pooled: tuple[PooledChunk, ...]
-    pooled_tokens: torch.Tensor | None  # int32  pooling.named_tokens; None: no chunk asks about any
-    cleared_pages: torch.Tensor | None  # int32 [num_cleared]
-    sampling: SamplingInputs
-    waits_for_masks: bool  # its tokens are sampled once grammars have said what they allow
-    logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
-
-    @property
-    def graph_size(self) -> int:
-        """Decode batch of the captured graph to replay; 0: run eagerly."""
-        return self.decisions.graph_size
-
-    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and position of every token of the step, prefill first; int32 [num_tokens] each."""
-        if self.token_rows is not None and self.token_positions is not None:
-            return self.token_rows, self.token_positions
-        assert self.decode is not None, "a step without prefill tokens decodes"
-        return self.decode.rows, self.decode.kv_lens - 1
 
 
 class BatchBuilder:

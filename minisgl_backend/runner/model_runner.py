@@ -22,7 +22,7 @@ from minisgl_backend.kv.groups import Window
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
-from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.pooling import Pooled, pool
@@ -30,6 +30,7 @@ from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, Propos
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
+from minisgl_backend.runner.step_tensors import HostBatch, StepTensors
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs, SamplingRows
 from minisgl_backend.sampling.sampler import Sampler
@@ -176,7 +177,7 @@ class ModelRunner:
             self._pool.clear(step.cleared_pages)
         if host.plan.num_proposed:
             return ProposerBatch(step)
-        if step.graph_size and step.decode is not None and self._graphs is not None:
+        if step.decisions.graph_size and step.decode is not None and self._graphs is not None:
             self._graphs.plan_replay(step.decode)
             return Batch(step, None)
         if step.prefill is None and step.decode is None:
@@ -198,7 +199,7 @@ class ModelRunner:
             computed = self._logits(step, hidden)
             return UnsampledStep(computed) if step.waits_for_masks else self._sample(computed, None)
         step = batch.step
-        if step.graph_size:
+        if step.decisions.graph_size:
             computed = self._replay(step)
         elif batch.attention is None:
             computed = Computed(step, None, None)
@@ -338,16 +339,16 @@ class ModelRunner:
     def _replay(self, step: StepTensors) -> Computed:
         assert self._graphs is not None, "a graph size comes from the graph runner"
         self._reader.protect_outputs()
-        outputs = self._graphs.replay(step.graph_size, has_drafts=step.drafts is not None)
+        outputs = self._graphs.replay(step.decisions.graph_size, has_drafts=step.drafts is not None)
         return Computed(step, outputs.logits[: step.num_sampled], outputs.token_ids)
 
     def _replay_sampling(self, step: StepTensors, masks: GrammarMasks | None) -> None:
         assert self._graphs is not None, "a sampling graph comes from the graph runner"
         if masks is not None and len(masks[0]):
-            self._masks.upload(step.graph_size, *masks)
+            self._masks.upload(step.decisions.graph_size, *masks)
         elif step.decisions.sampling_graph & layout.GRAMMAR:
             self._masks.clear()  # the graph looks at them
-        self._graphs.replay_sampling(step.graph_size, step.decisions.sampling_graph)
+        self._graphs.replay_sampling(step.decisions.graph_size, step.decisions.sampling_graph)
 
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""

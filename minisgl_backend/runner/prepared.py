@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.attention.pair import PairPlan
-from minisgl_backend.runner.batch import HostBatch, StepTensors
+from minisgl_backend.runner.step_tensors import HostBatch, StepTensors
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from minisgl_backend.arrays import Int32Array, Int64Array, UInt8Array
+from minisgl_backend.arrays import IndexArray, Int32Array, Int64Array, UInt8Array
 from minisgl_backend.request import FinishReason
-from minisgl_backend.step import SequenceDetail
+from minisgl_backend.step import Logprobs, SequenceDetail
 
 NO_TOKEN = -1
 NO_DETAIL = SequenceDetail()
@@ -59,6 +60,23 @@ class OutputCollector:
     def add_detail(self, index: int, detail: SequenceDetail) -> None:
         """A detail of a record that was added with `add_run`."""
         self._details[index] = detail
+
+    def add_logprobs(self, logprobs: Mapping[int, Logprobs], first: int, start: int, kept: IndexArray | None) -> None:
+        """Log-probabilities of decode entries, by index of the result.
+
+        first: index of the result where decode entries begin; start: record of the first of them; kept: the entries
+        that have a record, ascending [num_records]; None: all.
+        """
+        for index, found in logprobs.items():
+            record = index - first
+            if record < 0:
+                continue
+            if kept is not None:
+                at = int(np.searchsorted(kept, record))
+                if at == len(kept) or kept[at] != record:
+                    continue
+                record = at
+            self.add_detail(start + record, SequenceDetail(logprobs=found))
 
     def records_from(self, first: int) -> list[int]:
         """The uids of the records from this one on, which were added with `add_run` or `add`."""

@@ -5,8 +5,6 @@ docs/scheduler.md explains the laws and where the time goes.
 
 from __future__ import annotations
 
-import heapq
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +12,12 @@ from functools import partial
 
 import numpy as np
 
-from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array
+from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.request import SEED_RANGE, FinishReason, Request, check_prompt
+from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.arrivals import Arrivals, Deadlines
 from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares, TenantStats
 from minisgl_backend.scheduler.forced_drafts import ForcedTokens, no_forced_tokens
@@ -27,7 +26,7 @@ from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, Sequenc
 from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.scheduler.policy import QUEUES, WaitingQueue
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Group, Sequence, SequenceState, with_seed_of
+from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
@@ -58,11 +57,11 @@ class Scheduler:
     ) -> None:
         self._limits = limits
         self._clock = clock
-        self._seeds = random.Random(seed)
         new_queue = partial(QUEUES[limits.schedule_policy], self._cached_tokens)
         self._shares = FairShares(limits, new_queue) if limits.fair_shares else None
         self._queue: WaitingQueue = new_queue() if self._shares is None else self._shares.queue
         self._running = RunningSet(limits, self._queue)
+        self._arrivals = Arrivals(limits, self._running.max_length, seed)
         self._admission = AdmissionControl()
         self._drafting: Drafting | None = None
         if proposer is not None:
@@ -71,10 +70,9 @@ class Scheduler:
         self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares, self._drafting)
         self._outputs = OutputCollector()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
-        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, uid); may hold sequences that have ended
+        self._deadlines = Deadlines()
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
-        self._num_arrivals = 0
         self._new_requests: set[int] = set()  # uid of one sequence of each request of which nothing has run yet
         self._ended = dict.fromkeys(FinishReason, 0)
         self._generated_tokens = 0
@@ -98,7 +96,7 @@ class Scheduler:
             InvalidRequestError: it can never run.
             CapacityError: the queue is full.
         """
-        token_ids = self._prompt_of(request)
+        token_ids = self._arrivals.prompt_of(request)
         params = request.params
         for uid in range(request.uid, request.uid + params.n):
             if uid in self._sequences:
@@ -108,13 +106,12 @@ class Scheduler:
                 f"{len(self._new_requests)} requests are waiting, all that max_waiting_requests allows; try again later"
             )
         tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
-        sequences = self._make_sequences(request, token_ids, tenant)
+        sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.num_admissions)
         for sequence in sequences:
             self._sequences[sequence.uid] = sequence
             if sequence.deadline is not None:
-                self._push_deadline(sequence.deadline, sequence.uid)
+                self._deadlines.add(sequence.deadline, sequence.uid, self._sequences)
         self._new_requests.add(request.uid)
-        self._num_arrivals += 1
         # Siblings wait for the prompt's pages, where there is a whole page to share and a cache that keeps it.
         if params.n > 1 and self._running.kv.keeps_prefixes and len(token_ids) > self._limits.page_size:
             self._queue.push(Group(sequences).lead())
@@ -137,7 +134,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run now, or before the step in flight is committed. May be called while
         steps are in flight."""
-        self._expire()
+        if self._deadlines.first <= (now := self._clock()):
+            for uid in self._deadlines.take_expired(now):
+                self.abort(uid, FinishReason.CANCELLED)
         self._running.release_finished()
         drafting, in_flight = self._drafting, self._in_flight
         if drafting is not None and in_flight and drafting.waits(in_flight[-1], self._planner.prompts_wait):
@@ -224,37 +223,6 @@ class Scheduler:
             assert not held_back or (group is not None and group.leader is not None), "held back without a leader"
             assert uid not in self._new_requests or not sequence.resumed, "a request that has run counts as new"
         assert self._new_requests <= self._sequences.keys(), "a request of which nothing is left counts as new"
-
-    # ---- arrivals
-
-    def _prompt_of(self, request: Request) -> Int32Array:
-        if len(request.token_ids) % 4:
-            raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
-        token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
-        limited_by = "the model's limit, or max_seq_len_override"
-        if self.max_length < self._limits.max_seq_len:
-            limited_by = f"{self._limits.num_pages} KV pages; see num_pages and memory_ratio"
-        check_prompt("the prompt", token_ids, max_seq_len=self.max_length, limited_by=limited_by)
-        return token_ids
-
-    def _make_sequences(self, request: Request, token_ids: Int32Array, tenant: int) -> list[Sequence]:
-        params = request.params
-        seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
-        return [
-            Sequence(
-                uid=request.uid + index,
-                token_ids=token_ids,
-                params=with_seed_of(params, seed, index),
-                level=request.priority or DEFAULT_LEVEL,
-                arrival=self._num_arrivals,
-                deadline=request.deadline,
-                admissions_before=self._planner.num_admissions,
-                pooling=request.pooling,
-                tenant=tenant,
-                contents=request.contents,
-            )
-            for index in range(params.n)
-        ]
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         ids = sequence.cache_ids(sequence.token_ids[:-1])
@@ -382,24 +350,11 @@ class Scheduler:
         self._last_decode_tokens += len(rows)
         start = self._outputs.add_run(uids, tokens, reasons)
         if result.logprobs:
-            self._add_logprobs(result, first, start, kept)
+            self._outputs.add_logprobs(result.logprobs, first, start, kept)
         for index in reasons.nonzero()[0]:
             sequence = state.sequences[rows[index]]
             assert sequence is not None, "a row in flight keeps its sequence"
             self._end(sequence, FinishReason(int(reasons[index])))
-
-    def _add_logprobs(self, result: StepResult, first: int, start: int, kept: IndexArray | None) -> None:
-        """Log-probabilities of decode rows; `kept` are the indices of those that have a record, None: all."""
-        for index, logprobs in result.logprobs.items():
-            record = index - first
-            if record < 0:
-                continue
-            if kept is not None:
-                found = int(np.searchsorted(kept, record))
-                if found == len(kept) or kept[found] != record:
-                    continue
-                record = found
-            self._outputs.add_detail(start + record, SequenceDetail(logprobs=logprobs))
 
     # ---- ends
 
@@ -439,17 +394,3 @@ class Scheduler:
             if is_new:
                 self._new_requests.add(leader.uid)
             self._queue.push(leader)
-
-    def _expire(self) -> None:
-        if not self._deadlines or self._deadlines[0][0] > self._clock():
-            return
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, uid = heapq.heappop(self._deadlines)
-            self.abort(uid, FinishReason.CANCELLED)
-
-    def _push_deadline(self, deadline: float, uid: int) -> None:
-        heapq.heappush(self._deadlines, (deadline, uid))
-        if len(self._deadlines) > 2 * len(self._sequences) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
-            heapq.heapify(self._deadlines)

@@ -20,11 +20,12 @@ from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import EagerContext
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
+from minisgl_backend.runner.batch import BatchBuilder, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import aligned
+from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -98,7 +99,7 @@ class DraftModelProposer(DeviceProposer):
 
     def _first_pass(self, step: StepTensors, decode: DecodeInputs) -> torch.Tensor:
         """The tokens behind the rows' last ones, int32 [2, num_proposing or more]."""
-        if step.graph_size:
+        if step.decisions.graph_size:
             return self._replay(decode)
         hidden, count = self._see(step, decode), step.plan.num_proposing
         return self._sample(self._model.logits(hidden), decode.rows[:count], decode.kv_lens[:count])

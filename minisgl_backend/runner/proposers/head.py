@@ -23,11 +23,12 @@ from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext
 from minisgl_backend.models.draft_head import DraftHead
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
+from minisgl_backend.runner.batch import BatchBuilder, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import aligned
+from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.speculative_config import MOST_DRAFTS
 from minisgl_backend.tensor_parallel import TensorParallel

@@ -25,8 +25,9 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import GraphRunner
+from minisgl_backend.runner.step_tensors import StepTensors
 
 
 class DeviceProposer(ABC):

@@ -11,10 +11,11 @@ from hand_made_plans import Driver
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import graph_sizes
 from minisgl_backend.runner.prompt_arrays import expand
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import StepPlan
@@ -92,10 +93,10 @@ def test_random_plans(page_size: int, sizes: tuple[int, ...], seed: int) -> None
         host = builder.build_host(plan, graph_sizes=sizes)
         step = builder.upload(host)
         check(step, plan, table, mirror, page_size)
-        if step.graph_size:
-            assert step.graph_size == min(size for size in sizes if size >= len(ready))
+        if step.decisions.graph_size:
+            assert step.decisions.graph_size == min(size for size in sizes if size >= len(ready))
             assert step.decode is not None
-            assert step.decode.rows.tolist()[len(ready) :] == [ROWS] * (step.graph_size - len(ready))
+            assert step.decode.rows.tolist()[len(ready) :] == [ROWS] * (step.decisions.graph_size - len(ready))
             assert step.decode.kv_lens_host.tolist() == step.decode.kv_lens.tolist()
         token_ids = rng.integers(0, 100, step.num_sampled).astype(np.int32)
         table.write_tokens(step.sampling.rows, step.sampling.positions, torch.from_numpy(token_ids))
@@ -146,7 +147,7 @@ def test_the_decode_part_never_moves() -> None:
     for _ in range(3):
         step = builder.upload(builder.build_host(driver.plan(decode=(2, 0, 1)), graph_sizes=(1, 4)))
         assert step.decode is not None
-        assert step.graph_size == 4
+        assert step.decisions.graph_size == 4
         assert step.decode.rows.data_ptr() == padding.rows.data_ptr()
         assert step.decode.kv_lens.data_ptr() == padding.kv_lens.data_ptr()
         assert padding.rows.tolist() == [2, 0, 1, ROWS]

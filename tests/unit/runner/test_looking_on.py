@@ -10,9 +10,10 @@ from tiny_runner import GREEDY, PROMPTS, MakeRunner, run
 
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.step_tensors import StepTensors
 from tests.specs import one_group
 
 

@@ -1,0 +1,83 @@
+"""What arrives: requests become sequences, and some of these have a deadline."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Collection
+
+import numpy as np
+
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.request import SEED_RANGE, Request, check_prompt
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Sequence, with_seed_of
+
+
+class Arrivals:
+    """Makes sequences of requests, in the order in which they come."""
+
+    def __init__(self, limits: SchedulerLimits, max_length: int, seed: int | None) -> None:
+        """`max_length`: tokens of the longest sequence. `seed`: of the seeds of requests without one."""
+        self._limits = limits
+        self._max_length = max_length
+        self._seeds = random.Random(seed)
+        self._count = 0
+
+    def prompt_of(self, request: Request) -> Int32Array:
+        """Its tokens, int32 [num_tokens]. Raises InvalidRequestError where they can never run."""
+        if len(request.token_ids) % 4:
+            raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
+        token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
+        limited_by = "the model's limit, or max_seq_len_override"
+        if self._max_length < self._limits.max_seq_len:
+            limited_by = f"{self._limits.num_pages} KV pages; see num_pages and memory_ratio"
+        check_prompt("the prompt", token_ids, max_seq_len=self._max_length, limited_by=limited_by)
+        return token_ids
+
+    def sequences_of(self, request: Request, token_ids: Int32Array, tenant: int, num_admissions: int) -> list[Sequence]:
+        """Those of a request with this prompt, one for each answer. `num_admissions`: those of all sequences so far."""
+        params = request.params
+        seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
+        arrival, self._count = self._count, self._count + 1
+        return [
+            Sequence(
+                uid=request.uid + index,
+                token_ids=token_ids,
+                params=with_seed_of(params, seed, index),
+                level=request.priority or DEFAULT_LEVEL,
+                arrival=arrival,
+                deadline=request.deadline,
+                admissions_before=num_admissions,
+                pooling=request.pooling,
+                tenant=tenant,
+                contents=request.contents,
+            )
+            for index in range(params.n)
+        ]
+
+
+class Deadlines:
+    """When sequences are to be ended at the latest; seconds of the scheduler's clock."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []  # (deadline, uid); may hold sequences that have ended
+        self.first = math.inf  # the earliest
+
+    def add(self, deadline: float, uid: int, alive: Collection[int]) -> None:
+        """`alive`: the uids of all sequences that have not ended; others are forgotten when there are many of them."""
+        heapq.heappush(self._heap, (deadline, uid))
+        if len(self._heap) > 2 * len(alive) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in alive]
+            heapq.heapify(self._heap)
+        self.first = self._heap[0][0]
+
+    def take_expired(self, now: float) -> list[int]:
+        """The uids whose deadline has come, each once."""
+        uids = []
+        while self._heap and self._heap[0][0] <= now:
+            uids.append(heapq.heappop(self._heap)[1])
+        self.first = self._heap[0][0] if self._heap else math.inf
+        return uids
