@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every test that this machine can run; tests that need a GPU skip themselves. Arguments go to pytest:
 #
-#   bash scripts/test.sh                                 everything, half an hour on 2 cores
+#   bash scripts/test.sh                                 everything, 25 minutes on 2 cores
 #   bash scripts/test.sh --full                          and the tests that take minutes each
 #   bash scripts/test.sh -m "not e2e and not gpu"        the fast half
 #
