@@ -189,7 +189,7 @@ class Conversations:
         self._drawn: list[list[dict[str, str]]] = []
 
     def next(self, most: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of one of at most so many tokens, and where the assistant speaks: the first token, and the one
+        """Token ids of one of at most `most` tokens, and where the assistant speaks: the first token, and the one
         behind its end marker."""
         while True:
             if not self._drawn:

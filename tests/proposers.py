@@ -110,6 +110,21 @@ def verify_every_draft(llm: LLM, most: int) -> None:
         drafting._steps._control = drafting._control
 
 
+def proposals_in_answers(llm: LLM, most: int) -> list[tuple[list[int], list[int]]]:
+    """`proposals_of` answers to a few prompts, some of several chunks; the answers are those without drafts."""
+    prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
+    answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
+    texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    found = proposals_of(llm, texts, most)
+    again = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert [one.token_ids for one in again] == [one.token_ids for one in answers]
+    llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+    accepted = llm.stats.speculation.accepted
+    assert accepted[0] > accepted[2] > 0
+    assert len(found) >= len(prompts)
+    return found
+
+
 def proposals_of(llm: LLM, texts: list[list[int]], most: int) -> list[tuple[list[int], list[int]]]:
     """What a proposer on the device proposes from now on: tokens known, and those behind them. Verified are the tokens
     of `texts` instead, some of them wrong, so that any number of drafts is accepted."""

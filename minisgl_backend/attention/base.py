@@ -41,9 +41,7 @@ class LayerGroup:
     num_q_heads: int
     kv: KVLayout
     window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
-    chunk: int | None = (
-        None  # tokens; a query sees those of its own chunk of so many, up to itself; None: of all chunks
-    )
+    chunk: int | None = None  # chunk size in tokens; a query sees its own chunk, up to itself; None: no chunks
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value

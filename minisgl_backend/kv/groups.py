@@ -25,7 +25,7 @@ class Chunk:
     size: int  # tokens; chunks begin at multiples of it
 
 
-Window = int | Chunk | None  # the tokens that a query sees: the last so many, itself included; of its chunk; all
+Window = int | Chunk | None  # what a query sees: that many last tokens, itself included; its chunk; all
 FULL: tuple[Window, ...] = (None,)  # the windows of a model whose layers all see everything
 MOST_GROUPS = 8  # attention is planned for each of them in each step
 WORTHWHILE = 15 / 16  # of the memory that fewer groups take: with more that save less, steps cost more than pages do

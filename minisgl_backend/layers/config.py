@@ -68,7 +68,7 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig | None  # None: no position embedding (NoPE)
     window: int | None = None  # tokens that a token sees, the last of which is itself; None: all up to itself
-    chunk: int | None = None  # tokens; a token sees those of its own chunk of so many, up to itself; None: of all
+    chunk: int | None = None  # chunk size in tokens; a token sees its own chunk, up to itself; None: no chunks
     scale: float | None = None  # of queries' products with keys; None: head_dim ** -0.5
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     sinks: bool = False  # a learned logit a head that takes part in the softmax and has no value (gpt-oss)

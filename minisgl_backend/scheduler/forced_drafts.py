@@ -7,8 +7,8 @@ from collections.abc import Callable
 from minisgl_backend.arrays import NO_INT32, IndexArray, Int32Array
 from minisgl_backend.scheduler.rows import RowState
 
-# Of a sequence by uid, what its grammar leaves no choice about behind the tokens that are committed, the next token
-# first: int32 [at most so many].
+# (uid, most) -> text that the sequence's grammar forces behind its committed tokens, the next token first: int32
+# [at most `most`].
 ForcedTokens = Callable[[int, int], Int32Array]
 
 

@@ -104,8 +104,8 @@ class DraftControl:
         self.is_on = bool(best > rates[0] and best > plain * (1.0 if self.is_on else BEGIN_GAIN))
 
     def forced_pay(self, counts: Sequence[int], num_rows: int, room: int) -> bool:
-        """Whether it pays to wait with the next step for the commit, which then has so many drafts of some rows that
-        are text forced by a grammar, where `num_rows` decode and a step has `room` tokens for drafts."""
+        """Whether it pays that the next step waits for the commit, to verify text forced by grammars: `counts` drafts
+        of some rows, where `num_rows` decode and a step has `room` tokens for drafts."""
         right = np.concatenate([self._forced.all_right(count) for count in counts]) if counts else np.empty(0)
         right = -np.sort(-right)[: max(room, 0)]
         if not len(right):

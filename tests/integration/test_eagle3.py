@@ -13,7 +13,7 @@ from minisgl_backend.models.folder import find_model_dir
 from tests.eagle3_heads import DEMO_LAYERS, eagle3_head, reference_drafts
 from tests.gauge.harness import engine
 from tests.parity.checkpoints import reference_model
-from tests.proposers import proposals_of
+from tests.proposers import proposals_in_answers
 
 MOST = 4
 # Nothing cached: of a cached prefix the head may know the last position with another token behind it.
@@ -25,19 +25,10 @@ CELLS: dict[str, dict[str, Any]] = {"chunked": CHUNKED, "captured": {**CHUNKED, 
 @pytest.mark.parametrize("cell", CELLS)
 def test_drafts_are_those_of_plain_torch(cell: str, tmp_path: Path) -> None:
     """Behind prompts in chunks, beside other rows, after drafts that were right and wrong."""
-    prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
     with engine(**CELLS[cell], **eagle3_head(tmp_path, MOST)) as llm:
-        answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
-        texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-        found = proposals_of(llm, texts, MOST)
-        again = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True)
-        assert [one.token_ids for one in again] == [one.token_ids for one in answers]
-        llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
-        accepted = llm.stats.speculation.accepted
-        assert accepted[0] > accepted[2] > 0
+        found = proposals_in_answers(llm, MOST)
     target = reference_model(find_model_dir("demo"))
     embedding = target.get_input_embeddings().weight.data
-    assert len(found) >= len(prompts)
     for known, proposed in found:
         with torch.inference_mode():
             hidden = target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states

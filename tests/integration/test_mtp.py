@@ -10,7 +10,7 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from tests.gauge.harness import engine
 from tests.mtp_checkpoints import Reference, served_mtp_checkpoint
-from tests.proposers import proposals_of
+from tests.proposers import proposals_in_answers
 
 MOST = 4
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": MOST}}
@@ -24,18 +24,9 @@ CELL: dict[str, Any] = {
 def test_drafts_are_those_of_plain_torch(tmp_path: Path) -> None:
     """Behind prompts in chunks, beside other rows, after drafts that were right and wrong; more drafts than layers."""
     model = served_mtp_checkpoint(tmp_path)
-    prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
     with engine(model=model, **CELL, **MTP) as llm:
-        answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
-        texts = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-        found = proposals_of(llm, texts, MOST)
-        again = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True)
-        assert [one.token_ids for one in again] == [one.token_ids for one in answers]
-        llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
-        accepted = llm.stats.speculation.accepted
-        assert accepted[0] > accepted[2] > 0
+        found = proposals_in_answers(llm, MOST)
     reference = Reference(tmp_path)
-    assert len(found) >= len(prompts)
     for known, proposed in found:
         assert proposed == reference.drafts(reference.states(known[:-1]), known, len(proposed))[0]
 

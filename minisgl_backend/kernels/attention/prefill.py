@@ -35,7 +35,8 @@ def prefill_attention(
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
     max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
-    chunk: or those of its chunk of so many tokens. soft_cap and sinks: as in decode_attention.
+    chunk: chunk size in tokens, where a query sees its own chunk alone; 0: no chunks. soft_cap and sinks: as in
+    decode_attention.
     """
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
