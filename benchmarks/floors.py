@@ -15,14 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.gpu import offline_load
+from benchmarks.gpu import DECODE_CONTEXT, offline_load
 from benchmarks.layer_costs import FORMATS, PLAIN_BYTES, LayerCosts, layer_costs
 from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
 from minisgl_backend.kernels.device_facts import NAMED
 from minisgl_backend.models.config import ModelConfig
 
-DECODE_CONTEXT = 1024  # tokens, the middle of what benchmarks.gpu averages over
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (1000, 4000, 8000, 32000)
 
@@ -70,6 +69,14 @@ class Floors:
         attention = max(self._cache_bytes(contexts) / self._limits.bytes_per_s, flop / self._limits.flop_per_s)
         return max(weights, gemms) + attention
 
+    def decode_ms(self, batch: int, context: int = DECODE_CONTEXT) -> float:
+        """Milliseconds of one step of sequences that all have this length."""
+        return _digits(1000 * self.decode_s([context] * batch))
+
+    def prefill_tok_s(self, length: int) -> float:
+        """Tokens a second of prompts of this length."""
+        return _digits(length / self.prefill_s([length]))
+
     def prefill_s(self, prompts: Sequence[int]) -> float:
         """Seconds for prompts of these lengths, GEMMs and causal attention alone; one row of logits each."""
         flop = 0.0
@@ -79,21 +86,21 @@ class Floors:
         return flop / self._limits.flop_per_s
 
     def offline_tok_s(self, load: Sequence[tuple[list[int], int]]) -> float:
-        """Tokens a second for (prompt, answer length) pairs that all start at once and fit the cache."""
+        """Tokens a second of answers for (prompt, answer length) pairs that all start at once and fit the cache."""
         seconds = self.prefill_s([len(prompt) for prompt, _ in load])
         for step in range(1, max(length for _, length in load)):
             seconds += self.decode_s([len(prompt) + step for prompt, length in load if length > step])
-        return sum(length for _, length in load) / seconds
+        return _digits(sum(length for _, length in load) / seconds)
 
     def figures(self, prefix: str) -> dict[str, float]:
         """All of them, under the names that benchmarks.gpu gives to what it measures."""
         single = self.prefill_s([128]) + sum(self.decode_s([128 + step]) for step in range(1, 512))
-        results = {"offline_tok_s": _digits(self.offline_tok_s(offline_load())), "single_tok_s": _digits(512 / single)}
+        results = {"offline_tok_s": self.offline_tok_s(offline_load()), "single_tok_s": _digits(512 / single)}
         for batch in BATCHES:
-            results[f"bs{batch}_ms"] = _digits(1000 * self.decode_s([DECODE_CONTEXT] * batch))
+            results[f"bs{batch}_ms"] = self.decode_ms(batch)
         for length in PROMPTS:
             name = "prefill_tok_s" if length == 4000 else f"prefill_{length}_tok_s"
-            results[name] = _digits(length / self.prefill_s([length]))
+            results[name] = self.prefill_tok_s(length)
         return {f"{prefix}_{name}": value for name, value in results.items()}
 
     def _weight_bytes(self, tokens: int) -> float:

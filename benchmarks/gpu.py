@@ -37,7 +37,8 @@ MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir())
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {}  # headline figures are those of default options
 PROMPTS_FIRST: dict[str, Any] = {"max_prefill_length": 16384, "mixed_prefill_length": 0}
-DECODE_PROMPT, DECODE_TOKENS = 890, 264  # tokens of a sequence whose steps are measured
+DECODE_CONTEXT = 1024  # tokens that a step sees whose time is told, unless a row says so
+DECODE_BEFORE, DECODE_TOKENS = 134, 264  # how much shorter a prompt is, and its answer: 256 steps around the context
 ONLINE_RATE = 3.3  # requests a second of the Poisson load: 60% of what a Qwen3-14B on one H200 serves
 
 
@@ -382,10 +383,10 @@ def _first_token_ms(driver: Any, length: int, repeats: int = 10) -> float:
     return round(1000 * statistics.median(taken[2:]), 2)
 
 
-def _decode_row(driver: Any, name: str, batch: int) -> dict[str, float]:
+def _decode_row(driver: Any, name: str, batch: int, context: int = DECODE_CONTEXT) -> dict[str, float]:
     """Milliseconds a step under this name; nothing where the cache has no room for all sequences at once: some would
     wait, and the steps of the others are those of a smaller batch."""
-    pages = batch * -(-(DECODE_PROMPT + DECODE_TOKENS) // driver.engine.welcome.page_size)
+    pages = batch * -(-(context - DECODE_BEFORE + DECODE_TOKENS) // driver.engine.welcome.page_size)
     if pages > driver.engine.welcome.num_pages:
         print(
             f"{name}: left out, since {batch} sequences need {pages} pages of the KV cache and "
@@ -394,13 +395,13 @@ def _decode_row(driver: Any, name: str, batch: int) -> dict[str, float]:
             flush=True,
         )
         return {}
-    return {name: _decode_ms(driver, batch)}
+    return {name: _decode_ms(driver, batch, context)}
 
 
-def _decode_ms(driver: Any, batch: int) -> float:
-    """Mean step between 896 and 1,152 tokens of context."""
+def _decode_ms(driver: Any, batch: int, context: int) -> float:
+    """Mean step over 256 tokens of context, of which `context` is the middle."""
     rng = random.Random(batch)
-    prompts = [[rng.randint(0, 10000) for _ in range(DECODE_PROMPT)] for _ in range(batch)]
+    prompts = [[rng.randint(0, 10000) for _ in range(context - DECODE_BEFORE)] for _ in range(batch)]
     # The second time prompts are cached, so that all sequences decode at the same time.
     for num_tokens in (1, DECODE_TOKENS):
         driver.clear()

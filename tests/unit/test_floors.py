@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.comparison import PEERS
 from benchmarks.floors import Floors
-from benchmarks.formats import ROWS, shares, speedups
 from benchmarks.layer_costs import FORMATS, layer_costs
 from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
@@ -113,17 +112,3 @@ def test_rates_of_data_sheets() -> None:
     assert Limits.nominal(DeviceFacts.named("a100")) == Limits(2.039e12, 312e12)
     with pytest.raises(ConfigError, match="CPU has no rates here"):
         Limits.nominal(DeviceFacts.cpu())
-
-
-@pytest.mark.parametrize("name", [name for name in ROWS if ROWS[name].experts != "mxfp4"])
-def test_rows_of_the_benchmark_of_formats_have_floors(name: str) -> None:
-    row = ROWS[name]
-    found = Floors(ModelConfig.from_dicts(SHAPES[row.model], {}), Limits(), weights=row.weights, experts=row.experts)
-    assert 0 < found.decode_s([1024.0]) < 0.1
-    assert row.base is None or list(ROWS).index(row.base) < list(ROWS).index(name)
-
-
-def test_ratios_of_formats_are_speeds() -> None:
-    base, found = {"bs1_ms": 10.0, "offline_tok_s": 100.0, "pages": 5}, {"bs1_ms": 5.0, "offline_tok_s": 150.0}
-    assert speedups(found, base) == {"bs1_ms": 2.0, "offline_tok_s": 1.5}
-    assert shares({"bs1_ms": 10.0, "floor_bs1_ms": 6.0, "bs8_ms": 1.0}) == {"bs1_ms": 0.6}

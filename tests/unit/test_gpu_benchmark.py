@@ -15,7 +15,7 @@ def test_a_batch_that_does_not_fit_is_left_out_and_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_pages: int, measured: bool
 ) -> None:
     """256 sequences of 1,154 tokens are 19 pages of 64 each."""
-    monkeypatch.setattr(gpu, "_decode_ms", lambda driver, batch: 14.8)
+    monkeypatch.setattr(gpu, "_decode_ms", lambda driver, batch, context: 14.8)
     welcome = SimpleNamespace(page_size=64, num_pages=num_pages + 256)
     row = gpu._decode_row(SimpleNamespace(engine=SimpleNamespace(welcome=welcome)), "q14_bs256_ms", 256)
     assert row == ({"q14_bs256_ms": 14.8} if measured else {})
