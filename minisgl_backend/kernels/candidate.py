@@ -1,7 +1,9 @@
 """A kernel that could compute something, and when it is taken: the rows of the tables in linear/choose.py and
 moe/choose.py.
 
-A table is read from above: the first row whose condition holds is what runs. So its last row has none.
+A table is read from above: the first row whose condition holds is what runs. So its last row has none. Where such a
+row is `close`, the rows behind it that hold and are close, too, contend with it: whoever measures them at start may
+prefer one of them (linear/measured.py); what is not measured keeps the table's order.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ PLAIN = "plain"  # weights in the model's own number format, as a weight format
 REMEMBERED = 8192  # choices of one kind of weights: a few shapes by the row counts of steps
 
 
+def never(key: object, facts: DeviceFacts) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Candidate(Generic[Key]):
     """One row. Several may name the same kernel, each with a reason of its own."""
@@ -25,6 +31,7 @@ class Candidate(Generic[Key]):
     kernel: str
     why: str  # it is taken where `serves` holds; for people, and printed by `minisgl kernels`
     serves: Callable[[Key, DeviceFacts], bool]
+    close: Callable[[Key, DeviceFacts], bool] = never  # it may be faster than other close rows, or slower
 
 
 Table = Mapping[str, Sequence[Candidate[Key]]]  # by weight format
@@ -40,6 +47,14 @@ class Chooser(Generic[Key]):
     def candidate(self, key: Key) -> Candidate[Key]:
         """The row that is taken."""
         return next(row for row in self._rows if row.serves(key, self._facts))
+
+    def contenders(self, key: Key) -> tuple[str, ...]:
+        """Kernels that may be the fastest for a key, the one of the row that is taken first; none: there is but one."""
+        first, *later = (row for row in self._rows if row.serves(key, self._facts))
+        if not first.close(key, self._facts):
+            return ()
+        rivals = dict.fromkeys(row.kernel for row in later if row.close(key, self._facts))
+        return (first.kernel, *(kernel for kernel in rivals if kernel != first.kernel)) if rivals else ()
 
     def _kernel(self, key: Key) -> str:
         return self.candidate(key).kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -12,6 +13,9 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 
+# Packages of published kernels for GEMMs, and distributions that have them.
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"sgl_kernel": ("sgl-kernel", "sglang-kernel")})
+TORCH_BLOCKS = "torch: FP8 in blocks"  # as a library: of torch for CUDA 12.9 or later; taken away where a trial fails
 LARGEST_SHARED = 227 << 10  # bytes of shared memory of a program, of all GPUs
 # Of a program, by compute capability; of those between, the next lower one's.
 _SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
@@ -30,6 +34,7 @@ class DeviceFacts:
     own_kernels: bool = True  # this project's run here: Triton is installed, or the CPU's could be compiled
     dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
     tensor_memory: bool = False  # tensor memory access (TMA), likewise, by a Triton that has descriptors for it
+    libraries: frozenset[str] = frozenset()  # of DISTRIBUTIONS those that are installed, and TORCH_BLOCKS
     bytes_per_s: float | None = None  # of memory
     flop_per_s: float | None = None  # of dense bfloat16 GEMMs
 
@@ -65,6 +70,7 @@ def _gpu(
     shared_memory: int | None = None,
     has_triton: bool = True,
     has_descriptors: bool = True,
+    libraries: frozenset[str] | None = None,
     bytes_per_s: float | None = None,
     flop_per_s: float | None = None,
 ) -> DeviceFacts:
@@ -78,12 +84,13 @@ def _gpu(
         own_kernels=has_triton,
         dependent_launch=is_hopper,
         tensor_memory=is_hopper and has_descriptors,
+        libraries=frozenset({*DISTRIBUTIONS, TORCH_BLOCKS}) if libraries is None else libraries,
         bytes_per_s=bytes_per_s,
         flop_per_s=flop_per_s,
     )
 
 
-# From NVIDIA's data sheets; dense bfloat16, of the SXM modules where there are several.
+# From NVIDIA's data sheets, all software installed; dense bfloat16, of the SXM modules where there are several.
 NAMED: Mapping[str, DeviceFacts] = MappingProxyType(
     {
         "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, bytes_per_s=3.35e12, flop_per_s=989e12),
@@ -92,6 +99,12 @@ NAMED: Mapping[str, DeviceFacts] = MappingProxyType(
         "l40s": _gpu("NVIDIA L40S", (8, 9), 142, bytes_per_s=0.864e12, flop_per_s=362e12),
     }
 )
+
+
+def _is_installed(package: str) -> bool:
+    with suppress(ImportError, ValueError):  # half removed, or somebody's stand-in
+        return importlib.util.find_spec(package) is not None
+    return False
 
 
 @cache
@@ -106,6 +119,7 @@ def _of_gpu(index: int) -> DeviceFacts:
         shared_memory=getattr(properties, "shared_memory_per_block_optin", None),
         has_triton=has_triton,
         has_descriptors=has_triton and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None,
+        libraries=frozenset(filter(_is_installed, DISTRIBUTIONS)) | {TORCH_BLOCKS},
         bytes_per_s=None if known is None else known.bytes_per_s,
         flop_per_s=None if known is None else known.flop_per_s,
     )

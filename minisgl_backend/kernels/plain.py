@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from minisgl_backend.kernels.linear.measured import KernelTuner
 from minisgl_backend.kernels.ops import Ops
 
 
@@ -20,6 +21,8 @@ class PlainKernels(ABC):
     Statistics and activations are computed in float32 whatever the format of the tensors is.
     No method synchronises with the device, except `moe` and `mixture` where their docstrings say so.
     """
+
+    kernel_tuner: KernelTuner | None = None  # for other formats on this device; None: their kernels are not measured
 
     def __init__(self, ops: Ops) -> None:
         """ops: of the same device."""

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memor
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import small_rows
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.measured import KernelTuner
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, long_shape
 from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
 from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token
@@ -87,13 +88,16 @@ class TritonPlainKernels(TorchPlainKernels):
     """The contracts are those of `PlainKernels`. One object a device: it owns the workspace of split GEMMs."""
 
     ops: TritonOps
+    kernel_tuner: KernelTuner
 
     def __init__(self, ops: TritonOps, device: torch.device) -> None:
         super().__init__(ops)
         self._linear_kernel = linear_chooser(PLAIN, ops.facts).kernel
         self._experts_kernel = experts_chooser(PLAIN, ops.facts).kernel
         self.workspace = small_rows.LinearWorkspace(device)
-        self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "gemms.json")
+        choices = _cache_folder() / "minisgl" / "gemms.json"
+        self._tuned = TunedLinear(device, choices)
+        self.kernel_tuner = KernelTuner(self._tuned.stream, ops.facts, choices)
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
         self._tuned.tune(weights, [*rows, *prompt_rows(longest)])

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.kernels.candidate import PLAIN, Candidate
+from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
@@ -71,24 +70,28 @@ class _Notes:
     choices: dict[Weight, dict[int, Choice]] = field(default_factory=dict)
 
     def linear(self, path: str, weight_format: str, key: LinearKey) -> None:
-        choice = _listed(LINEAR, weight_format, lambda: linear_chooser(weight_format, self.facts).candidate(key))
+        choice = _listed(LINEAR, weight_format, lambda: linear_chooser(weight_format, self.facts), key)
         parts = ("norm", key.norm), ("bias", key.bias), (key.activation, key.activation), ("residual", key.residual)
         inside = [str(name) for name, is_there in (*parts, ("elsewhere", key.into)) if is_there]
         weight = Weight(_in_layer(path), f"{key.size_out} x {key.size_in}", weight_format, " ".join(inside))
         self.choices.setdefault(weight, {})[self.rows] = choice
 
     def experts(self, path: str, weight_format: str, key: ExpertsKey, inside: Sequence[str]) -> None:
-        choice = _listed(EXPERTS, weight_format, lambda: experts_chooser(weight_format, self.facts).candidate(key))
+        choice = _listed(EXPERTS, weight_format, lambda: experts_chooser(weight_format, self.facts), key)
         shape = f"{key.experts_per_token} of {key.num_experts} x 3 x {key.intermediate_size} x {key.hidden_size}"
         weight = Weight(_in_layer(path), shape, weight_format, " ".join(inside))
         self.choices.setdefault(weight, {})[self.rows] = choice
 
 
-def _listed(tables: Collection[str], weight_format: str, choose: Callable[[], Candidate[Any]]) -> Choice:
+def _listed(tables: Collection[str], weight_format: str, chooser: Callable[[], Chooser[Key]], key: Key) -> Choice:
     if weight_format not in tables:
         return Choice(weight_format, "kernels of this format, which no table lists")
-    row = choose()
-    return Choice(row.kernel, row.why)
+    of_format = chooser()
+    row = of_format.candidate(key)
+    rivals = of_format.contenders(key)[1:]
+    return Choice(
+        row.kernel, row.why + (f"; or {' or '.join(rivals)}, where measured faster at start" if rivals else "")
+    )
 
 
 def _in_layer(path: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, quantize_outputs
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
@@ -42,6 +43,10 @@ class Fp8LinearMethod(LinearMethod):
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
+
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        weights = [Fp8Weight(one.weight, one.weight_scale) for one in alike if isinstance(one, Fp8LinearMethod)]
+        self._kernels.prepare_linear(weights, rows, longest)
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0

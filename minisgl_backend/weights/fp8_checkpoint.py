@@ -7,6 +7,7 @@ that a rank's slice or the next of several tensors cuts are cut into smaller one
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Kernels, dequantize
+from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Kernels, Fp8Weight, dequantize
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod, empty_scales
 from minisgl_backend.weights.layer import NOISE, empty_parameter
@@ -51,6 +52,7 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         if scheme.activations == "static":
             self.input_scale = empty_parameter(len(spec.outputs), dtype=torch.float32, device=device)
             self._x_scale = torch.ones((), device=device)
+        self._kernels = kernels
         self.apply_weights = self._weight_only
         if scheme.activations is not None:
             self.apply_weights = partial(
@@ -66,6 +68,19 @@ class Fp8CheckpointLinearMethod(LinearMethod):
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
+
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        if self._scheme.activations is None:
+            return
+        self._kernels.prepare_linear(
+            [
+                Fp8Weight(one.weight, one.weight_scale, one._x_scale, one.block)
+                for one in alike
+                if isinstance(one, Fp8CheckpointLinearMethod) and one.block == self.block
+            ],
+            rows,
+            longest,
+        )
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""

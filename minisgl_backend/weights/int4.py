@@ -78,6 +78,10 @@ class Int4LinearMethod(LinearMethod):
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
 
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        weights = [one._weight for one in alike if isinstance(one, Int4LinearMethod)]
+        self._kernels.prepare_linear(weights, rows, longest)
+
     def dequantized(self) -> torch.Tensor:
         weight = dequantize(self._weight, self.scales.dtype)
         return weight if self._order is None else weight.index_select(1, self._order.argsort())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear import int8 as kernels
+from minisgl_backend.kernels.linear.int8 import Int8Kernels, Int8Weight
 from minisgl_backend.kernels.moe.int8 import moe
-from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.fp8_checkpoint import scale_part
 from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
@@ -26,19 +27,23 @@ _DEVIATION = 73  # standard deviation of a random number of -127 to 127
 
 class Int8LinearMethod(LinearMethod):
     def __init__(
-        self, spec: LinearSpec, scheme: Int8Scheme, ops: Ops, dtype: torch.dtype, device: torch.device
+        self, spec: LinearSpec, scheme: Int8Scheme, kernels: Int8Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.spec, self._scheme = spec, scheme
+        self.spec, self._scheme, self._kernels = spec, scheme, kernels
         outputs, inputs = spec.shape
         self.weight = empty_parameter(outputs, inputs, dtype=torch.int8, device=device)
         self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
         bias = self.bias if spec.adds_bias else None
-        self.apply_weights = partial(kernels.linear, ops, weight=self.weight, scale=self.weight_scale, bias=bias)
+        self.apply_weights = partial(kernels.linear, weight=self.weight, scale=self.weight_scale, bias=bias)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
+
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        weights = [Int8Weight(one.weight, one.weight_scale) for one in alike if isinstance(one, Int8LinearMethod)]
+        self._kernels.prepare_linear(weights, rows, longest)
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
@@ -100,8 +105,12 @@ class Int8ExpertsMethod(ScaledExpertsMethod):
 
 
 class Int8Factory(MethodFactory):
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
+        super().__init__(plain, dtype, device, parameters)
+        self._kernels = Int8Kernels(plain, device)
+
     def linear(self, spec: LinearSpec) -> Int8LinearMethod:
-        return Int8LinearMethod(spec, self.parameters, self.plain.ops, self.dtype, self.device)
+        return Int8LinearMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Int8ExpertsMethod:
         if spec.bias:

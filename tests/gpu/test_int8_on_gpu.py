@@ -18,8 +18,10 @@ def test_linear(rows: int, sizes: tuple[int, int]) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, sizes[1]), torch.randint(-127, 128, sizes, dtype=torch.int8)
     scale, residual = torch.rand(sizes[0]) / 5000 + 1e-5, torch.randn(rows, sizes[0])
-    expected = int8.linear(TorchOps(), x, weight, scale, residual=residual)
-    found = int8.linear(TorchOps(), x.cuda(), weight.cuda(), scale.cuda(), residual=residual.cuda()).cpu()
+    plain = TorchPlainKernels(TorchOps())
+    expected = int8.Int8Kernels(plain, torch.device("cpu")).linear(x, weight, scale, residual=residual)
+    ours = int8.Int8Kernels(plain, torch.device("cuda"))
+    found = ours.linear(x.cuda(), weight.cuda(), scale.cuda(), residual=residual.cuda()).cpu()
     assert (found - expected).norm() / expected.norm() < 1e-3
 
 

@@ -1,19 +1,29 @@
 """Which kernel multiplies with a weight: one table for all weight formats, read from above.
 
 A weight's kernels ask it for each new `LinearKey`, and `minisgl kernels` prints what it says; neither does it need
-Triton, nor a GPU. A new kernel is a row here and an entry of the `runs` of the class that launches it. Thresholds were
-measured on an H200 with benchmarks/kernels, norm and activation kernels counted in.
+Triton, nor a GPU. A new kernel is a row here and a branch of the class that launches it. Thresholds were measured on an
+H200 with benchmarks/kernels, norm and activation kernels counted in.
+
+Which rows are `close`, so that they are measured against each other at start (measured.py), and which are not:
+
+- plain weights: none. Up to 64 rows thresholds were chosen inside chains of a whole layer's kernels, launched
+  dependently, where a kernel counts by what it leaves free for the next one as well; timed alone, others would win.
+  Of the row `cublaslt` algorithms are measured, not kernels (tuned.py).
+- FP8 and 4 bits, few rows: none, for the same reason, and since they read a half or a quarter of the bytes of all else.
+- FP8 of 33 rows or more, 4-bit gated weights of 65 to 256, INT8: those of libraries and ours that the device has.
+  Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would have to be compiled first.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
-from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
+from minisgl_backend.kernels.candidate import PLAIN, REMEMBERED, Candidate, Chooser, Table
+from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # numbers of a gated weight from which on our kernel, with the activation alone, is faster
@@ -22,12 +32,17 @@ LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has mor
 LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: such a GEMM takes 8 us on an H200, of which tiles decide 0.3
 FP8_FEW_ROWS = 64  # up to which FP8 weights' bytes decide
+FP8_CLOSE_ROWS = 32  # of more, the kernels of libraries may be as fast as ours
 FP8_ROWWISE = (9, 0)  # capability from which torch multiplies FP8 with a scale for each row
 FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on Hopper
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
 INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
 INT8_ALIGNMENT = 8  # numbers that sizes of weights of cuBLAS' integer GEMM are multiples of
+SGL_ALIGNMENT = 16  # likewise of sgl-kernel's GEMMs of 8 bits
+# Capabilities from and up to which it has them.
+SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0), (9, 0))
+MEASURED_ROWS = (16, 8192)  # of which contenders are measured: powers of two from and up to these
 CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
@@ -51,6 +66,10 @@ class LinearKey(NamedTuple):
     def weights(self) -> int:
         """How many numbers the weight has."""
         return self.size_out * self.size_in
+
+    def is_aligned(self, numbers: int) -> bool:
+        """Whether both sizes of the weight are multiples of so many."""
+        return self.size_out % numbers == 0 and self.size_in % numbers == 0
 
     @property
     def is_bare(self) -> bool:
@@ -127,19 +146,51 @@ def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:
     return _on_gpu(key, facts) and key.rows <= FP8_FEW_ROWS
 
 
+def _fp8_few_close(key: LinearKey, facts: DeviceFacts) -> bool:
+    return key.rows > FP8_CLOSE_ROWS and (_fp8_rowwise(key, facts) or _fp8_blocks(key, facts))
+
+
 def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
     serves = facts.capability is not None and facts.capability >= FP8_ROWWISE and key.dtype == torch.bfloat16
-    aligned = key.size_out % FP8_ALIGNMENT == 0 and key.size_in % FP8_ALIGNMENT == 0
-    return _on_gpu(key, facts) and serves and aligned and key.block is None
+    return _on_gpu(key, facts) and serves and key.is_aligned(FP8_ALIGNMENT) and key.block is None
+
+
+def _not_torchs(key: LinearKey, facts: DeviceFacts) -> bool:
+    return not (_fp8_rowwise(key, facts) or _fp8_blocks(key, facts))
+
+
+def _in_whole_blocks(key: LinearKey) -> bool:
+    return key.block == FP8_BLOCK and key.size_out % FP8_BLOCK[0] == 0 and key.size_in % FP8_BLOCK[1] == 0
 
 
 def _fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
-    is_whole = key.block == FP8_BLOCK and key.size_out % FP8_BLOCK[0] == 0 and key.size_in % FP8_BLOCK[1] == 0
-    return _on_gpu(key, facts) and facts.capability == (9, 0) and key.dtype == torch.bfloat16 and is_whole
+    serves = facts.capability == (9, 0) and TORCH_BLOCKS in facts.libraries and key.dtype == torch.bfloat16
+    return _on_gpu(key, facts) and serves and _in_whole_blocks(key)
+
+
+def _sgl_fp8(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _on_gpu(key, facts) and _has_sgl(key, facts, *SGL_FP8) and key.block is None
+
+
+def _sgl_fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _on_gpu(key, facts) and _has_sgl(key, facts, *SGL_FP8_BLOCKS) and _in_whole_blocks(key)
+
+
+def _sgl_int8(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _has_sgl(key, facts, *SGL_INT8)
+
+
+def _has_sgl(key: LinearKey, facts: DeviceFacts, least: tuple[int, int], most: tuple[int, int]) -> bool:
+    fits = facts.capability is not None and least <= facts.capability <= most and key.rows > 0
+    return "sgl_kernel" in facts.libraries and fits and key.dtype.itemsize == 2 and key.is_aligned(SGL_ALIGNMENT)
 
 
 def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
     return _on_gpu(key, facts) and 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
+
+
+def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
+    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS
 
 
 def is_int8_aligned(size_out: int, size_in: int) -> bool:
@@ -184,26 +235,77 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
         ),
         "fp8": (
             _Row(
-                "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few
+                "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few,
+                close=_fp8_few_close,
             ),
-            _Row("scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise),
-            _Row("scaled_mm_blocks", "many rows, blocks of 128 x 128: torch's, of CUDA 12.9 or later", _fp8_blocks),
-            _Row("fp8_many_rows", "many rows, other blocks, or sizes that torch does not take", _on_gpu),
+            _Row("scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise, close=_always),
+            _Row(
+                "scaled_mm_blocks", "many rows, blocks of 128 x 128: torch's, of CUDA 12.9 or later", _fp8_blocks,
+                close=_always,
+            ),
+            _Row("fp8_many_rows", "many rows, other blocks, or what torch does not take", _on_gpu, close=_not_torchs),
+            _Row("sgl_scaled_mm", "sgl-kernel's, of CUTLASS", _sgl_fp8, close=_always),
+            _Row("sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=_always),
             _Row("torch", "numbers become float32", _always),
         ),
         "int4": (
-            _Row("int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few),
-            _Row("int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu),
+            _Row(
+                "int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few,
+                close=_int4_gated,
+            ),
+            _Row(
+                "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu,
+                close=_int4_gated,
+            ),
             _Row("torch", "the weight is dequantized", _always),
         ),
         "int8": (
-            _Row("int_mm", "cuBLAS' integer GEMM; x is quantized before, scales and epilogue come after", _int8),
+            _Row(
+                "int_mm", "cuBLAS' integer GEMM; x is quantized before, scales and epilogue come after", _int8,
+                close=_always,
+            ),
+            _Row("sgl_int8", "sgl-kernel's, of CUTLASS, scales inside", _sgl_int8, close=_always),
             _Row("torch", "integers become float32", _always),
         ),
     }
-)
+)  # fmt: skip
 
 
-def linear_chooser(weight_format: str, facts: DeviceFacts) -> Chooser[LinearKey]:
+class LinearChooser(Chooser[LinearKey]):
+    """The choices for weights of one format on one device: those of the table, and what was measured beside it."""
+
+    def __init__(self, weight_format: str, facts: DeviceFacts) -> None:
+        super().__init__(CANDIDATES, weight_format, facts)
+        self.weight_format = weight_format
+        self._asked: dict[LinearKey, None] = {}  # with no rows
+        self._measured: dict[LinearKey, str] = {}  # by `representative`
+
+    def asked(self, size_out: int, size_in: int) -> list[LinearKey]:
+        """As what weights of this shape were asked for until now: keys that differ in more than their rows."""
+        return [key for key in self._asked if (key.size_out, key.size_in) == (size_out, size_in)]
+
+    def prefer(self, key: LinearKey, kernel: str) -> None:
+        """Takes it for all keys with this representative that it contends for."""
+        self._measured[key] = kernel
+        self.kernel = lru_cache(maxsize=REMEMBERED)(self._kernel)
+
+    def _kernel(self, key: LinearKey) -> str:
+        self._asked[key._replace(rows=0)] = None
+        preferred = self._measured.get(representative(key))
+        return preferred if preferred in self.contenders(key) else super()._kernel(key)
+
+
+def representative(key: LinearKey) -> LinearKey:
+    """The key that is measured for this one: of as many rows, or up to twice as many."""
+    return key._replace(rows=representative_rows(key.rows))
+
+
+def representative_rows(rows: int) -> int:
+    """The next power of two, within MEASURED_ROWS."""
+    least, most = MEASURED_ROWS
+    return min(max(least, 1 << (rows - 1).bit_length()), most)
+
+
+def linear_chooser(weight_format: str, facts: DeviceFacts) -> LinearChooser:
     """The choices for weights of one format on one device."""
-    return Chooser(CANDIDATES, weight_format, facts)
+    return LinearChooser(weight_format, facts)

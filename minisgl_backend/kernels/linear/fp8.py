@@ -3,8 +3,8 @@
 Activations are quantized by a kernel of their own, with the norm inside: where each program of the GEMM did it by
 itself, reading all of x twice, the GEMM took twice as long. Few rows are bound by the bytes of the weights:
 a kernel of the Triton language streams them past the matrix units, after the design of small_rows.py's `_linear_kernel`
-and with its epilogues. More are multiplied by torch's `_scaled_mm`, or by fp8_many_rows.py where that does not serve
-them.
+and with its epilogues. More are multiplied by torch's `_scaled_mm`, by sgl-kernel's where that was measured faster, or
+by fp8_many_rows.py where neither serves them.
 
 Hopper's matrix units add products of FP8 numbers with 14 bits (DeepSeek-V3, section 3.3.2); after PROMOTE inputs what
 they have is added to a sum in float32.
@@ -14,7 +14,8 @@ they have is added to a sum in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -24,18 +25,21 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import elementwise
+from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-_ROWS_ALIGNMENT = 16  # rows that are multiplied by scaled_mm_blocks; cuBLAS refuses some other numbers of them
+# Rows that are multiplied: of some other numbers of them cuBLAS refuses, and CUTLASS copies what it is given.
+_MULTIPLES = {"scaled_mm_blocks": 16, "sgl_scaled_mm_blocks": 16}
 _BLOCKS_ALIGNMENT = 4  # blocks of inputs that rows of a weight's scales are multiples of in torch
 _MAX_SPLIT = 8
 PROMOTE = 256
@@ -49,9 +53,10 @@ class TritonFp8Kernels(Fp8Kernels):
         super().__init__(plain.ops)
         self._plain = plain
         facts = plain.ops.facts
+        if not torch_has_blocks(device):
+            facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
         self._num_sms = facts.multiprocessors
-        self._kernel = linear_chooser("fp8", facts).kernel
-        self._torch_has_blocks = torch_has_blocks(device)
+        self._chooser = linear_chooser("fp8", facts)
 
     def linear(
         self,
@@ -68,42 +73,68 @@ class TritonFp8Kernels(Fp8Kernels):
         block: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        pdl = self._plain.ops.pdl(x)
-        if len(x) == 0:
-            size_out = len(weight) if activation is None else len(weight) // 2
-            return x.new_empty((0, size_out)) if residual is None else residual
         size_out, size_in = weight.shape
+        if len(x) == 0:
+            return x.new_empty((0, size_out // 2 if activation else size_out)) if residual is None else residual
         key = LinearKey(
             len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
             activation, block=block,
         )  # fmt: skip
-        kernel = self._kernel(key)
+        return self.multiply(
+            self._chooser.kernel(key), x, Fp8Weight(weight, scale, x_scale, block), norm_weight=norm_weight, eps=eps,
+            bias=bias, residual=residual, activation=activation,
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        kernel: str,
+        x: torch.Tensor,
+        weight: Fp8Weight,
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """See `measured.Multiply`."""
+        pdl = self._plain.ops.pdl(x)
+        numbers, scale, x_scale, block = weight
         if kernel == "fp8_few_rows":
             return linear(
-                x, weight, scale, self._plain.workspace, norm_weight=norm_weight, eps=eps, bias=bias,
+                x, numbers, scale, self._plain.workspace, norm_weight=norm_weight, eps=eps, bias=bias,
                 residual=residual, activation=activation, x_scale=x_scale, block=block, num_sms=self._num_sms, pdl=pdl,
             )  # fmt: skip
-        if kernel == "scaled_mm_blocks" and not self._torch_has_blocks:
-            kernel = "fp8_many_rows"
         if block is None:
-            numbers, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
+            x8, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
         else:
-            multiple = _ROWS_ALIGNMENT if kernel == "scaled_mm_blocks" else 1
-            numbers, scales = quantize_groups(x, block[1], norm_weight, eps, multiple=multiple)
+            x8, scales = quantize_groups(x, block[1], norm_weight, eps, multiple=_MULTIPLES.get(kernel, 1))
+        if kernel == "fp8_many_rows":
+            out = many_rows.linear(x8, scales, numbers, scale, x.dtype, block=block, bias=bias, residual=residual)
+            return out if activation is None else elementwise.activate_mul(out, activation, pdl)
         if kernel == "scaled_mm":
             out = torch._scaled_mm(
-                numbers, weight.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
+                x8, numbers.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
             )
         elif kernel == "scaled_mm_blocks":
-            out = scaled_mm_blocks(numbers, scales, weight, scale)[: len(x)]
+            out = scaled_mm_blocks(x8, scales, numbers, scale)[: len(x)]
+        elif kernel == "sgl_scaled_mm":
+            out, bias = sgl.fp8_scaled_mm(x8, scales, numbers, scale, x.dtype, bias), None
+        elif kernel == "sgl_scaled_mm_blocks":
+            out = sgl.fp8_blockwise_scaled_mm(x8, scales, numbers, scale, x.dtype)[: len(x)]
         else:
-            out = many_rows.linear(numbers, scales, weight, scale, x.dtype, block=block, bias=bias, residual=residual)
-        if kernel != "fp8_many_rows":
-            if bias is not None:
-                out += bias
-            if residual is not None:
-                return residual.add_(out)
+            raise ValueError(f"kernel is {kernel!r}; allowed: those of the table, but torch")
+        if bias is not None:
+            out += bias
+        if residual is not None:
+            return residual.add_(out)
         return out if activation is None else elementwise.activate_mul(out, activation, pdl)
+
+    def prepare_linear(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int) -> None:
+        numbers = weights[0].numbers
+        self._plain.kernel_tuner.tune(
+            self._chooser, self.multiply, weights, numbers.nbytes, (numbers.shape[0], numbers.shape[1]), rows, longest
+        )
 
     def moe(
         self,

@@ -8,6 +8,9 @@ inputs, and activations one for each token and block of inputs, as DeepSeek-V3's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -61,6 +64,15 @@ def _scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows32 / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST), scales
 
 
+class Fp8Weight(NamedTuple):
+    """What the arguments of `Fp8Kernels.linear` with these names say of a weight."""
+
+    numbers: torch.Tensor  # there: weight
+    scale: torch.Tensor
+    x_scale: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+
+
 class Fp8Kernels:
     """GEMMs and experts with FP8 weights, by torch. Made for each model; all its FP8 weights hold it."""
 
@@ -97,6 +109,9 @@ class Fp8Kernels:
         if residual is not None:
             out += residual.float()
         return out.to(x.dtype)
+
+    def prepare_linear(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int) -> None:
+        """As `PlainKernels.prepare_linear`."""
 
     def moe(
         self,

@@ -12,7 +12,7 @@ make two neighbours, ready for a tensor core, out of two words that lie side by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +149,9 @@ class Int4Kernels:
         if activation is not None:
             out = activate_mul(out, activation)
         return out if residual is None else out.add_(residual)
+
+    def prepare_linear(self, weights: Sequence[Int4Weight], rows: Sequence[int], longest: int) -> None:
+        """As `PlainKernels.prepare_linear`."""
 
     def moe(
         self,

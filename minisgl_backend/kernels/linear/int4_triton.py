@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ class TritonInt4Kernels(Int4Kernels):
         """plain: of the same device, whose workspace is used: the kernels follow one another."""
         super().__init__(plain)
         self._triton = plain
-        self._linear_kernel = linear_chooser("int4", plain.ops.facts).kernel
+        self._linear_chooser = linear_chooser("int4", plain.ops.facts)
         self._experts_kernel = experts_chooser("int4", plain.ops.facts).kernel
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
@@ -46,7 +48,25 @@ class TritonInt4Kernels(Int4Kernels):
             len(x), weight.size_out, weight.size_in, x.dtype, norm_weight is not None, bias is not None,
             residual is not None, activation,
         )  # fmt: skip
-        kernel, pdl = self._linear_kernel(key), self._triton.ops.pdl(x)
+        return self.multiply(
+            self._linear_chooser.kernel(key), x, weight, norm_weight=norm_weight, eps=eps, bias=bias,
+            residual=residual, activation=activation,
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        kernel: str,
+        x: torch.Tensor,
+        weight: Int4Weight,
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """See `measured.Multiply`."""
+        pdl = self._triton.ops.pdl(x)
         if kernel == "torch":
             return super().linear(
                 x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
@@ -64,6 +84,13 @@ class TritonInt4Kernels(Int4Kernels):
         if activation is not None:
             return elementwise.activate_mul(out, activation, pdl)
         return out if residual is None else residual.add_(out)
+
+    def prepare_linear(self, weights: Sequence[Int4Weight], rows: Sequence[int], longest: int) -> None:
+        first = weights[0]
+        self._triton.kernel_tuner.tune(
+            self._linear_chooser, self.multiply, weights, first.words.nbytes, (first.size_out, first.size_in), rows,
+            longest, detail=f"groups of {first.group}" + ("" if first.zeros is None else " with zero points"),
+        )  # fmt: skip
 
     def _by_parts(self, x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         """x @ weight.T, of as many outputs at once as there is scratch for."""

@@ -1,16 +1,22 @@
-"""GEMMs with INT8 weights and INT8 activations, by torch alone: cuBLAS' integer GEMM on GPUs, float32 elsewhere.
+"""GEMMs with INT8 weights and INT8 activations: cuBLAS' integer GEMM by torch, or sgl-kernel's, on GPUs; float32
+elsewhere.
 
 Weights have a scale for each output, activations one for each token, made when they come (W8A8, as SmoothQuant has it:
-Xiao et al., 2023). Not tuned: activations are quantized and results scaled by kernels of their own.
+Xiao et al., 2023). Activations are quantized by torch, which is not tuned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.linear.choose import is_int8_aligned
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear import sgl
+from minisgl_backend.kernels.linear.choose import LinearKey, is_int8_aligned, linear_chooser
+from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 LARGEST = 127.0
@@ -25,30 +31,77 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x32 / scales.unsqueeze(-1)).round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
 
 
-def linear(
-    ops: Ops,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """As `PlainKernels.linear`: weight int8 [size_out, size_in], scale float32 [size_out]."""
-    if norm_weight is not None:
-        x = ops.rms_norm(x, norm_weight, eps)
-    numbers, x_scale = quantize_tokens(x)
-    out = product(numbers, weight).float() * x_scale.unsqueeze(1) * scale
-    if bias is not None:
-        out += bias.float()
-    if activation is not None:
-        out = activate_mul(out, activation)
-    if residual is not None:
-        out += residual.float()
-    return out.to(x.dtype)
+class Int8Weight(NamedTuple):
+    numbers: torch.Tensor  # int8 [size_out, size_in]
+    scale: torch.Tensor  # float32 [size_out]
+
+
+class Int8Kernels:
+    """Made for each model; all its INT8 weights hold it."""
+
+    def __init__(self, plain: PlainKernels, device: torch.device) -> None:
+        """plain: of the same device."""
+        self.ops, self._tuner = plain.ops, plain.kernel_tuner
+        self._chooser = linear_chooser("int8", DeviceFacts.of(device))
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        """As `PlainKernels.linear`: weight int8 [size_out, size_in], scale float32 [size_out]."""
+        size_out, size_in = weight.shape
+        key = LinearKey(
+            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
+            activation,
+        )  # fmt: skip
+        return self.multiply(
+            self._chooser.kernel(key), x, Int8Weight(weight, scale), norm_weight=norm_weight, eps=eps, bias=bias,
+            residual=residual, activation=activation,
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        kernel: str,
+        x: torch.Tensor,
+        weight: Int8Weight,
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """See `measured.Multiply`."""
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        numbers, x_scale = quantize_tokens(x)
+        if kernel == "sgl_int8":
+            out = sgl.int8_scaled_mm(numbers, x_scale, weight.numbers, weight.scale, x.dtype, bias)
+            out = out if activation is None else activate_mul(out, activation)
+            return out if residual is None else residual.add_(out)
+        out = product(numbers, weight.numbers).float() * x_scale.unsqueeze(1) * weight.scale
+        if bias is not None:
+            out += bias.float()
+        if activation is not None:
+            out = activate_mul(out, activation)
+        if residual is not None:
+            out += residual.float()
+        return out.to(x.dtype)
+
+    def prepare_linear(self, weights: Sequence[Int8Weight], rows: Sequence[int], longest: int) -> None:
+        """As `PlainKernels.prepare_linear`."""
+        numbers = weights[0].numbers
+        if self._tuner is not None:
+            shape = (numbers.shape[0], numbers.shape[1])
+            self._tuner.tune(self._chooser, self.multiply, weights, numbers.nbytes, shape, rows, longest)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,9 @@ number of rows by a rounding, since some algorithms add partial sums and others 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
-import os
 import re
-import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -35,8 +30,10 @@ from typing import NamedTuple
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choices_file import ChoicesFile
 from minisgl_backend.kernels.linear.choose import is_tunable
 from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, tile_sizes
+from minisgl_backend.kernels.linear.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,6 @@ TILES, CLUSTERS_EACH = 12, 2  # that are measured beside the suggestions
 LONG_TILES = ((256, 160), (128, 256), (256, 128), (192, 192), (128, 192))
 LONG_CLUSTERS = (3, 5)
 WORTH = 0.98  # of torch's time: a smaller gain is noise
-_COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
 
 Shape = tuple[int, int]  # size_out, size_in
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
@@ -73,10 +69,10 @@ class TunedLinear:
     def __init__(self, device: torch.device, choices: Path | None) -> None:
         """`choices`: the file that remembers them; None: they are measured anew."""
         self._device = device
-        self._file = choices
+        self._file = ChoicesFile(choices)
         self._lt: CublasLt | None = None
         self._failed = False
-        self._stream: torch.cuda.Stream | None = None  # one for all measurements: libraries keep workspaces for each
+        self.stream = MeasuringStream(device)
         self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by `measured_rows`
         self._launchers: dict[_Key, Launch | None] = {}  # None: not allowed
 
@@ -94,16 +90,14 @@ class TunedLinear:
         lt = self._library()
         if lt is None or not all(map(_is_plain, weights)):
             return
-        known = _read(self._file)
-        name = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
-        remembered = known.get(name, {})
+        kind = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
+        remembered = self._file.read(kind, _ALGORITHM)
         steps = sorted({step for count in rows if (step := measured_rows(count))})
         missing = [step for step in steps if str(step) not in remembered]
         if missing:
             measured = self._measure(lt, weights, missing)
             remembered = {**remembered, **measured}
-            if measured:
-                _write(self._file, name, measured)
+            self._file.add(kind, measured)
         for step in steps:
             if chosen := remembered.get(str(step)):
                 self._algorithms[shape, dtype, step] = bytes.fromhex(chosen)
@@ -170,24 +164,15 @@ class TunedLinear:
     def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
         """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is. Those that fail
         are left out."""
-        weight = weights[0]
-        cold = weights[: 1 + _COLD_BYTES // weight.nbytes]
-        best = {}
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        weight, best = weights[0], {}
+        some = weights[: cold(len(weights), weight.nbytes)]
+        with self.stream.current():
             for rows in reversed(steps):  # the largest first: the others fit into its memory
                 try:
-                    # Not torch's global generator, whose state belongs to the caller.
-                    generator = torch.Generator(self._device).manual_seed(0)
-                    x = torch.randn(rows, weight.shape[1], generator=generator, device=self._device).to(weight.dtype)
-                    best[str(rows)] = _fastest(lt, x, cold)
+                    best[str(rows)] = _fastest(lt, self.stream.randn(rows, weight.shape[1], weight.dtype), some)
                 except RuntimeError as error:  # out of memory is one of them
-                    torch.cuda.synchronize(self._device)  # raises what nobody could go on after
-                    torch.cuda.empty_cache()
+                    self.stream.recover()
                     log.warning("GEMMs of %d x %d, %d rows, are left to torch: %s", *weight.shape, rows, error)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.empty_cache()  # what is captured next would get none of the memory that is kept for this stream
         return best
 
 
@@ -222,26 +207,23 @@ def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> 
     out = torch.empty(rows, size_out, dtype=x.dtype, device=x.device)
     expected = x @ weights[0].t()
 
-    def by(algorithm: bytes) -> _Timed | None:
+    def by(algorithm: bytes) -> GraphTimer | None:
         launch = gemm.launcher(algorithm)
         try:
             launch(weights[0], x, out.fill_(float("nan")), False)  # libraries load kernels now, not under capture
         except RuntimeError:
             return None
-        # A norm, not the largest difference: it may not depend on the single number that was rounded worst.
-        if not _norm(out - expected) < 1e-2 * _norm(expected):
+        if not is_close(out, expected):
             return None
-        return _Timed([partial(launch, weight, x, out, False) for weight in weights])
+        return GraphTimer([partial(launch, weight, x, out, False) for weight in weights])
 
     tried = candidates(gemm, DeviceFacts.of(x.device).multiprocessors)
     found = [(timed, algorithm) for algorithm in tried if (timed := by(algorithm)) is not None]
     if tried and not found:
         raise RuntimeError("no candidate gave the right result")
     found = sorted(found, key=lambda pair: pair[0].first)[:4]
-    torch_timed = _Timed([partial(torch.mm, x, weight.t(), out=out) for weight in weights])
-    for _ in range(5):  # in turns, so that whatever disturbs one disturbs all
-        for timed in (torch_timed, *(timed for timed, _ in found)):
-            timed.again()
+    torch_timed = GraphTimer([partial(torch.mm, x, weight.t(), out=out) for weight in weights])
+    take_turns([torch_timed, *(timed for timed, _ in found)])
     if not found:
         return ""
     best, algorithm = min(found, key=lambda pair: pair[0].median)
@@ -291,78 +273,5 @@ def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], 
     return max(compute, size_out * size_in * 2 / 4.6e6 * idle)
 
 
-class _Timed:
-    """Calls captured as one graph, so that launching them takes no time of its own. Runs on the current stream."""
-
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        calls[0]()
-        self._graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for call in calls:
-                call()
-        finally:
-            self._graph.capture_end()
-        self._calls = len(calls)
-        self._times: list[float] = []
-        self.again()
-        self.again()
-        self.first = min(self._times)  # the very first run may have to bring things to the device
-        self._times.clear()
-
-    def again(self) -> None:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        self._times.append(start.elapsed_time(end) * 1000 / self._calls)
-
-    @property
-    def median(self) -> float:
-        """Microseconds of one call, over all turns since the first two."""
-        return statistics.median(self._times)
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
-
-
-def _norm(values: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float32)
-
-
-def _read(path: Path | None) -> dict[str, dict[str, str]]:
-    """All that is remembered and makes sense; nothing where the file is missing or broken: it is a cache."""
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text())
-        return {
-            name: {
-                step: choice
-                for step, choice in choices.items()
-                if isinstance(choice, str) and _ALGORITHM.fullmatch(choice)
-            }
-            for name, choices in content.items()
-        }
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-
-
-def _write(path: Path | None, name: str, choices: dict[str, str]) -> None:
-    """Adds one GEMM's choices to what is there. Of two processes that write at once one measures again later."""
-    if path is None:
-        return
-    with contextlib.suppress(OSError):  # a disk that cannot be written costs a measurement at the next start
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = _read(path)
-        content = json.dumps({**known, name: {**known.get(name, {}), **choices}}, indent=1)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise

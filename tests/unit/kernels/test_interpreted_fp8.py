@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, dequantize, quantize_outputs
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 if torch.cuda.is_available():
@@ -26,11 +29,13 @@ import triton.language as tl
 from minisgl_backend.kernels.linear import fp8 as linear_fp8
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear import int8
+from minisgl_backend.kernels.linear.choose import LinearKey
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe import int8 as moe_int8
 from minisgl_backend.kernels.moe.grouped import MoeShape
+from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
 CPU = torch.device("cpu")
 
@@ -62,6 +67,34 @@ def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     scale = torch.rand(*weight.shape[:-2], -(-outputs // block[0]), -(-inputs // block[1])) / 2000 + 1e-4
     whole = dequantize(torch.ones_like(weight).to(FP8), scale, block)
     return (weight / whole).clamp(-448, 448).to(FP8), scale
+
+
+@pytest.mark.parametrize("kind", ["residual", "gated norm", "bias"])
+def test_kernels_that_contend_give_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for sgl-kernel."""
+    facts = replace(DeviceFacts.named("h200"), dependent_launch=False)
+    ours = linear_fp8.TritonFp8Kernels(TritonPlainKernels(TritonOps(CPU, facts=facts), CPU), CPU)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(fp8_scaled_mm=scaled_mm))
+    torch.manual_seed(0)
+    x, (weight, scale) = torch.randn(40, 128), quantize_outputs(torch.randn(96, 128) / 11)
+    operands: dict[str, Any] = dict.fromkeys(("norm_weight", "bias", "residual", "activation")) | {"eps": 1e-6}
+    operands |= {"activation": "silu", "norm_weight": torch.rand(128) + 0.5} if "norm" in kind else {}
+    operands |= {"bias": torch.randn(96)} if kind == "bias" else {}
+    for kernel in (*ours._chooser.contenders(LinearKey(40, 96, 128, torch.bfloat16)), "fp8_many_rows"):
+        if kind == "residual":
+            operands["residual"] = torch.ones(40, 96)
+        found = ours.multiply(kernel, x, Fp8Weight(weight, scale), **operands)
+        if kind == "residual":
+            operands["residual"] = torch.ones(40, 96)
+        assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, **operands)) < 1e-5, kernel
+
+
+def scaled_mm(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, bias: Any
+) -> torch.Tensor:
+    """x [rows, size_in], weight [size_in, size_out], scales [rows, 1] and [size_out, 1]."""
+    out = (x.float() * x_scale) @ (weight.float() * scale.t())
+    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> 
                 key = LinearKey(rows, size_out, size_in, dtype, norm, bias, residual, activation, touches)
                 kernel = chooser.kernel(key)
                 assert on_gpu or kernel in allowed, key
+                contenders = chooser.contenders(key)
+                assert not contenders or (len(contenders) > 1 and contenders[0] == kernel), key
     for weight_format in moe.CANDIDATES:
         experts = experts_chooser(weight_format, device)
         for tokens, num_experts, dtype in itertools.product((1, 2, 64, 65, 9000), (8, 300), (BF16, torch.float32)):
@@ -118,6 +121,32 @@ def test_which_kernel_multiplies_with_other_formats(
 def test_which_gated_products_are_small(rows: int, size_out: int, size_in: int, normed: bool, expected: bool) -> None:
     key = LinearKey(rows, 2 * size_out, size_in, BF16, norm=normed, activation="silu")
     assert (linear_chooser("plain", H200).kernel(key) == "small_rows") == expected
+
+
+SGL = "scaled_mm sgl_scaled_mm"
+SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "device", "more", "contending"),
+    [
+        ("plain", "h100", {}, {}),  # inside chains of kernels other ones win than alone
+        ("plain", "h100", {"activation": "silu"}, {}),
+        ("fp8", "h100", {}, {64: f"fp8_few_rows {SGL}", 256: SGL, 4096: SGL}),
+        ("fp8", "h100", {"block": (128, 128)}, {64: f"fp8_few_rows {SGL_BLOCKS}", 256: SGL_BLOCKS, 4096: SGL_BLOCKS}),
+        ("fp8", "h100", {"block": (64, 128)}, {}),
+        ("fp8", "l40s", {}, dict.fromkeys((256, 4096), "fp8_many_rows sgl_scaled_mm")),
+        ("int4", "h100", {}, {}),
+        ("int4", "h100", {"activation": "silu"}, {256: "int4_few_rows int4_dequantized"}),
+        ("int8", "a100", {}, dict.fromkeys(ROWS, "int_mm sgl_int8")),
+    ],
+)
+def test_which_kernels_are_so_close_that_they_are_measured(
+    weight_format: str, device: str, more: dict[str, Any], contending: dict[int, str]
+) -> None:
+    chooser = linear_chooser(weight_format, DeviceFacts.named(device))
+    found = {rows: " ".join(chooser.contenders(LinearKey(rows, 7168, 5120, BF16, **more))) for rows in ROWS}
+    assert {rows: kernels for rows, kernels in found.items() if kernels} == contending
 
 
 def test_every_weight_format_has_rows() -> None:

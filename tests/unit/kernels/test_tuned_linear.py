@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,13 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear import tuned as tuned_linear
+from minisgl_backend.kernels.linear.choices_file import ChoicesFile
 from minisgl_backend.kernels.linear.cublaslt import CLUSTERS, tile_sizes
 from minisgl_backend.kernels.linear.tuned import (
     LONG_CLUSTERS,
     LONG_TILES,
     PROMPT_ROWS,
     TunedLinear,
-    _read,
-    _write,
     candidates,
     measured_rows,
     predicted_us,
@@ -111,36 +111,46 @@ def test_a_choice_serves_near_numbers_of_rows(rows, measured):
     assert measured_rows(rows) == measured
 
 
+ANY = re.compile(".*")
+
+
 def test_what_is_remembered_grows_by_gemms(tmp_path: Path):
-    path = tmp_path / "new" / "gemms.json"
-    assert _read(path) == {}
-    _write(path, "a", {"16": ALGORITHM})
-    _write(path, "b", {"16": ""})
-    _write(path, "a", {"32": "0" * 128})
-    assert _read(path) == {"a": {"16": ALGORITHM, "32": "0" * 128}, "b": {"16": ""}}
-    assert [file.name for file in path.parent.iterdir()] == ["gemms.json"]
+    file = ChoicesFile(tmp_path / "new" / "gemms.json")
+    assert file.read("a", ANY) == {}
+    file.add("a", {"16": ALGORITHM})
+    file.add("b", {"16": ""})
+    file.add("a", {"32": "scaled_mm"})
+    file.add("c", {})
+    assert file.read("a", ANY) == {"16": ALGORITHM, "32": "scaled_mm"}
+    assert file.read("a", tuned_linear._ALGORITHM) == {"16": ALGORITHM}
+    assert remembered(tmp_path / "new" / "gemms.json").keys() == {"a", "b"}
+    assert [one.name for one in (tmp_path / "new").iterdir()] == ["gemms.json"]
+
+
+def remembered(path: Path) -> dict[str, dict[str, str]]:
+    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', json.dumps({"a": ["b"]}), "[" * 100_000])
 def test_a_broken_file_is_an_empty_one(tmp_path: Path, content: str):
     path = tmp_path / "gemms.json"
     path.write_text(content)
-    assert _read(path) == {}
-    _write(path, "a", {"16": ALGORITHM})
-    assert _read(path) == {"a": {"16": ALGORITHM}}
+    assert ChoicesFile(path).read("a", ANY) == {}
+    ChoicesFile(path).add("a", {"16": ALGORITHM})
+    assert remembered(path) == {"a": {"16": ALGORITHM}}
 
 
 def test_choices_that_are_none_are_measured_again(tmp_path: Path):
     path = tmp_path / "gemms.json"
     path.write_text(json.dumps({"a": {"16": ALGORITHM, "32": 5, "48": "abc", "64": "ab" * 65, "80": ["a"], "96": ""}}))
-    assert _read(path) == {"a": {"16": ALGORITHM, "96": ""}}
+    assert ChoicesFile(path).read("a", tuned_linear._ALGORITHM) == {"16": ALGORITHM, "96": ""}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    _write(tmp_path / "file" / "gemms.json", "a", {})
-    assert _read(None) == {}
-    _write(None, "a", {})
+    ChoicesFile(tmp_path / "file" / "gemms.json").add("a", {"16": ""})
+    assert ChoicesFile(None).read("a", ANY) == {}
+    ChoicesFile(None).add("a", {"16": ""})
 
 
 def test_gemms_that_were_not_tuned_are_left_to_the_caller():
@@ -212,7 +222,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(tuned_linear, "CublasLt", lambda device: SimpleNamespace(version=1))
     monkeypatch.setattr(tuned_linear, "Gemm", FakeGemm)
-    monkeypatch.setattr(tuned_linear, "_Timed", FakeTimed)
+    monkeypatch.setattr(tuned_linear, "GraphTimer", FakeTimed)
     monkeypatch.setattr(tuned_linear, "_is_plain", lambda tensor: tensor.is_contiguous())
     monkeypatch.setattr(FakeGemm, "refuses", False)
     FakeTimed.count = 0
@@ -228,7 +238,7 @@ def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Pat
     weights, path = two_weights(), tmp_path / "gemms.json"
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [1, 8, 24])
-    assert _read(path) == {"CPU cublasLt 1 torch.bfloat16 8192x1024": dict.fromkeys(("16", "32"), RIGHT.hex())}
+    assert remembered(path) == {"CPU cublasLt 1 torch.bfloat16 8192x1024": dict.fromkeys(("16", "32"), RIGHT.hex())}
     measured = FakeTimed.count
     x, residual = torch.randn(24, 1024).bfloat16(), torch.randn(24, 8192).bfloat16()
     expected = x @ weights[1].t()
@@ -267,7 +277,7 @@ def test_torch_keeps_what_gains_too_little(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(FakeTimed, "times", {WRONG: 1.0, RIGHT: 9.9, SLOW: 11.0, None: 10.0})
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [8])
-    assert list(_read(path).values()) == [{"16": ""}]
+    assert list(remembered(path).values()) == [{"16": ""}]
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
 
 
@@ -299,7 +309,7 @@ def test_one_size_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(FakeGemm, "suggestions", few_rows)
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [8, 24])
-    assert list(_read(path).values()) == [{"16": RIGHT.hex()}]
+    assert list(remembered(path).values()) == [{"16": RIGHT.hex()}]
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is not None
     assert tuned.linear(torch.randn(24, 1024).bfloat16(), weights[0]) is None
 
