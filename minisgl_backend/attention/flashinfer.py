@@ -1,18 +1,20 @@
 """The `fi` backend: FlashInfer's paged prefill and decode (Ye et al., 2025), any power-of-two page size.
 
 FlashInfer plans on the host: lengths come from the host arrays of the inputs, page ids are gathered on the device, and
-nothing waits for the device.
+nothing waits for the device. Plans are made of lengths, not of page ids, so that layers which differ in their cache
+group alone, and so in their page table, have one plan.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,36 +64,57 @@ def _let_ninja_be_found() -> None:
         os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), beside])
 
 
-@dataclass(frozen=True)
 class Pages:
-    """The pages of a batch, flattened."""
+    """The pages of a batch, flattened; without waiting for the device."""
 
-    indptr: torch.Tensor  # int32 [num_seqs + 1], host
-    indices: torch.Tensor  # int32 [num_pages], device
-    last_page_len: torch.Tensor  # int32 [num_seqs], host
+    def __init__(
+        self, kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, page_size: int, device: torch.device
+    ) -> None:
+        """kv_lens: of the sequences, whose rows of each page table are `rows`, int32 on the device."""
+        counts = (kv_lens + page_size - 1) // page_size
+        indptr = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        # One upload for both; `output_size` spares repeat_interleave a look at the device.
+        both = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32))
+        uploaded = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
+        counts_device, starts = uploaded.chunk(2)
+        total = int(indptr[-1])
+        line = torch.repeat_interleave(torch.arange(len(counts), device=device), counts_device, output_size=total)
+        self._columns = torch.arange(total, device=device, dtype=torch.int32) - starts[line]
+        self._rows = rows[line]
+        self.indptr = torch.from_numpy(indptr)  # int32 [num_seqs + 1], host
+        last = kv_lens - (counts - 1) * page_size
+        self.last_page_len = torch.from_numpy(last.astype(np.int32))  # int32 [num_seqs], host
+
+    def indices(self, page_table: torch.Tensor) -> torch.Tensor:
+        """int32 [num_pages], device."""
+        return page_table[self._rows, self._columns]
 
 
-class Planner:
-    """A wrapper and two pinned buffers for its plans, used in turn.
+class PlanMemory:
+    """Where FlashInfer keeps plans of wrappers that run before the next of them is planned: a buffer on the device, and
+    two pinned ones, which take turns. Each wrapper would have 8 MB of both else.
 
-    FlashInfer fills one pinned buffer of its own and copies it asynchronously. The step before may still be running
-    when the next one is planned, its copy not yet done: filling the same buffer again would change that step's plan.
-    The buffer of two plans ago is free once its copy's event has passed, which it has long since.
+    FlashInfer fills a pinned buffer and copies it asynchronously. The step before may still be running when the next
+    one is planned, its copy not yet done: filling the same buffer again would change that step's plan. The buffer of
+    two plans ago is free once its copy's event has passed, which it has long since.
     """
 
     def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-        # The name is private to FlashInfer; its public reset would allocate pinned memory anew for every step.
-        first = wrapper._pin_memory_int_workspace_buffer
-        self._buffers = (first, torch.empty_like(first, pin_memory=True))
+        """wrapper: one of them, whose buffers are taken."""
+        # Names are private to FlashInfer; its public reset would allocate pinned memory anew for every step.
+        self._device, first = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
+        self._pinned = (first, torch.empty_like(first, pin_memory=first.is_pinned()))
         self._copied = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
 
-    def plan(self, *arguments: Any, **options: Any) -> None:
+    def plan(self, wrapper: Any, *arguments: Any, **options: Any) -> None:
+        """`wrapper.plan`, kept here."""
         self._turn ^= 1
         self._copied[self._turn].synchronize()
-        self.wrapper._pin_memory_int_workspace_buffer = self._buffers[self._turn]
-        self.wrapper.plan(*arguments, **options)
+        wrapper._int_workspace_buffer = self._device
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
+        wrapper.plan(*arguments, **options)
         self._copied[self._turn].record()
 
 
@@ -107,88 +130,129 @@ class FlashInferBackend(AttentionBackend):
         self._flashinfer = flashinfer
         self._tensor_cores = spec.flashinfer_tensor_cores is not False
         self._workspace = _zeros(spec) if workspace is None else workspace
-        self._prefill = Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
-        self._decode = Planner(
-            flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=self._tensor_cores)
+        self.prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self.decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )
+        self.captured: dict[int, Any] = {}  # wrappers by batch size
+        # A step has a plan of either, no more.
+        self._prefill_memory, self._decode_memory = PlanMemory(self.prefill_wrapper), PlanMemory(self.decode_wrapper)
         self._window_left = -1 if group.window is None else group.window - 1
-        self._graph_planners: dict[int, Planner] = {}
         self._graph_indices: torch.Tensor | None = None
+        self.pages: Pages  # of the last plan
 
     @classmethod
     def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
         workspace = _zeros(spec)
-        return [cls(spec, group, workspace) for group in groups]
+        planned: dict[LayerGroup, FlashInferBackend] = {}
+        backends: list[AttentionBackend] = []
+        for group in groups:
+            alike = replace(group, layers=(), cache_group=0)
+            if alike in planned:
+                backends.append(_PlannedBefore(spec, group, planned[alike]))
+            else:
+                planned[alike] = cls(spec, group, workspace)
+                backends.append(planned[alike])
+        return backends
 
     def plan_prefill(self, inputs: PrefillInputs) -> Any:
-        pages = flatten_pages(inputs.kv_lens_host, inputs.rows, inputs.page_table, self.spec.page_size)
         spec, group = self.spec, self.group
-        self._prefill.plan(
-            torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr, pages.indices, pages.last_page_len,
-            group.num_q_heads, group.num_kv_heads, group.head_dim, spec.page_size, causal=True,
-            sm_scale=group.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
-            kv_data_type=group.kv.dtype, logits_soft_cap=group.soft_cap,
+        self.pages = pages = Pages(inputs.kv_lens_host, inputs.rows, spec.page_size, spec.device)
+        self._prefill_memory.plan(
+            self.prefill_wrapper, torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr,
+            pages.indices(inputs.page_table), pages.last_page_len, group.num_q_heads, group.num_kv_heads,
+            group.head_dim, spec.page_size, causal=True, sm_scale=group.softmax_scale, window_left=self._window_left,
+            q_data_type=spec.dtype, kv_data_type=group.kv.dtype, logits_soft_cap=group.soft_cap,
         )  # fmt: skip
-        return self._prefill.wrapper
+        return self.prefill_wrapper
 
     def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
-        out: torch.Tensor = plan.run(
-            q.contiguous(), (layer.kv.k, layer.kv.v), k_scale=layer.kv.scales.k, v_scale=layer.kv.scales.v
-        )
-        return out
+        return _run(layer, q, plan)
 
     def plan_decode(self, inputs: DecodeInputs) -> Any:
-        self._plan_decode(self._decode, inputs)
-        return self._decode.wrapper
+        return self._plan_decode(self.decode_wrapper, inputs)
 
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
-        return self.prefill(layer, q, plan)
+        return _run(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        most = max_batch_size * self.spec.max_pages_per_row
-        self._graph_indices = torch.zeros(most, dtype=torch.int32, device=self.spec.device)
+        self._graph_indices = graph_indices(self.spec, max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> Any:
         batch, device = inputs.batch_size, self.spec.device
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        self.captured[batch] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=self._tensor_cores,
             paged_kv_indptr_buffer=torch.zeros(batch + 1, dtype=torch.int32, device=device),
             paged_kv_indices_buffer=self._graph_indices,
             paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=device),
         )  # fmt: skip
-        self._graph_planners[batch] = Planner(wrapper)
-        self._plan_decode(self._graph_planners[batch], inputs)
-        return wrapper
+        return self._plan_decode(self.captured[batch], inputs)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
-        self._plan_decode(self._graph_planners[inputs.batch_size], inputs)
+        self._plan_decode(self.captured[inputs.batch_size], inputs)
 
-    def _plan_decode(self, planner: Planner, inputs: DecodeInputs) -> None:
-        pages = flatten_pages(inputs.kv_lens_host, inputs.rows, inputs.page_table, self.spec.page_size)
+    def _plan_decode(self, wrapper: Any, inputs: DecodeInputs) -> Any:
         spec, group = self.spec, self.group
-        planner.plan(
-            pages.indptr, pages.indices, pages.last_page_len, group.num_q_heads, group.num_kv_heads, group.head_dim,
-            spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=group.kv.dtype,
-            sm_scale=group.softmax_scale, logits_soft_cap=group.soft_cap,
+        self.pages = pages = Pages(inputs.kv_lens_host, inputs.rows, spec.page_size, spec.device)
+        self._decode_memory.plan(
+            wrapper, pages.indptr, pages.indices(inputs.page_table), pages.last_page_len, group.num_q_heads,
+            group.num_kv_heads, group.head_dim, spec.page_size, window_left=self._window_left, q_data_type=spec.dtype,
+            kv_data_type=group.kv.dtype, sm_scale=group.softmax_scale, logits_soft_cap=group.soft_cap,
         )  # fmt: skip
+        return wrapper
 
 
-def flatten_pages(
-    kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, table: torch.Tensor, page_size: int
-) -> Pages:
-    """Of sequences of these lengths, whose rows of the page table are `rows`; without waiting for the device."""
-    counts = (kv_lens + page_size - 1) // page_size
-    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    # One upload for both; `output_size` spares repeat_interleave a look at the device.
-    uploaded = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32)).pin_memory()
-    counts_device, starts = uploaded.to(table.device, non_blocking=True).chunk(2)
-    total = int(indptr[-1])
-    line = torch.repeat_interleave(torch.arange(len(counts), device=table.device), counts_device, output_size=total)
-    column = torch.arange(total, device=table.device, dtype=torch.int32) - starts[line]
-    indices = table[rows[line], column]
-    last = kv_lens - (counts - 1) * page_size
-    return Pages(torch.from_numpy(indptr), indices, torch.from_numpy(last.astype(np.int32)))
+class _PlannedBefore(AttentionBackend):
+    """For layers that differ from those of another group in their page table alone. That group's backend is planned
+    just before this one in each step; its wrappers, with other page ids, are this one's."""
+
+    def __init__(self, spec: AttentionSpec, group: LayerGroup, first: FlashInferBackend) -> None:
+        super().__init__(spec, group)
+        self._first = first
+        self._graph_indices: torch.Tensor | None = None
+
+    def plan_prefill(self, inputs: PrefillInputs) -> Any:
+        return _with_pages(self._first.prefill_wrapper, self._first.pages.indices(inputs.page_table))
+
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
+        return _run(layer, q, plan)
+
+    def plan_decode(self, inputs: DecodeInputs) -> Any:
+        return _with_pages(self._first.decode_wrapper, self._first.pages.indices(inputs.page_table))
+
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
+        return _run(layer, q, plan)
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        self._graph_indices = graph_indices(self.spec, max_batch_size)
+
+    def plan_capture(self, inputs: DecodeInputs) -> Any:
+        self.plan_replay(inputs)
+        return _with_pages(self._first.captured[inputs.batch_size], self._graph_indices)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        assert self._graph_indices is not None, "allocate_graph comes before"
+        indices = self._first.pages.indices(inputs.page_table)
+        self._graph_indices[: len(indices)].copy_(indices)
+
+
+def _with_pages(wrapper: Any, indices: torch.Tensor | None) -> Any:
+    """A planned wrapper that reads other pages. The name is private to FlashInfer, of wrappers for prefill and for
+    decode alike."""
+    other = copy.copy(wrapper)
+    other._paged_kv_indices_buf = indices
+    return other
+
+
+def _run(layer: AttentionLayer, q: torch.Tensor, wrapper: Any) -> torch.Tensor:
+    kv = layer.kv
+    out: torch.Tensor = wrapper.run(q.contiguous(), (kv.k, kv.v), k_scale=kv.scales.k, v_scale=kv.scales.v)
+    return out
+
+
+def graph_indices(spec: AttentionSpec, max_batch_size: int) -> torch.Tensor:
+    """Page ids of the sequences of a captured step, of any batch size."""
+    return torch.zeros(max_batch_size * spec.max_pages_per_row, dtype=torch.int32, device=spec.device)
 
 
 def _zeros(spec: AttentionSpec) -> torch.Tensor:

@@ -52,6 +52,7 @@ SHAPES = {
     "mistral-24": {**_MISTRAL, "sliding_window": WINDOW},
     "mistral-4096": {**_MISTRAL, "sliding_window": LONG_WINDOW, "num_hidden_layers": 2},
     "qwen2-24-above-2": {**_QWEN2, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen2-24-above-1": {**_QWEN2, "sliding_window": WINDOW, "max_window_layers": 1},  # three groups with a window
 }
 
 
@@ -112,7 +113,7 @@ def save(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "names"),
-    [*((model, names) for model in ("mistral-24", "qwen2-24-above-2") for names in NAMES)],
+    [*((model, names) for model in ("mistral-24", "qwen2-24-above-2", "qwen2-24-above-1") for names in NAMES)],
 )
 def test_a_window_of_24(model: str, names: str, folder: Path) -> None:
     """Prompts shorter than the window, in pieces (to 256 tokens), in chunks and longer than those; decode in graphs."""
