@@ -45,6 +45,7 @@ def _bench_decode(found: dict[str, Any], batch: int, tokens: int, heads: int, tu
     lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, heads, RANK + ROPE, device="cuda").bfloat16()
+    parts = q[..., :RANK].contiguous(), q[..., RANK:]
     workspace = LatentDecodeWorkspace(heads, RANK, 65, torch.device("cuda"))
     shapes = {"chosen": latent_decode_shape(batch, heads)}
     if tune and tokens < 16000:
@@ -59,7 +60,7 @@ def _bench_decode(found: dict[str, Any], batch: int, tokens: int, heads: int, tu
         shapes = {(s.rows, s.tile, s.num_warps, s.num_stages): s for s in shapes.values()}  # type: ignore[misc]
     calls: dict[str, list[Callable[[], object]]] = {
         str(label): [
-            functools.partial(latent_decode_attention, q, c, rows, lens, table, workspace, shape, SCALE, RANK)
+            functools.partial(latent_decode_attention, *parts, c, rows, lens, table, workspace, shape, SCALE)
             for c in caches
         ]
         for label, shape in shapes.items()

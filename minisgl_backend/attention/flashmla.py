@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,6 +52,8 @@ class _Plan:
 
 
 class FlashMLABackend(TritonPrefillBackend):
+    joins_queries: ClassVar[bool] = True
+
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         module = _kernels()
@@ -63,7 +65,7 @@ class FlashMLABackend(TritonPrefillBackend):
         tiles, num_splits = self._metadata(inputs.kv_lens, self.group.num_q_heads, 1)
         return _Plan(inputs.kv_lens, self._tables.gather(inputs), tiles, num_splits)
 
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: _Plan) -> torch.Tensor:
         attended, _ = self._kernel(
             q.unsqueeze(1),
             layer.kv.k.transpose(1, 2),  # tokens before the head

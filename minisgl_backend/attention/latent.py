@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ class Piece:
 
 class LatentBackend(AttentionBackend):
     """Kernels for layers that keep latents; `AttentionLayer.latent` is there in all calls."""
+
+    joins_queries: ClassVar[bool] = False  # see `attend_latents`
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
@@ -125,16 +128,21 @@ class LatentBackend(AttentionBackend):
     def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         assert layer.latent is not None
         heads, weight = self.heads, layer.latent.weight
-        absorbed = torch.empty((*q.shape[:2], heads.rank + heads.rope_dim), dtype=q.dtype, device=q.device)
-        q_latent = absorbed[..., : heads.rank]
-        torch.bmm(q[..., : heads.nope_dim].transpose(0, 1), weight[:, : heads.nope_dim], out=q_latent.transpose(0, 1))
-        absorbed[..., heads.rank :] = q[..., heads.nope_dim :]
-        attended = self.attend_latents(layer, absorbed, plan)
+        q_nope, q_rope = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
+        size = heads.rank + (heads.rope_dim if self.joins_queries else 0)
+        absorbed = torch.empty((*q.shape[:2], size), dtype=q.dtype, device=q.device)
+        latent = absorbed[..., : heads.rank]
+        torch.bmm(q_nope.transpose(0, 1), weight[:, : heads.nope_dim], out=latent.transpose(0, 1))
+        if self.joins_queries:
+            absorbed[..., heads.rank :] = q_rope
+        attended = self.attend_latents(layer, absorbed, q_rope, plan)
         torch.bmm(attended.transpose(0, 1), weight[:, heads.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
 
     @abstractmethod
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """q [batch, num_q_heads, rank + rope_dim], contiguous -> [batch, num_q_heads, rank]."""
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """q [batch, num_q_heads, rank], contiguous, and q_rope [batch, num_q_heads, rope_dim], parts of longer rows ->
+        [batch, num_q_heads, rank]. joins_queries: q has q_rope, too, behind the other numbers of each head.
+        """
 
     def _piece(self, segments: list[tuple[int, ...]], page_table: torch.Tensor) -> Piece:
         table = np.array(segments, dtype=np.int32)

@@ -74,13 +74,13 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
     def plan_decode(self, inputs: DecodeInputs) -> _Plan:
         return _Plan(inputs.kv_lens, self._tables.gather(inputs), self._one_each[: inputs.batch_size + 1])
 
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: _Plan) -> torch.Tensor:
         rank, kept = self.heads.rank, layer.kv.k.transpose(1, 2)  # tokens before the head
         attended: torch.Tensor = self._decode_kernel(
-            q=q[..., rank:],
+            q=q_rope,
             k_cache=kept[..., rank:],
             v_cache=kept[..., :rank],
-            qv=q[..., :rank],
+            qv=q,
             cache_seqlens=plan.kv_lens,
             page_table=plan.page_table,
             cu_seqlens_q=plan.cu_seqlens_q,

@@ -36,9 +36,9 @@ class FlashInferLatentBackend(TritonPrefillBackend):
     def plan_decode(self, inputs: DecodeInputs) -> Any:
         return self._plan(self._eager, inputs)
 
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: Any) -> torch.Tensor:
         rank, kept = self.heads.rank, layer.kv.k.squeeze(1)
-        attended: torch.Tensor = plan.run(q[..., :rank], q[..., rank:], kept[..., :rank], kept[..., rank:])
+        attended: torch.Tensor = plan.run(q, q_rope, kept[..., :rank], kept[..., rank:])
         return attended
 
     def allocate_graph(self, max_batch_size: int) -> None:

@@ -66,8 +66,10 @@ class TorchLatentBackend(LatentBackend):
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_Group, ...]:
         return tuple(self._group(inputs, members) for members in group_by_length(inputs.kv_lens_host, _GROUP_TOKENS))
 
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[_Group, ...]) -> torch.Tensor:
-        kept, rank = layer.kv.k.flatten(0, 2), self.heads.rank
+    def attend_latents(
+        self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: tuple[_Group, ...]
+    ) -> torch.Tensor:
+        kept, rank, q = layer.kv.k.flatten(0, 2), self.heads.rank, torch.cat((q, q_rope), -1)
         out = torch.empty((*q.shape[:2], rank), dtype=q.dtype, device=q.device)
         for group in plan:
             latents = kept.index_select(0, group.slots).view(*group.beyond.shape, -1).float()

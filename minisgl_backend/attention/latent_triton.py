@@ -75,10 +75,10 @@ class TritonLatentBackend(TritonPrefillBackend):
         )  # fmt: skip
         return _DecodePlan(inputs, shape)
 
-    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: Plan) -> torch.Tensor:
         i = plan.inputs
         return latent_decode_attention(
-            q, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale, self.heads.rank,
+            q, q_rope, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
             pdl=self._pdl and i.batch_size <= MAX_EARLY_BATCH,
         )  # fmt: skip
 

@@ -86,7 +86,7 @@ class LatentAttention(AttentionBlock):
     def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         queries, kept = qkv[:, : -self._config.head_dim], qkv[:, -self._config.head_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj.of(self.q_a_layernorm(queries))
+            queries = self.q_b_proj.of(queries, norm=self.q_a_layernorm)
         q = self._store(
             queries.unflatten(1, (self._num_heads, -1)), kept, positions, ctx.slots[self._layer.cache_group]
         )

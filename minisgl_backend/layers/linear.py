@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from minisgl_backend.layers.norm import Norm, SublayerNorms
+from minisgl_backend.layers.norm import Norm, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.weights.method import LinearOutput, LinearSpec
@@ -58,15 +58,12 @@ class ColumnParallelLinear(nn.Module):
         norm: None: of the residual stream itself. activation: as of a `LinearMethod`.
         """
         residual, x, unapplied = residual.before_gemm(norm)
-        if unapplied is None:
-            return residual, self.of(x, activation=activation)
-        return residual, self.method.apply_weights(
-            x, norm_weight=unapplied.weight, eps=unapplied.eps, activation=activation
-        )
+        return residual, self.of(x, norm=unapplied, activation=activation)
 
-    def of(self, x: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
-        """x [num_tokens, inputs] -> [num_tokens, local outputs]."""
-        return self.method.apply_weights(x, activation=activation)
+    def of(self, x: torch.Tensor, *, norm: RMSNorm | None = None, activation: str | None = None) -> torch.Tensor:
+        """x [num_tokens, inputs] -> the outputs for its norm (None: for itself), [num_tokens, local outputs]."""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return self.method.apply_weights(x, norm_weight=weight, eps=eps, activation=activation)
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
         """Uninitialised, [num_tokens, local outputs]: what `into` may write to."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl_backend.kernels.linear.tiling import MAX_VECTOR_ROWS
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
@@ -48,9 +49,12 @@ class SharedExpert(nn.Module):
         self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", False, inner)
         self.gate = TokenGate(hidden_size, layer_context.at("shared_expert_gate")) if config.shared_gate else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
-        gated = self.gate_up_proj.of(x, activation=self._activation)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm | None = None) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual, which may be overwritten, + this rank's part of the MLP.
+
+        norm: of x, first; only where there is no gate.
+        """
+        gated = self.gate_up_proj.of(x, norm=norm, activation=self._activation)
         if self.gate is None:
             return self.down_proj.part(gated, residual)
         out = self.down_proj.part(gated, None) * self.gate(x)
@@ -85,13 +89,14 @@ class MoeMLP(nn.Module):
         )
         self._scales_input = config.router.on_input
         self._routes = self.router.is_fused  # whether the experts' method has the router inside
-        self._is_fused = self._routes and self.shared_expert is None
+        # Whether the norm before them can be inside, too.
+        self._norms = self._routes and (self.shared_expert is None or self.shared_expert.gate is None)
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """To be called when all weights are loaded, with the o_proj before this and its own norms."""
         router = self.router.method
-        fits = self._is_fused and self._tp.size == 1 and router.bias is None
+        fits = self._norms and self._tp.size == 1 and router.bias is None
         if fits and norms.adds_as_is and isinstance(norms.before, RMSNorm):
             self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method)
 
@@ -104,32 +109,34 @@ class MoeMLP(nn.Module):
         norm = norms.before
         if (deferred := residual.deferred_o_proj) is not None:
             assert self._early is not None, "takes_o_proj says so"
-            assert norm is not None, "derive_weights looks"
+            assert isinstance(norm, RMSNorm), "derive_weights looks"
             hidden, x, o_proj = deferred
-            return residual.become(
-                self.experts.apply_with_o_proj(x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps)
+            hidden, out = self.experts.apply_with_o_proj(
+                x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps
             )
-        if self._tp.size == 1 and self._is_fused:
-            residual, x, norm = residual.before_gemm(norm)
-            router, apply_routed = self.router.method, self.experts.apply_routed
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return residual.plus(
-                lambda added_to: apply_routed(
-                    x, router.weight, router_bias=router.bias, norm_weight=weight, eps=eps, residual=added_to
-                ),
-                norms,
-            )
+            return residual.become(out if self.shared_expert is None else self.shared_expert(hidden, out, norm))
+        # Beside a shared expert there are two GEMMs of what is normed: of more tokens both would norm by themselves.
+        few = self.shared_expert is None or residual.num_tokens <= MAX_VECTOR_ROWS
+        if self._tp.size == 1 and self._norms and few:
+            residual, x, unapplied = residual.before_gemm(norm)
+            return residual.plus(lambda added_to: self.part(x, added_to, unapplied), norms)
         residual, x = residual.settled(norm)
         return residual.plus(lambda added_to: self.part(x, added_to), norms)
 
-    def part(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes."""
-        if self.shared_expert is not None:
-            residual = self.shared_expert(x, residual)
+    def part(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm | None = None) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes.
+
+        norm: of x, which may be the residual, first.
+        """
         if self._routes:
-            router = self.router.method
-            return self.experts.apply_routed(x, router.weight, router_bias=router.bias, residual=residual)
-        ids, shares = self.router(x)
-        if self._scales_input:
-            x, shares = x * shares.to(x.dtype), torch.ones_like(shares)
-        return self.experts.apply_experts(x, ids, shares, residual)
+            router, (weight, eps) = self.router.method, (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            out = self.experts.apply_routed(
+                x, router.weight, router_bias=router.bias, norm_weight=weight, eps=eps, residual=residual
+            )
+        else:
+            ids, shares = self.router(x)
+            scaled = x
+            if self._scales_input:
+                scaled, shares = x * shares.to(x.dtype), torch.ones_like(shares)
+            out = self.experts.apply_experts(scaled, ids, shares, residual)
+        return out if self.shared_expert is None else self.shared_expert(x, out, norm)

@@ -161,10 +161,10 @@ class ExpertsMethod(WeightedLayer, ABC):
         *,
         norm_weight: torch.Tensor,
         eps: float,
-    ) -> torch.Tensor:
-        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual: both.
 
-        x [1, inputs of o_proj] -> [1, hidden_size]. early: `early_router` of these weights.
+        x [1, inputs of o_proj] -> [1, hidden_size] each. early: `early_router` of these weights.
         """
         raise NotImplementedError
 

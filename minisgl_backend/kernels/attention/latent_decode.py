@@ -84,6 +84,7 @@ def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
 
 def latent_decode_attention(
     q: torch.Tensor,
+    q_rope: torch.Tensor,
     cache: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -91,28 +92,27 @@ def latent_decode_attention(
     workspace: LatentDecodeWorkspace,
     shape: LatentDecodeShape,
     scale: float,
-    rank: int,
     *,
     num_queries: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Absorbed queries to attention output [batch * num_queries, num_q_heads, rank].
 
-    q [batch * num_queries, num_q_heads, rank + rope_dim] and cache [num_pages, 1, page_size, rank + rope_dim], both
-    contiguous; rows, kv_lens int32 [batch]. Query tokens of a sequence are the last `num_queries` of its kv_lens
-    tokens, causal.
+    q [batch * num_queries, num_q_heads, rank] and cache [num_pages, 1, page_size, rank + rope_dim], both contiguous;
+    q_rope [batch * num_queries, num_q_heads, rope_dim], parts of longer rows; rows, kv_lens int32 [batch]. Query tokens
+    of a sequence are the last `num_queries` of its kv_lens tokens, causal.
     """
-    tokens, num_heads, size = q.shape
+    (tokens, num_heads, rank), rope = q.shape, q_rope.shape[2]
     batch, num_rows = tokens // num_queries, num_queries * num_heads
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     workers = min(shape.workers, MAX_WORKERS)
     rank_padded = max(16, triton.next_power_of_2(rank))
     _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
-        q, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
-        scale * LOG2_E, page_table.stride(0), batch,
+        q, q_rope, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
+        scale * LOG2_E, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
         MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
-        RANK_PADDED=rank_padded, ROPE=size - rank, ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
+        RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, triton.next_power_of_2(rope)),
         num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     few = batch * num_rows <= FEW_ROWS
@@ -126,8 +126,8 @@ def latent_decode_attention(
 
 @triton.jit(do_not_specialize=["batch"])
 def _latent_decode_kernel(
-    q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
-    table_stride, batch,
+    q_ptr, q_rope_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
+    q_stride_t, q_stride_h, table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
@@ -160,9 +160,9 @@ def _latent_decode_kernel(
             tl.store(parts_ptr + 2 * b + 1, (after - 1) // share - worker + 1)
         table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
         line = b.to(tl.int64) * NUM_ROWS + r
-        q_row = q_ptr + line[:, None] * (RANK + ROPE)
-        q = tl.load(q_row + d[None, :], mask=latent_ok, other=0.0)
-        q_rope = tl.load(q_row + RANK + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
+        q = tl.load(q_ptr + line[:, None] * RANK + d[None, :], mask=latent_ok, other=0.0)
+        q_rope_row = q_rope_ptr + line // NUM_HEADS * q_stride_t + r % NUM_HEADS * q_stride_h
+        q_rope = tl.load(q_rope_row[:, None] + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
         last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)

@@ -36,7 +36,10 @@ def expected_of(case: LatentCase, q: torch.Tensor, num_queries: int) -> torch.Te
         lens = case.kv_lens - (num_queries - 1 - query)
         inputs = replace(inputs, kv_lens=torch.from_numpy(lens), kv_lens_host=lens)
         plan = backend.plan_decode(inputs)
-        out[query::num_queries] = backend.attend_latents(case.layer, q[query::num_queries], plan)
+        mine = q[query::num_queries]
+        out[query::num_queries] = backend.attend_latents(
+            case.layer, mine[..., : case.heads.rank], mine[..., case.heads.rank :], plan
+        )
     return out
 
 
@@ -57,8 +60,8 @@ def test_decode(lengths: list[int], page_size: int, heads: int, queries: int, sh
     workspace = LatentDecodeWorkspace(heads * queries, HEADS.rank, len(lengths), CPU)
     i = case.decode_inputs()
     found = latent_decode_attention(
-        q, case.layer.kv.k, i.rows, i.kv_lens, i.page_table, workspace, shape, case.layer.scale, HEADS.rank,
-        num_queries=queries,
+        q[..., : HEADS.rank].contiguous(), q[..., HEADS.rank :], case.layer.kv.k, i.rows, i.kv_lens, i.page_table,
+        workspace, shape, case.layer.scale, num_queries=queries,
     )  # fmt: skip
     torch.testing.assert_close(found, expected_of(case, q, queries), atol=1e-5, rtol=1e-5)
 
