@@ -13,6 +13,7 @@ from typing import Any
 
 from minisgl_backend.attention.backend_entry import PLAIN_SCORES, BackendEntry, Scores
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
+from minisgl_backend.attention.by_batch_size import BackendByBatchSize, FewRows
 from minisgl_backend.attention.latent_entry import LatentEntry
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError
@@ -148,6 +149,12 @@ class AttentionChoice:
     decode: str
     page_size: int  # tokens
     warnings: tuple[str, ...]  # for the log
+    few_rows: FewRows | None = None  # None: `decode` serves all batch sizes
+
+
+# Of latents on Hopper: tiles of the libraries have rows for 64 query heads, and a lone sequence that has fewer takes
+# `triton` less time (docs/performance.md).
+FEW_LATENT_HEADS, FEW_LATENT_ROWS = 32, FewRows("triton", rows=1)
 
 
 def choose_attention(
@@ -160,13 +167,14 @@ def choose_attention(
     kv_dtype: str | None = None,
     scores: Scores = PLAIN_SCORES,
     latents: tuple[int, int] | None = None,
+    num_q_heads: int | None = None,
     why_missing: Callable[[str], str | None] | None = None,
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
     `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dims`, `dtype` and `scores` are the
-    model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `kv_dtype` is that of the
-    KV cache, None: `dtype`.
+    model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `num_q_heads` are those of
+    a rank, None: many. `kv_dtype` is that of the KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
     ConfigError for a named backend that cannot run here.
     """
@@ -174,8 +182,12 @@ def choose_attention(
     if latents is not None and kv_dtype == FP8_E4M3:
         raise ConfigError("kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps latents (MLA): auto")
     needs = (dtype, kv_dtype, compute_capability, scores, latents)
+    few_rows = None
     if requested == "auto":
         prefill, decode, warnings = _automatic(head_dims, *needs, missing)
+        few_heads = num_q_heads is not None and num_q_heads <= FEW_LATENT_HEADS
+        if latents is not None and few_heads and decode in ("flashmla", "fa") and missing("triton") is None:
+            few_rows = FEW_LATENT_ROWS
     else:
         prefill, decode = _named(requested, compute_capability, scores, latents, missing)
         for name in (prefill, decode):
@@ -184,13 +196,18 @@ def choose_attention(
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
     size, size_warnings = _page_size(prefill, decode, page_size, latents is not None)
-    return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings))
+    return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings), few_rows)
 
 
-def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> AttentionPair:
-    """The backends of both parts of a step for each group; one object serves both where the names are the same."""
+def create_attention(prefill: str, decode: str, spec: AttentionSpec, few_rows: FewRows | None = None) -> AttentionPair:
+    """The backends of both parts of a step for each group; one object serves both where the names are the same.
+    few_rows: as of `AttentionChoice`."""
     prefill_backends = _create(prefill, spec)
-    return AttentionPair(spec, prefill_backends, prefill_backends if decode == prefill else _create(decode, spec))
+    decode_backends = prefill_backends if decode == prefill else _create(decode, spec)
+    if few_rows is not None:
+        pairs = zip(_create(few_rows.backend, spec), decode_backends, strict=True)
+        decode_backends = [BackendByBatchSize(few, more, few_rows.rows) for few, more in pairs]
+    return AttentionPair(spec, prefill_backends, decode_backends)
 
 
 def import_failure(name: str) -> str | None:

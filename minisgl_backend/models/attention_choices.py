@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl_backend.attention.base import LayerGroup
+from minisgl_backend.attention.by_batch_size import FewRows
 from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.models.build import attention_spec
@@ -25,9 +26,10 @@ def attention_choices(
     *,
     tp_size: int = 1,
     rows: Sequence[int] = ROWS,
+    few_rows: FewRows | None = None,
 ) -> dict[Weight, dict[int, Choice]]:
     """As `kernel_choices`, an entry for each group of layers; rows up to MOST_LOGITS are a decode step, more a prompt.
-    prefill, decode: attention backends."""
+    prefill, decode: attention backends; few_rows: which one decodes steps of few rows, where it is another."""
     spec = attention_spec(
         config, tp_size=tp_size, page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META,
         kv_dtype=kv_dtype,
@@ -38,13 +40,17 @@ def attention_choices(
         window += f", chunks of {group.chunk} tokens" if group.chunk is not None else ""
         shape = f"{group.num_q_heads} heads of {group.head_dim}, {group.num_kv_heads} kept{window}"
         weight = Weight("attention", shape, str(kv_dtype).removeprefix("torch."), "")
-        found[weight] = {count: _choice(group, facts, prefill, decode, count) for count in rows}
+        found[weight] = {count: _choice(group, facts, prefill, decode, few_rows, count) for count in rows}
     return found
 
 
-def _choice(group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, rows: int) -> Choice:
+def _choice(
+    group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, few_rows: FewRows | None, rows: int
+) -> Choice:
     if rows > MOST_LOGITS:
         return Choice(prefill, "the backend of prompts")
+    if few_rows is not None and rows <= few_rows.rows:
+        return Choice(few_rows.backend, "the backend of decode steps of few rows")
     if decode != "triton" or group.latent is not None or not facts.multiprocessors:
         return Choice(decode, "the backend of decode steps")
     can_share = group.sees_all and not group.kv.is_fp8

@@ -1,13 +1,21 @@
-"""Every backend of latents (MLA) of this GPU against the `torch` backend: prefixes, ragged batches, graphs, queries."""
+"""Every backend of latents (MLA) of this GPU against the `torch` backend: prefixes, ragged batches, graphs, queries.
+
+FlashInfer's kernels for Hopper and its older ones, and two backends that share batch sizes, count as backends, too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.by_batch_size import FewRows
+from minisgl_backend.attention.latent_fi import FlashInferLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.latents import LatentCase
@@ -16,11 +24,26 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEEPSEEK = LatentHeads(rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 FLASH = LatentHeads(rank=512, nope_dim=192, rope_dim=64, v_dim=256)  # GLM-4.7-Flash
+SIZES = {"16": (DEEPSEEK, 16), "128": (DEEPSEEK, 128), "flash": (FLASH, 20)}  # with query heads
+FI_FA2, MIXED = "fi, FA2 kernels", "triton and flashmla"
 NAMES = [name for name, entry in BACKENDS.items() if entry.latents is not None and name != "torch"]
+NAMES += [FI_FA2, MIXED]
+
+
+def create(name: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> AttentionPair:
+    """Of one of NAMES. Skips where it does not run here."""
+    if name == MIXED:
+        check_backend("flashmla", spec.page_size)
+        return create_attention("triton", "flashmla", spec, FewRows("triton", 8))
+    monkeypatch.setattr(FlashInferLatentBackend, "kernels", "fa2" if name == FI_FA2 else "auto")
+    if name == FI_FA2 and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fi takes them by itself here")
+    name = name.partition(",")[0]
+    check_backend(name, spec.page_size)
+    return create_attention(name, name, spec)
 
 
 def check_backend(name: str, page_size: int) -> None:
-    """Skips where the backend does not run here."""
     entry, major = BACKENDS[name].latents, torch.cuda.get_device_capability()[0]
     assert entry is not None
     for needed in filter(None, (BACKENDS[name].package, entry.kernels)):
@@ -38,16 +61,14 @@ def error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("page_size", "sizes"),
-    [(1, (DEEPSEEK, 16)), (16, (DEEPSEEK, 16)), (64, (DEEPSEEK, 16)), (64, (DEEPSEEK, 128)), (64, (FLASH, 20))],
-    ids=["1-16", "16-16", "64-16", "64-128", "64-flash"],
+    [(1, "16"), (16, "16"), (64, "16"), (1, "128"), (16, "128"), (64, "128"), (64, "flash")],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_eager_and_captured(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
-    check_backend(name, page_size)
-    heads, num_q_heads = sizes
+def test_decode_eager_and_captured(name: str, page_size: int, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, num_q_heads = SIZES[sizes]
     for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):
         case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda", max_rows=34)
-        backend, reference = (create_attention(one, one, case.spec) for one in (name, "torch"))
+        backend, reference = create(name, case.spec, monkeypatch), create_attention("torch", "torch", case.spec)
         backend.allocate_graph(32)
         inputs, q = case.decode_inputs(), case.queries(len(kv_lens))
         expected = reference.attend(case.layer, q, reference.plan(None, inputs))
@@ -65,21 +86,35 @@ def test_decode_eager_and_captured(name: str, page_size: int, sizes: tuple[Laten
         assert error(out, expected) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("page_size", "sizes"), [(1, (DEEPSEEK, 16)), (64, (DEEPSEEK, 16)), (64, (FLASH, 20))], ids=["1", "64", "flash"]
-)
+@pytest.mark.parametrize(("page_size", "num_q_heads"), [(16, 16), (64, 128)])
 @pytest.mark.parametrize("name", NAMES)
-def test_prefill(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
+def test_drafts(name: str, page_size: int, num_q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several queries of a row, each of which sees one token more."""
+    queries, case = 3, LatentCase(DEEPSEEK, num_q_heads, [3, 64, 1000, 3001], page_size, torch.bfloat16, "cuda")
+    inputs = case.decode_inputs()
+    lens = (case.kv_lens[:, None] + np.arange(1 - queries, 1, dtype=np.int32)).reshape(-1)
+    inputs = replace(
+        inputs, kv_lens=torch.from_numpy(lens).cuda(), kv_lens_host=lens, has_drafts=True,
+        rows=inputs.rows.repeat_interleave(queries), rows_host=inputs.rows_host.repeat(queries),
+    )  # fmt: skip
+    backend, reference = create(name, case.spec, monkeypatch), create_attention("torch", "torch", case.spec)
+    q = case.queries(len(lens))
+    expected = reference.attend(case.layer, q, reference.plan(None, inputs))
+    assert error(backend.attend(case.layer, q, backend.plan(None, inputs)), expected) < 1e-2
+
+
+@pytest.mark.parametrize(("page_size", "sizes"), [(1, "16"), (64, "16"), (64, "128"), (64, "flash")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (FI_FA2, MIXED)])
+def test_prompts(name: str, page_size: int, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts, chunks behind prefixes; keys expanded at once and in pieces."""
-    check_backend(name, page_size)
-    heads, num_q_heads = sizes
+    heads, num_q_heads = SIZES[sizes]
     for q_lens, kv_lens in [([7], [7]), ([1, 700, 33, 64], [400, 1000, 33, 3000]), ([300, 200], [300, 200])]:
         case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
         q = case.queries(sum(q_lens))
         reference = create_attention("torch", "torch", case.spec)
         expected = reference.attend(case.layer, q, reference.plan(case.prefill_inputs(q_lens), None))
         for piece_tokens in (None, 900):
-            backend = create_attention(name, name, case.spec)
+            backend = create(name, case.spec, monkeypatch)
             if piece_tokens is not None:
                 (only,) = set(backend.backends[0])
                 only._piece_tokens = min(only._piece_tokens, piece_tokens)
@@ -99,19 +134,20 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
 
     kv_lens = [5, 64, 1000, 3001, 130]
     case = LatentCase(DEEPSEEK, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
-    q = torch.randn(len(kv_lens) * num_queries, num_q_heads, 576, device="cuda").bfloat16()
+    q = torch.randn(len(kv_lens) * num_queries, num_q_heads, 512, device="cuda").bfloat16()
+    q_rope = torch.randn(len(kv_lens) * num_queries, num_q_heads, 192, device="cuda").bfloat16()[..., 128:]
     rows = num_q_heads * num_queries
     workspace = LatentDecodeWorkspace(rows, 512, len(kv_lens), case.device)
     inputs, reference = case.decode_inputs(), TorchLatentBackend(case.spec, case.group)
     found = latent_decode_attention(
-        q, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace,
-        latent_decode_shape(len(kv_lens), rows), case.layer.scale, 512, num_queries=num_queries,
+        q, q_rope, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace,
+        latent_decode_shape(len(kv_lens), rows), case.layer.scale, num_queries=num_queries,
     )  # fmt: skip
     for query in range(num_queries):
         lens = case.kv_lens - (num_queries - 1 - query)
         shorter = replace(inputs, kv_lens=torch.from_numpy(lens).cuda(), kv_lens_host=lens)
-        mine = q[query::num_queries]
-        expected = reference.attend_latents(case.layer, mine, reference.plan_decode(shorter))
+        mine, rope = q[query::num_queries], q_rope[query::num_queries]
+        expected = reference.attend_latents(case.layer, mine, rope, reference.plan_decode(shorter))
         assert error(found[query::num_queries], expected) < 1e-2
 
 

@@ -38,7 +38,7 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     weights = _choices(config, model, machine, runtime.dtype)
     attention = attention_choices(
         model, machine, getattr(torch, runtime.dtype), getattr(torch, runtime.kv_dtype), runtime.prefill_backend,
-        runtime.decode_backend, tp_size=config.tp,
+        runtime.decode_backend, tp_size=config.tp, few_rows=runtime.few_rows,
     )  # fmt: skip
     first, *others = weights.items()  # what attention reads is computed by the first weight
     choices = dict([first, *attention.items(), *others])

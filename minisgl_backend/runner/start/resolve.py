@@ -64,6 +64,7 @@ def resolve(
         kv_dtype=kv_dtype,
         scores=scores_of(model),
         latents=model.latents,
+        num_q_heads=model.layers[0].attention.num_q_heads // config.tp,
         why_missing=why_missing,
     )
     _check_num_pages(config.num_pages, attention.page_size)
@@ -95,6 +96,7 @@ def resolve(
         kv_dtype=kv_dtype,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
+        few_rows=attention.few_rows,
         page_size=attention.page_size,
         max_seq_len=max_seq_len,
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from minisgl_backend.attention.by_batch_size import FewRows
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.models.config import ModelConfig
@@ -34,6 +35,7 @@ class RuntimeConfig:
     kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
     prefill_backend: str
     decode_backend: str
+    few_rows: FewRows | None = None  # which backend decodes steps of few rows; None: decode_backend
     page_size: int
     max_seq_len: int
     max_prefill_length: int

@@ -87,6 +87,23 @@ def test_backends_that_do_not_serve_latents_are_refused(
         choose(requested, capability, **{"head_dims": (576,), "latents": (512, 64), **more})
 
 
+@pytest.mark.parametrize(
+    ("requested", "num_q_heads", "missing", "few"),
+    [
+        ("auto", 16, (), "triton"),
+        ("auto", 16, ("minisgl_backend.attention.flashmla:answers",), "triton"),  # beside FlashAttention
+        ("auto", 16, ("triton",), None),
+        ("auto", 128, (), None),
+        ("fa,flashmla", 16, (), None),  # what is named serves all steps
+    ],
+)
+def test_few_latent_heads_have_another_backend_for_few_rows(
+    requested: str, num_q_heads: int, missing: tuple[str, ...], few: str | None
+) -> None:
+    choice = choose(requested, 90, *missing, head_dims=(576,), latents=(512, 64), num_q_heads=num_q_heads)
+    assert (choice.few_rows and choice.few_rows.backend) == few
+
+
 def test_flashmla_has_pages_of_64_tokens() -> None:
     choice = choose("triton,flashmla", 90, head_dims=(576,), latents=(512, 64), page_size=16)
     assert choice.page_size == 64
