@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 # Top-level packages of kernels: those of attention backends, and what they take kernels from. Triton comes with torch.
-LIBRARIES = ("sgl_kernel", "flashinfer", "flashinfer_jit_cache", "flashinfer_cubin", "flash_mla", "flash_attn")
+LIBRARIES = ("sgl_kernel", "flashinfer", "flashinfer_jit_cache", "flashinfer_cubin", "flash_mla", "flash_attn", "vllm")
 
 
 def hide_libraries() -> None:

@@ -39,7 +39,6 @@ META = torch.device("meta")
 ROWS = (1, 8, 64, 256, 4096)  # of a step: three decode batches and two with prompts
 MOST_LOGITS = 256  # rows of a step that want logits: of a prompt one does
 _PAGE_SIZE = 64
-Block = tuple[int, int] | None  # see LinearKey
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,12 @@ def _in_layer(path: str) -> str:
 
 
 class _NotedLinear(LinearMethod):
-    def __init__(self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype, block: Block) -> None:
+    def __init__(
+        self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype, earnest: LinearMethod
+    ) -> None:
         super().__init__()
-        self.spec, self._notes, self._format, self._block = spec, notes, weight_format, block
+        self.spec, self._notes, self._format = spec, notes, weight_format
+        self.block, self.second_layout = earnest.block, earnest.second_layout
         first, *others = [output.name for output in spec.outputs]
         self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
         self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
@@ -123,13 +125,15 @@ class _NotedLinear(LinearMethod):
         size_out, size_in = self.spec.shape
         key = LinearKey(
             len(x), size_out, size_in, x.dtype, norm_weight is not None, bias, residual is not None, activation,
-            block=self._block,
+            block=self.block, second_layout=self.second_layout,
         )  # fmt: skip
         self._notes.linear(self.path, self._format, key)
         return x.new_empty(len(x), size_out // 2 if activation else size_out)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        key = LinearKey(len(x), *self.spec.shape, x.dtype, into=True, block=self._block)
+        key = LinearKey(
+            len(x), *self.spec.shape, x.dtype, into=True, block=self.block, second_layout=self.second_layout
+        )
         self._notes.linear(self.path, self._format, key)
 
     def dequantized(self) -> torch.Tensor:
@@ -211,8 +215,7 @@ class _NotingFactory(MethodFactory):
         self._earnest, self._notes, self._format = earnest, notes, PLAIN if scheme is None else scheme.format
 
     def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
-        block = self._earnest.linear(spec).block
-        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, block)
+        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, self._earnest.linear(spec))
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return _NotedExperts(self._earnest.experts(spec).spec, self._notes, self._format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from minisgl_backend.kernels.linear.int4_torch import (
     padded_inputs,
     unpack,
 )
+from minisgl_backend.kernels.linear.marlin import LAYOUT, fits_marlin
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.int4_checkpoint import (
     Axis,
@@ -57,6 +59,7 @@ class Int4LinearMethod(LinearMethod):
             self.group_of_input = empty_parameter(*shape, dtype=torch.int32, device=device)
         self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
         self._weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
+        self.second_layout = LAYOUT if fits_marlin(self._weight) else None
 
     def apply_weights(
         self,
@@ -101,6 +104,12 @@ class Int4LinearMethod(LinearMethod):
             numbers = unpack(self.words.data, self.spec.local_inputs, self._groups.plane)
             self.words.data.copy_(pack(numbers.index_select(1, self._order), self._groups.plane))
         self.group_of_input = None
+
+    def second_layout_bytes(self) -> int:
+        return self._kernels.second_layout_bytes(self._weight)
+
+    def add_second_layout(self) -> None:
+        self._weight = replace(self._weight, second=self._kernels.second_layout(self._weight))
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0

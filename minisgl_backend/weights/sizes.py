@@ -21,6 +21,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _OUTPUT = "lm_head.weight"
+_FOUR_BITS = (".qweight", ".weight_packed")  # of layers whose format is int4, experts aside
 
 
 def weight_bytes(
@@ -47,6 +48,22 @@ def weight_bytes(
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
             plain = item_bytes if tensor["dtype"] in _FLOATS else None
             total += formats.bytes_of(here, tuple(tensor["shape"]), stored, plain)
+    return total
+
+
+def second_layout_bytes(folder: Path, names: TensorNames, quantization: QuantizationConfig) -> int:
+    """What the weights with 4 bits take once more, in the layout of Marlin, about; experts have none."""
+    total = 0
+    for path in shard_paths(folder):
+        for name, tensor in _header(path).items():
+            here = names.here(name)
+            module = here.rpartition(".")[0]
+            is_ours = here.startswith(names.within) and not here.startswith(names.left_out)
+            if not is_ours or not here.endswith(_FOUR_BITS) or ".experts." in here:
+                continue
+            scheme = quantization.scheme_of(module)
+            if scheme is not None and scheme.format == "int4":
+                total += tensor["data_offsets"][1] - tensor["data_offsets"][0]
     return total
 
 

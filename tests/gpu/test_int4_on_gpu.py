@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear import marlin_library
+from minisgl_backend.kernels.linear.choose import MARLIN_ROWS
 from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize
+from minisgl_backend.kernels.linear.marlin import Marlin, MarlinWeight, words_along_inputs
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from tests.unit.kernels.int4_weights import random_weight, relative
+from tests.unit.kernels.marlin_reference import MarlinReference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(
@@ -82,3 +87,77 @@ def test_experts(tokens: int, zeros: bool) -> None:
     down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
     expected = Int4Kernels(TorchPlainKernels(TorchOps())).moe(x.float(), ids, shares, gate_up, down)
     assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
+
+
+needs_marlin = pytest.mark.skipif(
+    not marlin_library.is_installed(), reason=f"needs vLLM's library: {marlin_library.REMEDY}"
+)
+
+
+@needs_marlin
+def test_marlins_layout() -> None:
+    """What its operator makes of a weight, and that the reference in torch makes the same."""
+    operators = marlin_library.operators()
+    assert operators is not None
+    weight = random_weight(192, 384, group=64, zeros=True, dtype=BF16, device="cuda")
+    found = Marlin(operators, torch.device("cuda")).repack(weight)
+    assert found is not None
+    none = torch.empty(0, dtype=torch.int32)
+    expected = MarlinReference().gptq_marlin_repack(words_along_inputs(weight).cpu(), none, 384, 192, 4, False)
+    assert torch.equal(found.words.cpu(), expected)
+
+
+@needs_marlin
+@pytest.mark.parametrize(
+    ("kind", "size_in", "group", "zeros"),
+    [
+        ("plain", 2048, 128, False),
+        ("norm residual", 2048, 128, True),
+        ("gated norm", 2048, 32, True),
+        ("gated", 2048, 64, False),
+        ("bias", 1920, -1, True),
+        ("residual", 1920, 96, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_marlin(kind: str, size_in: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
+    """In float16 on Hopper the driver compiles for up to a minute first."""
+    ours = kernels()
+    weight = random_weight(1088, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
+    assert ours.second_layout_bytes(weight) > 0
+    twice = replace(weight, second=ours.second_layout(weight))
+    assert isinstance(twice.second, MarlinWeight)
+    for rows in (MARLIN_ROWS[0], 33, 64, 100, 200, MARLIN_ROWS[-1]):
+        torch.manual_seed(rows)
+        x = torch.randn(rows, size_in, device="cuda").to(dtype)
+        options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+        if "norm" in kind:
+            options |= {"norm_weight": (torch.rand(size_in, device="cuda") + 0.5).to(dtype), "eps": 1e-6}
+        if "bias" in kind:
+            options["bias"] = torch.randn(1088, device="cuda").to(dtype)
+        residual = torch.randn(rows, 1088, device="cuda").to(dtype) if "residual" in kind else None
+        plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+        expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
+            x.float(), weight, residual=None if residual is None else residual.float(), **plain
+        )
+        found = ours.linear(x, twice, residual=None if residual is None else residual.clone(), **options)
+        assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@needs_marlin
+def test_numbers_are_exact_in_marlin() -> None:
+    """Each of the 16, with each zero point, at each place of a tile; and in a CUDA graph."""
+    ours = kernels()
+    weight = random_weight(192, 256, group=32, zeros=True, dtype=BF16, device="cuda")
+    weight.scales.fill_(1.0)
+    twice = replace(weight, second=ours.second_layout(weight))
+    expected = dequantize(weight, torch.bfloat16)
+    one = torch.eye(256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(ours.linear(one, twice), expected.t())
+    graph, some = torch.cuda.CUDAGraph(), one[:64].clone()
+    with torch.cuda.graph(graph):
+        found = ours.linear(some, twice)
+    some.copy_(one[64:128])
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(found, expected[:, 64:128].t())

@@ -10,8 +10,9 @@ Which rows are `close`, so that they are measured against each other at start (m
   dependently, where a kernel counts by what it leaves free for the next one as well; timed alone, others would win.
   Of the row `cublaslt` algorithms are measured, not kernels (tuned.py).
 - FP8 and 4 bits, few rows: none, for the same reason, and since they read a half or a quarter of the bytes of all else.
-- FP8 of 33 rows or more, 4-bit gated weights of 65 to 256, INT8: those of libraries and ours that the device has.
-  Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would have to be compiled first.
+- FP8 of 33 rows or more, 4-bit gated weights of 65 to 256, with Marlin others of 129 to 256, INT8: those of libraries
+  and ours that the device has. Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would
+  have to be compiled first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
 INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
+MARLIN_ROWS = range(17, 257)  # for which it was faster on an H100; at 512 dequantizing is
+MARLIN_CLOSE_ROWS = 128  # of more, dequantizing may be as fast
 INT8_ALIGNMENT = 8  # numbers that sizes of weights of cuBLAS' integer GEMM are multiples of
 SGL_ALIGNMENT = 16  # likewise of sgl-kernel's GEMMs of 8 bits
 # Capabilities from and up to which it has them.
@@ -61,6 +64,7 @@ class LinearKey(NamedTuple):
     unit_stride: bool = True  # the numbers of a row of x touch
     into: bool = False  # the result's rows may be apart, and in another GPU's memory: no norm, no epilogue
     block: tuple[int, int] | None = None  # outputs and inputs that a scale of the weight is for; None: one output
+    second_layout: str | None = None  # in which the weight is held as well, for the kernel of this name
 
     @property
     def weights(self) -> int:
@@ -193,6 +197,18 @@ def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
     return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS
 
 
+def _marlin(key: LinearKey, facts: DeviceFacts) -> bool:
+    return "vllm" in facts.libraries and key.second_layout == "marlin" and key.rows in MARLIN_ROWS
+
+
+def _marlin_close(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _marlin(key, facts) and key.rows > MARLIN_CLOSE_ROWS
+
+
+def _int4_many_close(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _int4_gated(key, facts) or _marlin_close(key, facts)
+
+
 def is_int8_aligned(size_out: int, size_in: int) -> bool:
     """Whether cuBLAS' integer GEMM takes such weights."""
     return size_out % INT8_ALIGNMENT == 0 and size_in % INT8_ALIGNMENT == 0
@@ -250,12 +266,16 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
         ),
         "int4": (
             _Row(
+                "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", _marlin,
+                close=_marlin_close,
+            ),
+            _Row(
                 "int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few,
                 close=_int4_gated,
             ),
             _Row(
                 "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu,
-                close=_int4_gated,
+                close=_int4_many_close,
             ),
             _Row("torch", "the weight is dequantized", _always),
         ),

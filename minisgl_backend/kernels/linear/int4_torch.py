@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,17 @@ _AT_ONCE = 1 << 18  # numbers
 LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores multiply 16 inputs at least
 
 
+class SecondLayout(Protocol):
+    """A weight once more, as the kernel of a library has it."""
+
+    @property
+    def layout(self) -> str:
+        """As a `LinearKey.second_layout`."""
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, size_in] @ weight.T"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Int4Weight:
     """One weight, or one for each expert, with a first dimension of experts everywhere."""
@@ -37,6 +49,7 @@ class Int4Weight:
     size_in: int
     group: int  # inputs with one scale
     plane: int
+    second: SecondLayout | None = None
 
     @property
     def size_out(self) -> int:
@@ -130,6 +143,15 @@ class Int4Kernels:
     def __init__(self, plain: PlainKernels) -> None:
         """plain: of the same device."""
         self.plain, self.ops = plain, plain.ops
+
+    def second_layout_bytes(self, weight: Int4Weight) -> int:
+        """What `second_layout` of a weight takes; 0: there is none."""
+        return 0
+
+    def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
+        """That of the kernel that is fastest here for some row counts; None: there is none, or the weight has numbers
+        that it does not hold. Synchronises with the device."""
+        return None
 
     def linear(
         self,

@@ -12,7 +12,9 @@ from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.linear import int4
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight
+from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight, SecondLayout
+from minisgl_backend.kernels.linear.marlin import LAYOUT, Marlin, fits_marlin, marlin_bytes, open_marlin
+from minisgl_backend.kernels.linear.marlin_library import CAPABILITY
 from minisgl_backend.kernels.moe import int4 as moe_int4
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
@@ -31,6 +33,20 @@ class TritonInt4Kernels(Int4Kernels):
         self._linear_chooser = linear_chooser("int4", plain.ops.facts)
         self._experts_kernel = experts_chooser("int4", plain.ops.facts).kernel
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+
+    def second_layout_bytes(self, weight: Int4Weight) -> int:
+        return 0 if self._marlin(weight) is None else marlin_bytes(weight)
+
+    def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
+        marlin = self._marlin(weight)
+        return None if marlin is None else marlin.repack(weight)
+
+    def _marlin(self, weight: Int4Weight) -> Marlin | None:
+        capability = self._triton.ops.facts.capability
+        if capability is None or capability < CAPABILITY or not fits_marlin(weight):
+            return None
+        return open_marlin(self._device, weight.scales.dtype, weight.zeros is not None)
 
     def linear(
         self,
@@ -46,7 +62,7 @@ class TritonInt4Kernels(Int4Kernels):
         x = x if x.stride(1) == 1 else x.contiguous()
         key = LinearKey(
             len(x), weight.size_out, weight.size_in, x.dtype, norm_weight is not None, bias is not None,
-            residual is not None, activation,
+            residual is not None, activation, second_layout=None if weight.second is None else weight.second.layout,
         )  # fmt: skip
         return self.multiply(
             self._linear_chooser.kernel(key), x, weight, norm_weight=norm_weight, eps=eps, bias=bias,
@@ -78,7 +94,10 @@ class TritonInt4Kernels(Int4Kernels):
                 x, weight, self._triton.workspace, bias=bias, residual=residual, activation=activation,
                 num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl,
             )  # fmt: skip
-        out = self._by_parts(x, weight)
+        if kernel == LAYOUT and weight.second is not None:
+            out = weight.second.linear(x)
+        else:
+            out = self._by_parts(x, weight)
         if bias is not None:
             out += bias
         if activation is not None:
@@ -89,7 +108,8 @@ class TritonInt4Kernels(Int4Kernels):
         first = weights[0]
         self._triton.kernel_tuner.tune(
             self._linear_chooser, self.multiply, weights, first.words.nbytes, (first.size_out, first.size_in), rows,
-            longest, detail=f"groups of {first.group}" + ("" if first.zeros is None else " with zero points"),
+            longest, detail=f"groups of {first.group}" + ("" if first.zeros is None else " with zero points")
+            + ("" if first.second is None else f" {first.second.layout}"),
         )  # fmt: skip
 
     def _by_parts(self, x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:

@@ -44,6 +44,7 @@ from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import draft_spec, keeping_for
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.second_layouts import add_second_layouts, room_for_second_layouts
 from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
@@ -100,7 +101,7 @@ def _build(
         most_rows = runtime.max_prefill_length + runtime.most_decode_entries
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
-    spec, layouts, attention, runner_with = _load(runtime, model_config, device, tp, progress)
+    spec, layouts, attention, runner_with = _load(runtime, model_config, device, tp, progress, free_at_start)
     max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
@@ -145,7 +146,12 @@ def _build(
 
 
 def _load(
-    runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
+    runtime: RuntimeConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    tp: TensorParallel,
+    progress: StartProgress,
+    free_at_start: int,
 ) -> tuple[AttentionSpec, tuple[KVLayout, ...], AttentionPair, Callable[..., ModelRunner]]:
     """All that does not depend on the number of pages: the model's attention, what the pool keeps of each layer, the
     proposer's included, and what makes a runner with a given number of pages; it takes the captures of ModelRunner,
@@ -195,6 +201,8 @@ def _load(
     )
     layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.spec.kv_layouts))
     places = (*spec.kv_places, *range(len(spec.kv_layouts), len(layouts)))
+    if device.type == "cuda" and isinstance(model, torch.nn.Module):
+        add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, layouts, free_at_start)))
     if scales is not None:
         scales += [ONE] * (len(places) - len(scales))
 

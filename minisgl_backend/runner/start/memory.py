@@ -16,6 +16,7 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.pool import KVPool, max_pages
@@ -26,9 +27,10 @@ from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.draft import draft_spec, keeping_for
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.second_layouts import MOST_SHARE
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
-from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
+from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, second_layout_bytes, weight_bytes
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
 CPU_POOL_BYTES = 1 << 30
@@ -101,6 +103,7 @@ class MemoryNeed:
     room: str  # what these hold
     draft_weights: int = 0  # bytes, as `weights`; of the draft model alone
     draft_share: float = 0.0  # of each page's bytes, that its layers take
+    second_layouts: int = 0  # bytes, beside `weights`: see `second_layouts.py`
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
@@ -123,15 +126,28 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         of_draft = draft_spec(runtime, runtime.draft, device)
         spec, layouts = keeping_for(spec, of_draft), (*layouts, *of_draft.kv_layouts)
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
+    fixed = (config.num_pages or 0) * KVPool.bytes_per_page(layouts, spec.page_size)
+    second = _second_layouts(runtime, model, budget - fixed)
+    budget -= second
     pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, layouts))
     groups = CacheGroups(spec.cache_windows, spec.page_size)
     room = groups.room_in(pages, runtime.max_seq_len)
     if runtime.draft is None:
-        return MemoryNeed(weights, free, pages, room)
+        return MemoryNeed(weights, free, pages, room, second_layouts=second)
     own = KVPool.bytes_per_page(layouts[-runtime.draft.model.num_layers :], spec.page_size)
     share = own / KVPool.bytes_per_page(layouts, spec.page_size)
     copies = 1 if on_gpu else config.ranks_per_node * config.dp
-    return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share)
+    return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share, second)
+
+
+def _second_layouts(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
+    """Bytes of weights that are held once more on each GPU, where so many bytes are left for them and for pages."""
+    device = device_of_rank(runtime.device, runtime.device_index(0))
+    if "vllm" not in DeviceFacts.of(device).libraries:
+        return 0
+    formats = model.quantization.with_option(runtime.config.quantization)
+    needed = second_layout_bytes(Path(runtime.model_dir), model.tensor_names, formats) // runtime.config.tp
+    return needed if needed <= MOST_SHARE * room else 0
 
 
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:

@@ -94,11 +94,12 @@ def test_which_kernel_multiplies(name: str) -> None:
         ("fp8", "h200", {"block": (64, 128)}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
+        ("int4", "h100", {"second_layout": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
         ("int8", "a100", {}, "int_mm int_mm int_mm int_mm int_mm"),
     ],
 )
 def test_which_kernel_multiplies_with_other_formats(
-    weight_format: str, device: str, more: dict[str, bool], expected: str
+    weight_format: str, device: str, more: dict[str, Any], expected: str
 ) -> None:
     chooser = linear_chooser(weight_format, DeviceFacts.named(device))
     assert " ".join(chooser.kernel(LinearKey(rows, 7168, 5120, BF16, **more)) for rows in ROWS) == expected
@@ -161,6 +162,19 @@ def test_what_a_device_lacks_is_not_chosen() -> None:
         assert (experts_chooser("plain", device).kernel(wide) == "grouped_tma") == is_hopper
     patient = replace(H200, dependent_launch=False)
     assert linear_chooser("plain", patient).kernel(long) == "cublaslt"
+    twice = LinearKey(64, 7168, 5120, BF16, second_layout="marlin")
+    assert linear_chooser("int4", replace(H200, libraries=frozenset())).kernel(twice) == "int4_few_rows"
+
+
+def test_rows_that_marlin_multiplies() -> None:
+    chooser = linear_chooser("int4", H200)
+    for rows, expected in ((16, False), (17, True), (64, True), (128, True), (129, True), (256, True), (257, False)):
+        for activation in (None, "silu"):
+            key = LinearKey(rows, 7168, 5120, BF16, activation=activation, second_layout="marlin")
+            assert (chooser.kernel(key) == "marlin") == expected
+            is_close = 128 < rows <= 256
+            assert (chooser.contenders(key)[:1] == ("marlin",)) == is_close
+            assert ("int4_dequantized" in chooser.contenders(key)) == is_close
 
 
 def test_a_result_that_lies_elsewhere() -> None:

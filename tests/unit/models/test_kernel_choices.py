@@ -67,3 +67,13 @@ def test_blocks_of_scales_are_those_of_a_rank() -> None:
     qkv = "self_attn.q_proj+k_proj+v_proj", "norm"
     for ranks, expected in ((4, "scaled_mm_blocks"), (8, "fp8_many_rows")):
         assert kernels(model, tp_size=ranks)[qkv].split()[-1] == expected
+
+
+def test_marlin_multiplies_with_4_bits() -> None:
+    model = ModelConfig.from_dicts(SHAPES["qwen3-14b-awq"], {})
+    without = replace(H200, libraries=frozenset())
+    for ranks, facts, expected in ((1, H200, "marlin"), (4, H200, "marlin"), (1, without, "int4")):
+        found = kernel_choices(model, facts, torch.bfloat16, rows=(64,), tp_size=ranks)
+        quantized = [by[64].kernel for weight, by in found.items() if weight.weight_format == "int4"]
+        assert len(quantized) >= 4
+        assert {kernel.partition("_")[0] for kernel in quantized} == {expected}

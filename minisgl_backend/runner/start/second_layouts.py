@@ -1,0 +1,59 @@
+"""Weights that are held once more, in the layout of a library's kernel that is faster at some row counts.
+
+They take memory that pages would have, so that they are made only where most of it is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kv.latent import KVLayout
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.process.memory import in_words
+from minisgl_backend.runner.start.device import free_bytes
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.weights.method import LinearMethod
+
+log = logging.getLogger(__name__)
+
+# Of what memory_ratio leaves beside the weights. Where they would take more, few sequences fit, and for few the first
+# layout is the faster one.
+MOST_SHARE = 1 / 3
+
+
+def room_for_second_layouts(
+    runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout], free_at_start: int
+) -> int:
+    """Bytes of this rank's GPU that memory_ratio leaves, without the pages of `num_pages`, once the weights are loaded.
+
+    `layouts`: of all layers in the pool; `free_at_start`: before the weights were loaded.
+    """
+    torch.cuda.empty_cache()
+    taken = free_at_start - free_bytes(spec.device)
+    fixed = (runtime.config.num_pages or 0) * KVPool.bytes_per_page(layouts, spec.page_size)
+    return int(free_at_start * runtime.config.memory_ratio) - taken - fixed
+
+
+def add_second_layouts(modules: Iterable[nn.Module], room: int) -> None:
+    """Of all weights that have one on this device, or of none where they take more than MOST_SHARE of `room` bytes."""
+    found = [(one, one.second_layout_bytes()) for one in modules if isinstance(one, LinearMethod)]
+    methods = [method for method, size in found if size]
+    if not methods:
+        return
+    total, name = sum(size for _, size in found), methods[0].second_layout
+    if total > MOST_SHARE * room:
+        log.info(
+            "weights are not held in the layout of %s as well: %s are more than a third of the %s that memory_ratio "
+            "leaves; more memory, tp or a higher memory_ratio would make steps of some tens of sequences faster",
+            name, in_words(total), in_words(max(0, room)),
+        )  # fmt: skip
+        return
+    with torch.inference_mode():
+        for method in methods:
+            method.add_second_layout()
+    log.info("%d weights are held in the layout of %s as well: %s", len(methods), name, in_words(total))
