@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from minisgl_backend.kernels.linear.measured import KernelTuner
 from minisgl_backend.kernels.ops import Ops
+
+BEST_OF_GROUP = 2  # a group's score is the sum of those of so many experts, where there is a correction bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoice:
+    """How experts are chosen by logits: as of `layers.config.RouterConfig`."""
+
+    experts_per_token: int
+    scores: str = "softmax"  # or sigmoid
+    renormalize: bool = True
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+    by_logits: bool = False  # the best are those of the largest logits, of which some may have equal scores
 
 
 class PlainKernels(ABC):
@@ -73,6 +89,13 @@ class PlainKernels(ABC):
         ids int64 and weights float32, both [num_tokens, experts_per_token]: the largest shares of the softmax over
         all experts; `renormalize` makes them add up to 1.
         """
+
+    @abstractmethod
+    def choose_experts(
+        self, logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`route` in general: by scores, to which correction_bias float32 [num_experts] is added for the choice alone;
+        experts of groups that are not among the best are not chosen (DeepSeek-V2, V3)."""
 
     @abstractmethod
     def moe(

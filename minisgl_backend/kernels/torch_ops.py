@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import Ops, QKNormRope
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.plain import BEST_OF_GROUP, ExpertChoice, PlainKernels
 from minisgl_backend.kv.layout import LayerKV
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
@@ -103,6 +103,23 @@ class TorchPlainKernels(PlainKernels):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights
 
+    def choose_experts(
+        self, logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.float()
+        scores = logits.softmax(-1) if choice.scores == "softmax" else logits.sigmoid()
+        value = logits if choice.by_logits else scores
+        if correction_bias is not None:
+            value = value + correction_bias
+        if choice.num_groups > 1:
+            count = 1 if correction_bias is None else BEST_OF_GROUP
+            value = _of_best_groups(value, choice.num_groups, choice.groups_per_token, count)
+        ids = value.topk(choice.experts_per_token, dim=-1).indices
+        shares = scores.gather(-1, ids)
+        if choice.renormalize:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return ids, shares * choice.scaling
+
     def moe(
         self,
         x: torch.Tensor,
@@ -125,6 +142,15 @@ class TorchPlainKernels(PlainKernels):
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         summed = out.sum(dim=1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
+
+
+def _of_best_groups(value: torch.Tensor, num_groups: int, groups_per_token: int, count: int) -> torch.Tensor:
+    """value [num_tokens, num_experts] with minus infinity for experts of all groups but the best, by the sum of their
+    `count` best experts."""
+    groups = value.unflatten(-1, (num_groups, -1))
+    best = groups.topk(count, dim=-1).values.sum(-1).topk(groups_per_token, dim=-1).indices
+    chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=value.device).scatter_(-1, best, True)
+    return groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -23,9 +23,10 @@ from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.measured import KernelTuner
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, long_shape
 from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
-from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token
+from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token, score_router
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.plain import ExpertChoice
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import LayerKV
 
@@ -160,6 +161,13 @@ class TritonPlainKernels(TorchPlainKernels):
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return grouped.route(logits, experts_per_token, renormalize, self.moe_pdl(logits))
+
+    def choose_experts(
+        self, logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.shape[1] > score_router.MAX_EXPERTS:
+            return super().choose_experts(logits, choice, correction_bias)
+        return score_router.choose_experts(logits, choice, correction_bias, self.moe_pdl(logits))
 
     def moe(
         self,

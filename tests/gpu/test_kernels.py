@@ -377,3 +377,18 @@ def test_route_matches_torch(experts):
         torch.testing.assert_close(weights, expected_weights)
     ids, _ = route(torch.full_like(logits, float("nan")), 8, True)
     assert int(ids.max()) < experts
+
+
+def test_choice_of_experts_matches_torch():
+    from minisgl_backend.kernels.moe.score_router import choose_experts
+    from minisgl_backend.kernels.plain import ExpertChoice
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+
+    groups = {"num_groups": 8, "groups_per_token": 4, "scaling": 2.5}
+    for experts, more in ((256, groups), (160, groups), (384, {})):
+        choice = ExpertChoice(experts_per_token=8, scores="sigmoid", **more)
+        logits, bias = torch.randn(300, experts, device="cuda"), torch.randn(experts, device="cuda")
+        ids, shares = choose_experts(logits, choice, bias)
+        expected_ids, expected_shares = TorchPlainKernels(TorchOps()).choose_experts(logits, choice, bias)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(shares, expected_shares)

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from minisgl_backend.kernels.plain import ExpertChoice
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 if torch.cuda.is_available():
@@ -23,6 +24,7 @@ from minisgl_backend.kernels.moe import few_tokens as moe_few
 from minisgl_backend.kernels.moe import one_token as moe_one
 from minisgl_backend.kernels.moe.align import align
 from minisgl_backend.kernels.moe.grouped import moe, route
+from minisgl_backend.kernels.moe.score_router import choose_experts
 
 CPU = torch.device("cpu")
 
@@ -39,6 +41,35 @@ def test_route(experts, k, renormalize):
     torch.testing.assert_close(ids[1:], expected_ids[1:])
     assert ids.dtype == torch.int64
     assert all(len(set(line)) == k and max(line) < experts for line in ids.tolist())
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "choice"),
+    [
+        (160, ExpertChoice(experts_per_token=6, renormalize=False, num_groups=8, groups_per_token=3, scaling=16.0)),
+        (256, ExpertChoice(experts_per_token=8, scores="sigmoid", num_groups=8, groups_per_token=4, scaling=2.5)),
+        (24, ExpertChoice(experts_per_token=8, scores="sigmoid")),
+        (12, ExpertChoice(experts_per_token=2, scores="sigmoid", renormalize=False, by_logits=True)),
+        (6, ExpertChoice(experts_per_token=6, num_groups=3, groups_per_token=3)),
+    ],
+)
+def test_choice_of_experts(experts, choice, corrected):
+    torch.manual_seed(experts)
+    logits, bias = torch.randn(7, experts + 3)[:, :experts], torch.randn(experts) if corrected else None
+    ids, shares = choose_experts(logits, choice, bias)
+    expected_ids, expected_shares = TorchPlainKernels(TorchOps()).choose_experts(logits, choice, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(shares, expected_shares, atol=1e-6, rtol=1e-5)
+
+
+def test_choice_of_experts_by_what_is_no_number():
+    choice = ExpertChoice(experts_per_token=4, scores="sigmoid", num_groups=4, groups_per_token=2)
+    logits = torch.randn(3, 16)
+    logits[0], logits[1, ::2], logits[2] = math.nan, math.inf, 0.0
+    ids, _ = choose_experts(logits, choice, torch.zeros(16))
+    assert all(len(set(line)) == 4 and min(line) >= 0 and max(line) < 16 for line in ids.tolist())
+    assert ids[2].tolist() == [0, 1, 2, 3], "of equal ones the lower first"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Which experts a token takes, where more than a softmax decides, in one kernel of the Triton language.
+
+That is sigmoids, groups of experts, a correction bias, a factor of the shares (DeepSeek-V2 and V3, GLM-4.5, Llama 4):
+in torch a chain of a dozen kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.plain import BEST_OF_GROUP, ExpertChoice
+
+MAX_EXPERTS = 1024  # whose scores a warp holds in registers
+
+
+def choose_experts(
+    logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `PlainKernels.choose_experts`. Of equal scores the lower expert comes first; whatever the logits are, a token
+    takes different experts."""
+    (num_tokens, num_experts), k = logits.shape, choice.experts_per_token
+    ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
+    shares = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
+    if num_tokens > 0:
+        size = num_experts // choice.num_groups
+        _score_router_kernel[(num_tokens,)](
+            logits, logits if correction_bias is None else correction_bias, ids, shares, logits.stride(0),
+            EXPERTS=num_experts, GROUPS=choice.num_groups, GROUPS_PADDED=triton.next_power_of_2(choice.num_groups),
+            SIZE=size, SIZE_PADDED=triton.next_power_of_2(size), BEST_GROUPS=choice.groups_per_token,
+            PAIRS=correction_bias is not None, K=k, K_PADDED=triton.next_power_of_2(k),
+            SIGMOID=choice.scores == "sigmoid", BY_LOGITS=choice.by_logits, RENORMALIZE=choice.renormalize,
+            SCALING=choice.scaling, num_warps=1, **pdl_options(pdl),
+        )  # fmt: skip
+    return ids, shares
+
+
+assert BEST_OF_GROUP == 2, "the kernel adds up a group's two best"
+
+
+@triton.jit
+def _score_router_kernel(
+    logits_ptr, bias_ptr, ids_ptr, shares_ptr, logits_stride,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr, BEST_GROUPS: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    SIGMOID: tl.constexpr, BY_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALING: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program; experts are [groups, experts of a group]. PAIRS: with a correction bias, by which a group
+    counts with its two best experts."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS_PADDED)
+    s = tl.arange(0, SIZE_PADDED)[None, :]
+    e = group[:, None] * SIZE + s
+    ok = (group[:, None] < GROUPS) & (s < SIZE)
+    logits = tl.load(logits_ptr + token * logits_stride + e, mask=ok, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    value = logits if BY_LOGITS else scores
+    if PAIRS:
+        value += tl.load(bias_ptr + e, mask=ok, other=0.0).to(tl.float32)
+    value = tl.where(ok & (value == value), value, -float("inf"))
+    if GROUPS > 1:
+        of_group = tl.max(value, 1)
+        if PAIRS:
+            first = tl.min(tl.where(value == of_group[:, None], s, SIZE_PADDED), 1)
+            of_group += tl.max(tl.where(s == first[:, None], -float("inf"), value), 1)
+        open_groups = (group < GROUPS).to(tl.int32)
+        for _ in tl.static_range(BEST_GROUPS):
+            best = tl.max(tl.where(open_groups > 0, of_group, -float("inf")), 0)
+            picked = tl.min(tl.where((open_groups > 0) & (of_group >= best), group, GROUPS_PADDED), 0)
+            open_groups = tl.where(group == picked, 0, open_groups)
+        value = tl.where(open_groups[:, None] > 0, -float("inf"), value)
+    # In one dimension: a reduction over two is two.
+    LINE: tl.constexpr = GROUPS_PADDED * SIZE_PADDED
+    value, scores, e = tl.reshape(value, [LINE]), tl.reshape(scores, [LINE]), tl.reshape(e, [LINE])
+    left = tl.reshape(ok.to(tl.int32), [LINE])
+    j = tl.arange(0, K_PADDED)
+    ids = tl.zeros([K_PADDED], tl.int32)
+    shares = tl.zeros([K_PADDED], tl.float32)
+    for choice in tl.static_range(K):
+        best = tl.max(tl.where(left > 0, value, -float("inf")), 0)
+        picked = tl.min(tl.where((left > 0) & (value >= best), e, EXPERTS - 1), 0)
+        ids = tl.where(j == choice, picked, ids)
+        shares = tl.where(j == choice, tl.sum(tl.where(e == picked, scores, 0.0), 0), shares)
+        left = tl.where(e == picked, 0, left)
+    if RENORMALIZE:
+        shares = shares / (tl.sum(shares, 0) + 1e-20)
+    tl.store(ids_ptr + token * K + j, ids.to(tl.int64), mask=j < K)
+    tl.store(shares_ptr + token * K + j, shares * SCALING, mask=j < K)
