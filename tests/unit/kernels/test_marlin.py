@@ -16,9 +16,12 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import marlin, marlin_library
-from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize
+from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight, dequantize
 from minisgl_backend.kernels.linear.marlin import Marlin, fits_marlin, marlin_bytes, trial_error
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.weights.int4 import Int4Factory
+from minisgl_backend.weights.method import LinearOutput, LinearSpec
+from minisgl_backend.weights.schemes.int4 import Int4Scheme
 from tests.unit.kernels.int4_weights import random_weight, relative
 from tests.unit.kernels.marlin_reference import MarlinReference
 
@@ -175,3 +178,29 @@ def test_which_kernel_is_launched(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert relative(kernels.linear(x, weight, **options), expected) < 3e-3
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_method_holds_its_weight_twice(act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are in the order of the first layout."""
+    scheme = Int4Scheme(layout="gptq", group=64, symmetric=False, act_order=act_order)
+    spec = LinearSpec(outputs=(LinearOutput(name="one", size=64, start=0, local=64),), input_size=256, local_inputs=256)
+    method = Int4Factory(TorchPlainKernels(TorchOps()), BF16, CPU, scheme).linear(spec)
+    generator = torch.Generator().manual_seed(0)
+    method.fill_with_noise(generator)
+    if method.group_of_input is not None:
+        method.group_of_input.data.copy_(torch.randperm(256, generator=generator)[None] // 64)
+    method.process_weights_after_loading()
+    assert (method.second_layout, method.second_layout_bytes()) == ("marlin", 0)  # the kernels are not there
+    taken = []
+
+    def linear(x: torch.Tensor, weight: Int4Weight, **options: Any) -> torch.Tensor:
+        assert weight.second is not None
+        taken.append(weight)
+        return weight.second.linear(x)
+
+    monkeypatch.setattr(method._kernels, "second_layout", Marlin(MarlinReference(), CPU).repack)
+    monkeypatch.setattr(method._kernels, "linear", linear)
+    method.add_second_layout()
+    assert torch.equal(method.apply_weights(torch.eye(256, dtype=BF16)), method.dequantized().t())
+    assert len(taken) == 1
