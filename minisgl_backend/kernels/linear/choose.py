@@ -194,7 +194,8 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
-    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS
+    # Not beside Marlin, which is faster than ours, whose kernel for so many rows would be compiled to be measured.
+    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and not _marlin(key, facts)
 
 
 def _marlin(key: LinearKey, facts: DeviceFacts) -> bool:
