@@ -24,9 +24,21 @@ def test_the_moe_shape_is_read_as_its_authors_mean_it() -> None:
     assert (config.num_layers, attention.num_q_heads, attention.num_kv_heads, attention.head_dim) == (48, 32, 4, 128)
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["dummy weights", "saved weights"])
-def test_the_moe_shape_answers(weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {**SHAPES["qwen3-30b-a3b"], **SMALL, "num_experts": 16}
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("qwen3-30b-a3b", False),
+        ("qwen3-30b-a3b", True),
+        ("qwen3-14b-fp8", True),
+        ("qwen3-14b-awq", True),
+        pytest.param("qwen3-14b-gptq", True, marks=pytest.mark.full),
+    ],
+)
+def test_small_shapes_answer(name: str, weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights of their own making and with saved ones, in each format that random checkpoints are written in."""
+    small = {**SHAPES[name], **SMALL, "intermediate_size": 512}
+    if "num_experts" in small:
+        small["num_experts"] = 16
     monkeypatch.setitem(SHAPES, "small", small)
     folder = make_folder("small", tmp_path, weights=weights)
     driver = Driver(folder, num_pages=64, max_running_requests=4, dummy_weights=not weights)
