@@ -10,8 +10,19 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.registry import BACKENDS, import_failure
+from minisgl_backend.models.folder import find_model_dir
+from tests.eagle3_heads import DEMO_LAYERS, demo_head, eagle3_head, reference_drafts
 from tests.gauge.harness import engine
-from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, proposals_of, verify_every_draft
+from tests.parity.checkpoints import reference_model
+from tests.proposers import (
+    KINDS,
+    EveryDraft,
+    KnowingProposer,
+    draft_model,
+    proposals_in_answers,
+    proposals_of,
+    verify_every_draft,
+)
 from tests.random_requests import VOCAB_SIZE, alone, ask_core, assert_same, random_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -97,6 +108,45 @@ def test_a_model_that_proposes_changes_no_answer(graphs: int, num_layers: int, t
     drafted, accepted = sum(counts.drafted) - sum(before.drafted), sum(counts.accepted) - sum(before.accepted)
     assert 0 < accepted <= drafted
     assert num_layers < 6 or accepted > 0.95 * drafted  # its passes round in another way than the target's batches
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+def test_an_eagle3_head_changes_no_answer(graphs: int) -> None:
+    """The head that comes with the demo model: many of its drafts are right."""
+    shared: dict[str, Any] = {**SHARED, "cuda_graph_max_bs": graphs}
+    rounds = [random_requests(5000 + seed, 6, **SIZES) for seed in range(3)]
+    with engine(**shared) as llm:
+        expected = [[ask_core(llm.engine.core, [alone(one)])[0] for one in requests] for requests in rounds]
+    with engine(**shared, **demo_head(MOST)) as llm:
+        verify_every_draft(llm, MOST)
+        for requests, answers in zip(rounds, expected, strict=True):
+            assert_same(requests, answers, ask_core(llm.engine.core, requests))
+        asked = [{"role": "user", "content": "Count from 1 to 20."}]
+        before = llm.stats.speculation
+        llm.chat([asked], temperature=0.0, max_tokens=40)
+        counts = llm.stats.speculation
+        assert llm.stats.pages_leased == 0
+    drafted, accepted = sum(counts.drafted) - sum(before.drafted), sum(counts.accepted) - sum(before.accepted)
+    assert accepted > 0.5 * drafted > 0
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+@pytest.mark.parametrize("drafted", [1024, 300], ids=["whole vocabulary", "part of it"])
+def test_an_eagle3_head_drafts_as_plain_torch(graphs: int, drafted: int, tmp_path: Path) -> None:
+    """Prompts in chunks and in pieces, beside each other, then chains behind right and wrong drafts. Rounding swaps a
+    few drafts."""
+    chunked: dict[str, Any] = {"max_prefill_length": 24, "cache_type": "naive", "cuda_graph_max_bs": graphs}
+    with engine(**SHARED, **chunked, **eagle3_head(tmp_path, MOST, draft_vocab_size=drafted)) as llm:
+        found = proposals_in_answers(llm, MOST)
+    target = reference_model(find_model_dir("demo"))
+    embedding = target.get_input_embeddings().weight.data
+    same = []
+    for known, proposed in found:
+        with torch.inference_mode():
+            hidden = target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[layer][0] for layer in DEMO_LAYERS], dim=-1)
+        same.append(proposed == reference_drafts(tmp_path, states, known, embedding, len(proposed))[0])
+    assert sum(same) >= 0.9 * len(same) > 0
 
 
 @pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])

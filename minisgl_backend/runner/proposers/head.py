@@ -23,11 +23,10 @@ from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext
 from minisgl_backend.models.draft_head import DraftHead
-from minisgl_backend.runner.batch import BatchBuilder, graph_size
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.staging import aligned
 from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.speculative_config import MOST_DRAFTS
@@ -37,7 +36,8 @@ KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: of a step with 
 
 
 class HeadProposer(DeviceProposer):
-    """Its steps: one pass for each token that is proposed. All passes are alike, and captured."""
+    """Its steps: one pass for each token that is proposed. All passes are alike, and one captured graph: its replays
+    follow each other without the host, whatever their number."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class HeadProposer(DeviceProposer):
         self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
         self._slots = torch.full((table.max_rows, KEPT), -1, dtype=torch.int32, device=spec.device)
         self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # of the pass before
+        self._offsets = torch.arange(MOST_DRAFTS, dtype=torch.int32, device=spec.device)[:, None]
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -87,7 +88,7 @@ class HeadProposer(DeviceProposer):
         hidden = self._head.combine(states)
         token_ids, (slots,) = self._table.lookup(rows, positions)
         before = (positions - 1).clamp_(min=0)
-        (slots_before,) = self._table.slots(rows, before)
+        _, (slots_before,) = self._table.lookup(rows, before)
         kept = before % KEPT
         previous, is_known = self._states[rows, kept], self._slots[rows, kept] == slots_before
         if len(rows) > 1:  # the token before may be one of these
@@ -113,16 +114,12 @@ class HeadProposer(DeviceProposer):
         # The last position whose states are known is the one before the last token's.
         torch.sub(decode.kv_lens, 1, out=decode.kv_lens).clamp_(min=1)
         self._chain[:count] = self._states[rows, (lengths - 1) % KEPT]
-        rows_host, lengths_host = plan.decode_rows[:count], np.maximum(plan.decode_lengths[:count] - 1, 1)
-        # Each line begins at a multiple of 16 bytes: see staging.ALIGNMENT.
-        proposed = torch.empty(plan.num_proposed, aligned(count), dtype=torch.int32, device=self._table.device)
+        rows_host, lengths_host = decode.rows_host, np.maximum(decode.kv_lens_host - 1, 1)
         for index in range(plan.num_proposed):
-            if index:
-                lengths.add_(1)
-            token_ids = self._next_pass(rows_host, lengths_host + np.int32(index))
-            tokens = proposed[index, :count].copy_(token_ids[0, :count])
-            self._table.write_tokens(rows, lengths + 1, tokens)
-        return proposed
+            self._next_pass(rows_host, lengths_host + np.int32(index))
+        # All passes are launched before the first has ended: their tokens come back from the table, together.
+        first = lengths + (1 - plan.num_proposed)
+        return self._table.tokens[rows, first + self._offsets[: plan.num_proposed]]
 
     def parameters(self) -> Iterable[torch.Tensor]:
         return self._head.parameters()
@@ -132,34 +129,34 @@ class HeadProposer(DeviceProposer):
         if graphs is not None:
             graphs.close()
 
-    def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> torch.Tensor:
-        """The next tokens of these rows, int32 [2, num_rows or more]; rows and lengths are those in the staging
-        buffer."""
-        size = graph_size(len(rows), self.graph_sizes)
-        if size and self._graphs is not None:
-            decode = self._builder.padded_inputs(rows, lengths, size)
-            self._graphs.plan_replay(decode)
-            return self._graphs.replay(size).token_ids
+    def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> None:
+        """One draft of each of these entries, padding among them; rows and lengths are those in the staging buffer."""
         decode = self._builder.decode_inputs(rows, lengths)
-        return self._pass(decode, self._attention.plan(None, decode), captured=False).token_ids
+        if self._graphs is not None and len(rows) in self.graph_sizes:
+            self._graphs.plan_replay(decode)
+            self._graphs.replay(len(rows))
+        else:
+            self._pass(decode, self._attention.plan(None, decode), captured=False)
 
     def _pass(self, decode: DecodeInputs, plan: PairPlan, captured: bool = True) -> DecodeOutputs:
-        """One draft of each row, as it is captured: from the token table to tokens. The row's keys and values are those
-        of `kv_lens` positions, the last of which is computed here."""
+        """One draft of each row, as it is captured: from the token table back into it, and on to the next position, so
+        that the next pass is this one again. The row's keys and values are those of `kv_lens` positions, the last of
+        which is computed here."""
         rows, lengths, chain = decode.rows, decode.kv_lens, self._chain[: decode.batch_size]
         token_ids, _ = self._table.lookup(rows, lengths)
         positions = lengths - 1
-        ctx = EagerContext(
-            slots=self._table.slots(rows, positions), attention=self._attention, plan=plan, captured=captured
-        )
+        _, slots = self._table.lookup(rows, positions)
+        ctx = EagerContext(slots=slots, attention=self._attention, plan=plan, captured=captured)
         drafted, states = self._head(token_ids, chain, positions, ctx)
         chain.copy_(states)
         logits = self._head.spread(drafted)
+        lengths.add_(1)  # of padding, too: it has as many tokens as the shortest row may have
         if self._tp.rank == 0:
-            sampled = self._sampler.sample_plain(logits, rows, lengths + 1)
+            sampled = self._sampler.sample_plain(logits, rows, lengths)
             # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
             sampled.clamp_(0, self._head.config.vocab_size - 1)
         else:
             sampled = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)
         self._tp.share_tokens(sampled)
+        self._table.write_tokens(rows, lengths, sampled[0])
         return DecodeOutputs(logits, sampled)
