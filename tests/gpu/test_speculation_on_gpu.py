@@ -173,7 +173,7 @@ def test_a_checkpoints_own_layer_drafts_as_plain_torch(graphs: int, tmp_path: Pa
     from tests.mtp_checkpoints import Reference, served_mtp_checkpoint
 
     model = served_mtp_checkpoint(tmp_path, **LATENTS)
-    chunked = {"max_prefill_length": 24, "cache_type": "naive", "cuda_graph_max_bs": graphs}
+    chunked: dict[str, Any] = {"max_prefill_length": 24, "cache_type": "naive", "cuda_graph_max_bs": graphs}
     prompts = [[9, 9, 9], [5, 6, 7, 8] * 10, list(range(100, 155))]
     with engine(**SHARED, model=model, **chunked, **MTP) as llm:
         answers = llm.generate(prompts, temperature=0.0, max_tokens=12, ignore_eos=True, speculative=False)
