@@ -82,25 +82,26 @@ class MidLayer(nn.Module):
 
     def keep(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values of these positions; slots int [num_tokens], the others as of `forward`."""
-        qkv, _ = self._projected(embedded, hidden)
-        self.self_attn.store(qkv, positions, slots)
+        self.self_attn.store(self._projected(embedded, self.hidden_norm(hidden)), positions, slots)
 
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> Residual:
         """embedded and hidden [num_tokens, hidden_size], positions int [num_tokens] -> the hidden states behind it."""
-        qkv, hidden = self._projected(embedded, hidden)
+        normed = self.hidden_norm(hidden)
+        # What is added to may be overwritten. It is copied here, so that no kernel that starts late is between GEMMs
+        # and attention.
+        residual = Residual(normed if self._norm_before_residual else hidden.clone(), self._tp)
+        qkv = self._projected(embedded, normed)
         attended = self.self_attn.heads(qkv, positions, ctx)
         all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
         o_proj: RowParallelLinear = self.self_attn.o_proj
-        residual = o_proj(Residual(hidden.clone(), self._tp).reduced_by(all_reduce), attended, SublayerNorms(None))
+        residual = o_proj(residual.reduced_by(all_reduce), attended, SublayerNorms(None))
         return self.mlp(residual, self._mlp_norms)
 
-    def _projected(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, and what the layer's outputs are added to."""
-        normed = self.hidden_norm(hidden)
-        qkv = self.self_attn.qkv_proj.of(torch.cat([self.input_layernorm(embedded), normed], dim=-1))
-        return qkv, normed if self._norm_before_residual else hidden
+    def _projected(self, embedded: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values; normed: of the hidden states, [num_tokens, hidden_size]."""
+        return self.self_attn.qkv_proj.of(torch.cat([self.input_layernorm(embedded), normed], dim=-1))
 
 
 class Eagle3Head(DraftHead):
