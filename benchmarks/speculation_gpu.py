@@ -44,6 +44,7 @@ PARTS = (*ORACLE, "answers", *PROPOSERS)
 THREE_DELIVERED = 0.745  # of four drafts, each right at this rate: with the model's own token three a step
 STREAMS_RATE = 0.5  # of the drafts of `streams`
 OFFLINE_TEMPERATURE = 0.6
+WARM_SEED = 9_999  # of prompts that no round has
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -157,8 +158,8 @@ class Benchmark:
             (options.stream_prompt, options.stream_tokens // 2 + index * 37 % options.stream_tokens)
             for index in range(options.streams * options.stream_requests)
         ]
-        control = DrawnControl(self._most, STREAMS_RATE)
-        engine.steer(control)
+        self._warm(engine, lengths[: options.streams], options.streams)
+        engine.steer(DrawnControl(self._most, STREAMS_RATE))
         rates: dict[bool, list[float]] = {False: [], True: []}
         first: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(options.rounds):
@@ -188,6 +189,7 @@ class Benchmark:
         scale = options.context / 1024
         lengths = [(max(1, int(scale * len(prompt))), max(2, int(scale * length))) for prompt, length in offline_load()]
         lengths = lengths[: options.offline_requests]
+        self._warm(engine, lengths, len(lengths), OFFLINE_TEMPERATURE)
         engine.steer(DrawnControl(self._most, 0.0))
         turns = iter(range(1_000, 2_000))
 
@@ -219,6 +221,13 @@ class Benchmark:
         engine.steer(control)
         with drawn(rate):
             return self._best(engine, batch, speculative=True)
+
+    def _warm(
+        self, engine: SteeredEngine, lengths: list[tuple[int, int]], streams: int, temperature: float = 0.0
+    ) -> None:
+        """Prompts as in these requests, and few tokens of their answers: what is slow the first time."""
+        load = engine.load([(prompt, 4) for prompt, _ in lengths], WARM_SEED)
+        engine.serve(load, streams, speculative=False, temperature=temperature)
 
     def _best(self, engine: SteeredEngine, batch: int, *, speculative: bool) -> Decoded:
         runs = [engine.decode(batch, self._options.tokens, speculative=speculative) for _ in range(2)]
@@ -289,7 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stream-prompt", type=int, default=256, help="tokens of each of their prompts")
     parser.add_argument("--stream-tokens", type=int, default=64, help="of each of their answers, in the mean")
     parser.add_argument("--offline-requests", type=int, default=256)
-    parser.add_argument("--offline-rounds", type=int, default=1)
+    parser.add_argument("--offline-rounds", type=int, default=2)
     parser.add_argument("--answers", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=200)
     parser.add_argument("--answers-shape", default="qwen3-answers", help="see benchmarks.speculation_answers")
