@@ -7,6 +7,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.layer import LatentHeads, LatentProjection
+from minisgl_backend.kv.layout import FP8, ONE, KVScales
 from tests.specs import latent_group, make_pool
 
 
@@ -22,18 +23,21 @@ class LatentCase:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_rows: int | None = None,
+        scale: float | None = None,
     ) -> None:
+        """scale: of latents in FP8; None: they are kept in `dtype`."""
         torch.manual_seed(page_size + num_q_heads)
         count, most = len(kv_lens), -(-max(kv_lens) // page_size)
         max_rows = max_rows or count + 2
         self.heads, self.kv_lens, self.device = heads, np.array(kv_lens, dtype=np.int32), torch.device(device)
         self.spec = latent_group(
             heads, num_q_heads=num_q_heads, page_size=page_size, max_seq_len=most * page_size, max_rows=max_rows,
-            dtype=dtype, device=device,
+            dtype=dtype, device=device, kv_dtype=None if scale is None else FP8,
         )  # fmt: skip
         self.group = self.spec.groups[0]
-        pool = make_pool(self.spec, count * most)
-        pool.layer(0).k.normal_()
+        pool = make_pool(self.spec, count * most, ONE if scale is None else KVScales(scale, scale))
+        kept = pool.layer(0).k
+        kept.copy_(torch.randn(kept.shape, device=device) / (scale or 1.0))
         pages = torch.zeros(max_rows, most, dtype=torch.int32)
         self.rows = torch.randperm(max_rows)[:count].int()
         pages[self.rows.long()] = (torch.randperm(count * most) + 1).int().view(count, most)

@@ -7,7 +7,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.kv.latent import LatentLayout
-from minisgl_backend.kv.layout import MHALayout
+from minisgl_backend.kv.layout import ONE, KVScales, MHALayout
 from minisgl_backend.kv.pool import KVPool
 
 
@@ -61,12 +61,13 @@ def latent_group(
     max_rows: int,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
-    """All layers alike, and keep latents (MLA)."""
+    """All layers alike, and keep latents (MLA), in `kv_dtype`, or in `dtype` where it is None."""
     group = LayerGroup(
         layers=tuple(range(num_layers)),
         num_q_heads=num_q_heads,
-        kv=LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=dtype),
+        kv=LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=kv_dtype or dtype),
         scale=heads.qk_dim**-0.5,
         latent=heads,
     )
@@ -80,5 +81,6 @@ def latent_group(
     )
 
 
-def make_pool(spec: AttentionSpec, num_pages: int) -> KVPool:
-    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, places=spec.kv_places)
+def make_pool(spec: AttentionSpec, num_pages: int, scales: KVScales = ONE) -> KVPool:
+    places = spec.kv_places
+    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, [scales] * len(places), places)

@@ -19,6 +19,8 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup, Plan, PrefillInputs
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.torch_ops import as_bits
+from minisgl_backend.kv.layout import FP8, LayerKV
 
 _PIECE_BYTES_GPU, _PIECE_BYTES_CPU = 256 << 20, 32 << 20  # of expanded keys and values
 
@@ -93,11 +95,11 @@ class LatentBackend(AttentionBackend):
 
     def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[Piece, ...], out: torch.Tensor) -> None:
         assert layer.latent is not None
-        kept = layer.kv.k.flatten(0, 2)  # [num_slots, rank + rope_dim]
+        kept = as_bits(layer.kv.k).flatten(0, 2)  # [num_slots, rank + rope_dim]
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for piece in plan:
-            latents = kept[:, : self.heads.rank].index_select(0, piece.slots)
-            keys = kept[:, self.heads.rank :].index_select(0, piece.slots)
+            latents = numbers_of(kept[:, : self.heads.rank].index_select(0, piece.slots), layer.kv, q.dtype)
+            keys = numbers_of(kept[:, self.heads.rank :].index_select(0, piece.slots), layer.kv, q.dtype)
             expanded = self._expanded[: len(latents)]
             layer.latent.expand_into(latents, expanded)
             self.attend_expanded(layer, q, expanded.unflatten(1, (q.shape[1], -1)), keys, piece, out, lse)
@@ -172,3 +174,12 @@ class LatentBackend(AttentionBackend):
         if self.spec.device.type == "cpu":
             return there
         return there.pin_memory().to(self.spec.device, non_blocking=True)
+
+
+def numbers_of(stored: torch.Tensor, kv: LayerKV, dtype: torch.dtype) -> torch.Tensor:
+    """What numbers of a cache mean, of any shape: those of one in FP8, given by `as_bits`, in `dtype`; others stay as
+    they are."""
+    if kv.k.dtype != FP8:
+        return stored
+    numbers = stored.view(FP8).to(dtype)
+    return numbers if kv.scales.k == 1.0 else numbers.mul_(kv.scales.k)

@@ -14,6 +14,7 @@ class LatentEntry:
     page_sizes: tuple[int, ...] | None = None  # tokens; None: any
     sizes: tuple[tuple[int, int], ...] | None = None  # (kv_lora_rank, qk_rope_head_dim); None: any
     capabilities: range = range(1000)  # compute capabilities of the GPUs that it has kernels for
+    fp8_capabilities: range = range(0)  # likewise on which it reads them in FP8; range(0): none
     kernels: str = ""  # MODULE:FUNCTION, as of `BackendEntry`
 
     def refusal(self, sizes: tuple[int, int], compute_capability: int | None) -> str | None:
@@ -25,3 +26,10 @@ class LatentEntry:
             found = f"{compute_capability / 10:.1f}"
             return f"has no kernels for latents (MLA) on a GPU of compute capability {found}"
         return None
+
+    def fp8_refusal(self, compute_capability: int | None) -> str | None:
+        """Why it cannot decode of latents in FP8; None: it can. Prompts are computed of what was gathered."""
+        if self.fp8_capabilities and (compute_capability is None or compute_capability in self.fp8_capabilities):
+            return None
+        where = "" if compute_capability is None else f" on a GPU of compute capability {compute_capability / 10:.1f}"
+        return f"decodes of no latents (MLA) in fp8_e4m3{where if self.fp8_capabilities else ''}"

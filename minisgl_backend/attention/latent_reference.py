@@ -9,9 +9,10 @@ import torch
 
 from minisgl_backend.arrays import Int64Array
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.latent import LatentBackend, Piece
+from minisgl_backend.attention.latent import LatentBackend, Piece, numbers_of
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.reference import group_by_length
+from minisgl_backend.kernels.torch_ops import as_bits
 
 _QUERY_TILE = 256  # queries whose scores are computed at once
 _GROUP_TOKENS = 1 << 14  # padded tokens whose latents are gathered at once
@@ -69,10 +70,11 @@ class TorchLatentBackend(LatentBackend):
     def attend_latents(
         self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: tuple[_Group, ...]
     ) -> torch.Tensor:
-        kept, rank, q = layer.kv.k.flatten(0, 2), self.heads.rank, torch.cat((q, q_rope), -1)
+        kept, rank, q = as_bits(layer.kv.k).flatten(0, 2), self.heads.rank, torch.cat((q, q_rope), -1)
         out = torch.empty((*q.shape[:2], rank), dtype=q.dtype, device=q.device)
         for group in plan:
-            latents = kept.index_select(0, group.slots).view(*group.beyond.shape, -1).float()
+            latents = numbers_of(kept.index_select(0, group.slots), layer.kv, torch.float32).float()
+            latents = latents.view(*group.beyond.shape, -1)
             latents.masked_fill_(group.beyond.unsqueeze(-1), 0)  # 0 times the NaN of another sequence would be NaN
             scores = q[group.members].float() @ latents.transpose(1, 2) * layer.scale
             weights = scores.masked_fill_(group.beyond.unsqueeze(1), -torch.inf).softmax(-1)

@@ -79,7 +79,7 @@ class TritonLatentBackend(TritonPrefillBackend):
         i = plan.inputs
         return latent_decode_attention(
             q, q_rope, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
-            pdl=self._pdl and i.batch_size <= MAX_EARLY_BATCH,
+            kv_scale=layer.kv.scales.k, pdl=self._pdl and i.batch_size <= MAX_EARLY_BATCH,
         )  # fmt: skip
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:

@@ -104,7 +104,9 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             soft_caps=True,
             sinks=True,
             chunks=True,
-            latents=LatentEntry(module="latent_triton", class_name="TritonLatentBackend"),
+            latents=LatentEntry(
+                module="latent_triton", class_name="TritonLatentBackend", fp8_capabilities=range(89, 1000)
+            ),
         ),
         "flashmla": BackendEntry(
             module="flashmla",
@@ -135,7 +137,9 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             soft_caps=True,
             sinks=True,
             chunks=True,
-            latents=LatentEntry(module="latent_reference", class_name="TorchLatentBackend"),
+            latents=LatentEntry(
+                module="latent_reference", class_name="TorchLatentBackend", fp8_capabilities=range(1000)
+            ),
         ),
     }
 )
@@ -152,9 +156,9 @@ class AttentionChoice:
     few_rows: FewRows | None = None  # None: `decode` serves all batch sizes
 
 
-# Of latents on Hopper: tiles of the libraries have rows for 64 query heads, and a lone sequence that has fewer takes
-# `triton` less time (docs/performance.md).
-FEW_LATENT_HEADS, FEW_LATENT_ROWS = 32, FewRows("triton", rows=1)
+# Of latents on Hopper (docs/performance.md): FlashMLA's tiles have rows for this many query heads, and with more
+# FlashAttention is faster at every batch size; a lone row takes `triton` least time.
+FLASHMLA_HEADS, LONE_LATENT_ROW = 64, FewRows("triton", rows=1)
 
 
 def choose_attention(
@@ -174,24 +178,26 @@ def choose_attention(
 
     `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dims`, `dtype` and `scores` are the
     model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `num_q_heads` are those of
-    a rank, None: many. `kv_dtype` is that of the KV cache, None: `dtype`.
+    a rank, None: few. `kv_dtype` is that of the KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
     ConfigError for a named backend that cannot run here.
     """
     missing, kv_dtype = why_missing or import_failure, kv_dtype or dtype
-    if latents is not None and kv_dtype == FP8_E4M3:
-        raise ConfigError("kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps latents (MLA): auto")
+    if latents is not None and kv_dtype not in (dtype, FP8_E4M3):
+        allowed = f"auto, {dtype} or fp8_e4m3"
+        raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}; allowed for a model that keeps latents (MLA): {allowed}")
     needs = (dtype, kv_dtype, compute_capability, scores, latents)
     few_rows = None
     if requested == "auto":
-        prefill, decode, warnings = _automatic(head_dims, *needs, missing)
-        few_heads = num_q_heads is not None and num_q_heads <= FEW_LATENT_HEADS
-        if latents is not None and few_heads and decode in ("flashmla", "fa") and missing("triton") is None:
-            few_rows = FEW_LATENT_ROWS
+        prefill, decode, warnings = _automatic(head_dims, *needs, missing, num_q_heads or 1)
+        if latents is not None and decode in ("flashmla", "fa") and missing("triton") is None:
+            few_rows = LONE_LATENT_ROW
     else:
         prefill, decode = _named(requested, compute_capability, scores, latents, missing)
         for name in (prefill, decode):
             refusal = _refusal(BACKENDS[name], head_dims, *needs)
+            if refusal is None and name == decode and latents is not None and kv_dtype == FP8_E4M3:
+                refusal = _fp8_latents_refusal(name, compute_capability)
             if refusal is not None:
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
@@ -245,6 +251,11 @@ def _refusal(entry: BackendEntry, head_dims: Sequence[int], *needs: Any) -> str 
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
+def _fp8_latents_refusal(decode: str, compute_capability: int | None) -> str | None:
+    entry = BACKENDS[decode].latents
+    return None if entry is None else entry.fp8_refusal(compute_capability)
+
+
 def _automatic(
     head_dims: Sequence[int],
     dtype: str,
@@ -253,13 +264,17 @@ def _automatic(
     scores: Scores,
     latents: tuple[int, int] | None,
     missing: Callable[[str], str | None],
+    num_q_heads: int,
 ) -> tuple[str, str, list[str]]:
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
     needs = (head_dims, dtype, kv_dtype, compute_capability, scores, latents)
-    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3, latents is not None):
+    latent_heads = None if latents is None else num_q_heads
+    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3, latent_heads):
         names = tuple(dict.fromkeys((prefill, decode)))
+        if latents is not None and kv_dtype == FP8_E4M3 and _fp8_latents_refusal(decode, compute_capability):
+            continue
         if any(_refusal(BACKENDS[name], *needs) for name in names):
             continue
         for name in names:
@@ -275,14 +290,18 @@ def _automatic(
     raise AssertionError("torch needs no package and serves every model")
 
 
-def preferences(compute_capability: int | None, fp8_kv: bool = False, latents: bool = False) -> list[tuple[str, str]]:
-    """The (prefill, decode) backends that `auto` tries on a device, best first. latents: where these are kept (MLA)."""
+def preferences(
+    compute_capability: int | None, fp8_kv: bool = False, latent_heads: int | None = None
+) -> list[tuple[str, str]]:
+    """The (prefill, decode) backends that `auto` tries on a device, best first. latent_heads: query heads of a rank
+    where latents are kept (MLA)."""
     if compute_capability is None:
         return [("torch", "torch")]
     last = [("triton", "triton"), ("torch", "torch")]
-    if latents:
-        # FlashMLA reads as fast as FlashAttention or faster with 16 and with 128 heads, one long sequence aside.
-        return [("fa", "flashmla"), ("fa", "fa"), *last] if compute_capability == 90 else last
+    if latent_heads is not None:
+        both = [("fa", "flashmla"), ("fa", "fa")]
+        libraries = [("fa", "triton")] if fp8_kv else both if latent_heads <= FLASHMLA_HEADS else both[::-1]
+        return [*libraries, *last] if compute_capability == 90 else last
     if 100 <= compute_capability < 110:
         return [("trtllm", "trtllm"), ("fi", "fi"), *last]
     if compute_capability == 90 and not fp8_kv:  # FlashAttention would want the queries in FP8 too

@@ -75,12 +75,13 @@ class Ops(ABC):
         slots: torch.Tensor,
         cache: torch.Tensor,
         eps: float,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Norm of latents, rotary embedding, and the store into the KV pool (MLA).
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim] is rotated in place in its last rope_dim dimensions, and
         returned. latents [num_tokens, rank + rope_dim]: of their first rank numbers the norm is stored, of the others
         the rotation. norm [rank]; cos_sin float32 [max_position, rope_dim], as in `rope_store`; positions and slots
-        int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in their number format. Rows of q and
-        latents may be apart.
+        int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in their number format or in FP8, of
+        which numbers are divided by `scale` and saturate. Rows of q and latents may be apart.
         """

@@ -62,12 +62,13 @@ class TorchOps(Ops):
         slots: torch.Tensor,
         cache: torch.Tensor,
         eps: float,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         latent, key = latents.split([len(norm), latents.shape[1] - len(norm)], dim=1)
         angles = cos_sin[positions]
         rotated = _rotated(key, angles)
         stored = torch.cat([_rms_norm(latent, norm, eps).to(latents.dtype), rotated], dim=1)
-        store_tokens(cache, stored.unsqueeze(1), slots)
+        store_tokens(cache, stored.unsqueeze(1), slots, scale)
         turned = q[..., q.shape[-1] - key.shape[1] :]
         turned.copy_(_rotated(turned, angles.unsqueeze(1)))
         return q

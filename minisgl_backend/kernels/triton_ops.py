@@ -81,8 +81,9 @@ class TritonOps(TorchOps):
         slots: torch.Tensor,
         cache: torch.Tensor,
         eps: float,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        return latent_store(q, latents, norm, cos_sin, positions, slots, cache, eps, self.pdl(q))
+        return latent_store(q, latents, norm, cos_sin, positions, slots, cache, eps, scale, self.pdl(q))
 
 
 class TritonPlainKernels(TorchPlainKernels):

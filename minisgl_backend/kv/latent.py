@@ -12,19 +12,22 @@ from typing import ClassVar
 
 import torch
 
-from minisgl_backend.kv.layout import KVScales, LayerKV, MHALayout
+from minisgl_backend.kv.layout import FP8, KVScales, LayerKV, MHALayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayout:
-    """A latent and a rotated key for each token, the same on every rank; in the number format of the queries."""
+    """A latent and a rotated key for each token, the same on every rank; of FP8 numbers the scale is that of keys."""
 
     rank: int  # numbers of the latent
     rope_dim: int  # of the key
     dtype: torch.dtype
 
     num_kv_heads: ClassVar[int] = 1
-    is_fp8: ClassVar[bool] = False
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == FP8
 
     @property
     def head_dim(self) -> int:

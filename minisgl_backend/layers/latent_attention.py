@@ -98,8 +98,10 @@ class LatentAttention(AttentionBlock):
         self._store(no_queries, qkv[:, -config.head_dim :], positions, slots)
 
     def _store(self, q: torch.Tensor, kept: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        norm, cache = self.kv_a_layernorm, self._layer.kv.k
-        return self._ops.latent_store(q, kept, norm.weight, self._cos_sin, positions, slots, cache, norm.eps)
+        norm, kv = self.kv_a_layernorm, self._layer.kv
+        return self._ops.latent_store(
+            q, kept, norm.weight, self._cos_sin, positions, slots, kv.k, norm.eps, kv.scales.k
+        )
 
     def weight_parts(self) -> list[WeightPart]:
         return []

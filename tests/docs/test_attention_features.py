@@ -97,6 +97,8 @@ def test_what_the_table_denies_is_refused_at_start_by_name(name: str) -> None:
             assert refused(name, capability, kv_dtype=FP8_E4M3) == (capability not in entry.fp8_capabilities)
         serves = entry.latents is not None and capability in entry.latents.capabilities
         assert refused(name, capability, **LATENTS) != serves
+        reads_fp8 = entry.latents is not None and capability in entry.latents.fp8_capabilities
+        assert refused(name, capability, kv_dtype=FP8_E4M3, **LATENTS) != (serves and reads_fp8)
         assert refused(name, capability) == entry.only_latents
         assert refused(name, capability, scores=Scores(chunks=True)) == (entry.only_latents or not entry.chunks)
 

@@ -90,7 +90,8 @@ def test_decode_eager_and_captured(name: str, page_size: int, sizes: str, monkey
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts(name: str, page_size: int, num_q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several queries of a row, each of which sees one token more."""
-    queries, case = 3, LatentCase(DEEPSEEK, num_q_heads, [3, 64, 1000, 3001], page_size, torch.bfloat16, "cuda")
+    queries, kv_lens = 3, [3, 64, 1000, 3001]
+    case = LatentCase(DEEPSEEK, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda", max_rows=16)
     inputs = case.decode_inputs()
     lens = (case.kv_lens[:, None] + np.arange(1 - queries, 1, dtype=np.int32)).reshape(-1)
     inputs = replace(
@@ -101,6 +102,21 @@ def test_drafts(name: str, page_size: int, num_q_heads: int, monkeypatch: pytest
     q = case.queries(len(lens))
     expected = reference.attend(case.layer, q, reference.plan(None, inputs))
     assert error(backend.attend(case.layer, q, backend.plan(None, inputs)), expected) < 1e-2
+
+
+@pytest.mark.parametrize(("page_size", "num_q_heads"), [(16, 16), (64, 128)])
+def test_latents_in_fp8(page_size: int, num_q_heads: int) -> None:
+    """Decoded by `triton`, and stored as by torch; prompts are computed of what is gathered."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("triton converts no FP8 numbers here")
+    case = LatentCase(DEEPSEEK, num_q_heads, [1, 63, 64, 1000, 3001], page_size, torch.bfloat16, "cuda", scale=0.02)
+    backend, reference = (create_attention(one, one, case.spec) for one in ("triton", "torch"))
+    inputs, q = case.decode_inputs(), case.queries(5)
+    expected = reference.attend(case.layer, q, reference.plan(None, inputs))
+    assert error(backend.attend(case.layer, q, backend.plan(None, inputs)), expected) < 1e-2
+    prompts, q = case.prefill_inputs([1, 20, 64, 30, 700]), case.queries(815)
+    found, expected = (one.attend(case.layer, q, one.plan(prompts, None)) for one in (backend, reference))
+    assert error(found, expected) < 1e-2
 
 
 @pytest.mark.parametrize(("page_size", "sizes"), [(1, "16"), (64, "16"), (64, "128"), (64, "flash")])
@@ -151,11 +167,13 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
         assert error(found[query::num_queries], expected) < 1e-2
 
 
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 20), (7, 20), (300, 20), (7, 0)])
-def test_store(num_tokens: int, num_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "scale"), [(1, 20, None), (7, 20, None), (300, 20, None), (7, 0, None), (300, 20, 0.02)]
+)
+def test_store(num_tokens: int, num_heads: int, scale: float | None) -> None:
     from minisgl_backend.kernels.attention.latent_store import latent_store
 
-    case = LatentCase(DEEPSEEK, 20, [400], 16, torch.bfloat16, "cuda")
+    case = LatentCase(DEEPSEEK, 20, [400], 16, torch.bfloat16, "cuda", scale=scale)
     positions = torch.randint(0, 400, (num_tokens,), device="cuda").int()
     slots = (torch.randperm(400, device="cuda")[:num_tokens] + 16).int()
     norm, cos_sin = torch.randn(512, device="cuda").bfloat16(), torch.randn(400, 64, device="cuda")
@@ -165,7 +183,7 @@ def test_store(num_tokens: int, num_heads: int) -> None:
     )
     found, expected = (case.layer.kv.k.clone() for _ in range(2))
     turned = [
-        store(q.clone(), latents, norm, cos_sin, positions, slots, cache, 1e-6)
+        store(q.clone(), latents, norm, cos_sin, positions, slots, cache, 1e-6, scale or 1.0)
         for store, cache in ((latent_store, found), (TorchOps().latent_store, expected))
     ]
     assert not num_heads or error(turned[0], turned[1]) < 1e-2

@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.attention.decode import for_cache
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.shared_memory import LARGEST
+from minisgl_backend.kv.layout import FP8
 
 LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
@@ -93,6 +95,7 @@ def latent_decode_attention(
     shape: LatentDecodeShape,
     scale: float,
     *,
+    kv_scale: float = 1.0,
     num_queries: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -100,7 +103,7 @@ def latent_decode_attention(
 
     q [batch * num_queries, num_q_heads, rank] and cache [num_pages, 1, page_size, rank + rope_dim], both contiguous;
     q_rope [batch * num_queries, num_q_heads, rope_dim], parts of longer rows; rows, kv_lens int32 [batch]. Query tokens
-    of a sequence are the last `num_queries` of its kv_lens tokens, causal.
+    of a sequence are the last `num_queries` of its kv_lens tokens, causal. kv_scale: of a cache in FP8.
     """
     (tokens, num_heads, rank), rope = q.shape, q_rope.shape[2]
     batch, num_rows = tokens // num_queries, num_queries * num_heads
@@ -109,10 +112,11 @@ def latent_decode_attention(
     rank_padded = max(16, triton.next_power_of_2(rank))
     _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
         q, q_rope, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
-        scale * LOG2_E, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
+        scale * kv_scale * LOG2_E, kv_scale, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
         MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
         RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, triton.next_power_of_2(rope)),
+        FP8=cache.dtype == FP8,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     few = batch * num_rows <= FEW_ROWS
@@ -127,10 +131,10 @@ def latent_decode_attention(
 @triton.jit(do_not_specialize=["batch"])
 def _latent_decode_kernel(
     q_ptr, q_rope_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
-    q_stride_t, q_stride_h, table_stride, batch,
+    v_scale, q_stride_t, q_stride_h, table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
+    RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -163,6 +167,7 @@ def _latent_decode_kernel(
         q = tl.load(q_ptr + line[:, None] * RANK + d[None, :], mask=latent_ok, other=0.0)
         q_rope_row = q_rope_ptr + line // NUM_HEADS * q_stride_t + r % NUM_HEADS * q_stride_h
         q_rope = tl.load(q_rope_row[:, None] + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
+        q, q_rope = for_cache(q, FP8), for_cache(q_rope, FP8)
         last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -179,6 +184,8 @@ def _latent_decode_kernel(
             n_ok = start + n < end
             latent = tl.load(address + d[None, :], mask=n_ok[:, None] & (d < RANK)[None, :], other=0.0)
             key = tl.load(address + RANK + e[None, :], mask=n_ok[:, None] & (e < ROPE)[None, :], other=0.0)
+            if FP8:
+                latent, key = latent.to(q.dtype), key.to(q.dtype)
             scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
             scores = tl.dot(q_rope, tl.trans(key), scores, input_precision="ieee") * scale_log2
             if QUERIES == 1:
@@ -194,6 +201,8 @@ def _latent_decode_kernel(
             acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision="ieee")
             m = m_new
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if FP8:
+            result = result * v_scale
         if (tile == before) & (part_stop == after):
             tl.store(out_ptr + line[:, None] * RANK + d[None, :], result.to(out_ptr.dtype.element_ty), mask=latent_ok)
         else:

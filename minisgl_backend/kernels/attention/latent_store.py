@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.elementwise import largest_number, to_cache
 from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kv.layout import FP8
 
 _HEADS = 8  # query heads of a program
 
@@ -21,6 +23,7 @@ def latent_store(
     slots: torch.Tensor,
     cache: torch.Tensor,
     eps: float,
+    scale: float = 1.0,
     pdl: bool = False,
 ) -> torch.Tensor:
     """As `Ops.latent_store`."""
@@ -31,10 +34,10 @@ def latent_store(
         # The first program of a token has its latent, the others some of the query heads each.
         _latent_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
             q, latents, norm, cos_sin, positions, slots, cache,
-            q.stride(0), q.stride(1), latents.stride(0), cache.stride(0), cache.stride(2), eps,
+            q.stride(0), q.stride(1), latents.stride(0), cache.stride(0), cache.stride(2), eps, 1.0 / scale,
             NUM_HEADS=num_heads, NOPE=qk_dim - rope, RANK=rank, RANK_PADDED=triton.next_power_of_2(rank), HALF=half,
-            HALF_PADDED=triton.next_power_of_2(half), HEADS=_HEADS, PAGE_SIZE=cache.shape[2], num_warps=2,
-            **pdl_options(pdl),
+            HALF_PADDED=triton.next_power_of_2(half), HEADS=_HEADS, PAGE_SIZE=cache.shape[2],
+            FP8=cache.dtype == FP8, LARGEST=largest_number(cache.dtype), num_warps=2, **pdl_options(pdl),
         )  # fmt: skip
     return q
 
@@ -42,9 +45,10 @@ def latent_store(
 @triton.jit
 def _latent_store_kernel(
     q_ptr, latent_ptr, norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
-    q_stride_t, q_stride_h, x_stride, kv_stride_page, kv_stride_token, eps,
+    q_stride_t, q_stride_h, x_stride, kv_stride_page, kv_stride_token, eps, k_inverse,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+    HALF_PADDED: tl.constexpr, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -64,11 +68,13 @@ def _latent_store_kernel(
         latent = tl.load(source + d, mask=d_ok, other=0.0).to(tl.float32)
         weight = tl.load(norm_ptr + d, mask=d_ok, other=0.0).to(tl.float32)
         normed = latent / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps) * weight
-        tl.store(target + d, normed.to(cache_ptr.dtype.element_ty), mask=d_ok)
+        cached: tl.constexpr = cache_ptr.dtype.element_ty
+        tl.store(target + d, _stored(normed, k_inverse, cached, FP8, LARGEST), mask=d_ok)
         key = tl.load(source + RANK + i, mask=i_ok, other=0.0).to(tl.float32)
         other = tl.load(source + RANK + HALF + i, mask=i_ok, other=0.0).to(tl.float32)
-        tl.store(target + RANK + i, (key * cos - other * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
-        tl.store(target + RANK + HALF + i, (other * cos + key * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
+        turned_key, turned_other = key * cos - other * sin, other * cos + key * sin
+        tl.store(target + RANK + i, _stored(turned_key, k_inverse, cached, FP8, LARGEST), mask=i_ok)
+        tl.store(target + RANK + HALF + i, _stored(turned_other, k_inverse, cached, FP8, LARGEST), mask=i_ok)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         ok = (head < NUM_HEADS)[:, None] & i_ok[None, :]
@@ -79,3 +85,11 @@ def _latent_store_kernel(
         turned_second = second * cos[None, :] + first * sin[None, :]
         tl.store(address, turned_first.to(q_ptr.dtype.element_ty), mask=ok)
         tl.store(address + HALF, turned_second.to(q_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _stored(x, inverse, dtype: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr):
+    if FP8:
+        return to_cache(x, inverse, dtype, LARGEST)
+    else:
+        return x.to(dtype)

@@ -69,6 +69,23 @@ def test_backends_of_latents(requested: str, capability: int | None, pair: tuple
 
 
 @pytest.mark.parametrize(
+    ("requested", "capability", "pair"),
+    [
+        ("auto", None, ("torch", "torch")),
+        ("auto", 80, ("torch", "torch")),
+        ("auto", 90, ("fa", "triton")),  # prompts are computed of what latents are expanded to
+        ("fa,triton", 90, ("fa", "triton")),
+        ("auto", 100, ("triton", "triton")),
+    ],
+)
+def test_backends_of_latents_in_fp8(requested: str, capability: int | None, pair: tuple[str, str]) -> None:
+    choice = choose(
+        requested, capability, head_dims=(576,), latents=(512, 64), kv_dtype="float8_e4m3fn", num_q_heads=16
+    )
+    assert (choice.prefill, choice.decode, choice.few_rows) == (*pair, None)
+
+
+@pytest.mark.parametrize(
     ("requested", "capability", "more", "said"),
     [
         ("trtllm", 90, {}, "trtllm serves no latents (MLA); use triton or torch"),
@@ -77,7 +94,8 @@ def test_backends_of_latents(requested: str, capability: int | None, pair: tuple
         ("fi", 90, {"latents": (256, 32)}, "512 + 64 numbers; this model has 256 + 32"),
         ("flashmla", 90, {"latents": None, "head_dims": (128,)}, "latents (MLA) alone"),
         ("flashmla", 90, {"dtype": "float32"}, "serves float16 and bfloat16"),
-        ("triton", 90, {"kv_dtype": "float8_e4m3fn"}, "kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps"),
+        ("fa,flashmla", 90, {"kv_dtype": "float8_e4m3fn"}, "flashmla decodes of no latents (MLA) in fp8_e4m3"),
+        ("triton", 80, {"kv_dtype": "float8_e4m3fn"}, "in fp8_e4m3 on a GPU of compute capability 8.0"),
     ],
 )
 def test_backends_that_do_not_serve_latents_are_refused(
@@ -88,19 +106,20 @@ def test_backends_that_do_not_serve_latents_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("requested", "num_q_heads", "missing", "few"),
+    ("requested", "num_q_heads", "missing", "decode", "few"),
     [
-        ("auto", 16, (), "triton"),
-        ("auto", 16, ("minisgl_backend.attention.flashmla:answers",), "triton"),  # beside FlashAttention
-        ("auto", 16, ("triton",), None),
-        ("auto", 128, (), None),
-        ("fa,flashmla", 16, (), None),  # what is named serves all steps
+        ("auto", 16, (), "flashmla", "triton"),
+        ("auto", 16, ("minisgl_backend.attention.flashmla:answers",), "fa", "triton"),
+        ("auto", 16, ("triton",), "flashmla", None),
+        ("auto", 128, (), "fa", "triton"),
+        ("fa,flashmla", 16, (), "flashmla", None),  # what is named serves all steps
     ],
 )
-def test_few_latent_heads_have_another_backend_for_few_rows(
-    requested: str, num_q_heads: int, missing: tuple[str, ...], few: str | None
+def test_latents_are_decoded_by_heads_and_rows(
+    requested: str, num_q_heads: int, missing: tuple[str, ...], decode: str, few: str | None
 ) -> None:
     choice = choose(requested, 90, *missing, head_dims=(576,), latents=(512, 64), num_q_heads=num_q_heads)
+    assert choice.decode == decode
     assert (choice.few_rows and choice.few_rows.backend) == few
 
 

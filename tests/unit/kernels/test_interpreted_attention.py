@@ -18,6 +18,7 @@ from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.specs import one_group
+from tests.unit.kernels.fp8_numbers import assert_close_in_fp8
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -332,12 +333,6 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
         expected = case.reference.decode(case.spec.layer(0, meant), q, case.reference.plan_decode(inputs))
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
-
-
-def assert_close_in_fp8(found, expected):
-    """Few numbers may differ: the interpreter, where it rounds up, forgets the carry into the exponent.
-    tests/gpu/test_kv_formats.py compares what the hardware stores."""
-    assert (found.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.03
 
 
 @pytest.mark.parametrize("cache", [FP8, torch.float16])

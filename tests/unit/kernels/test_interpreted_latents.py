@@ -23,6 +23,8 @@ from minisgl_backend.kernels.attention.latent_decode import (
     latent_decode_attention,
 )
 from minisgl_backend.kernels.attention.latent_store import latent_store
+from minisgl_backend.kv.layout import FP8
+from tests.unit.kernels.fp8_numbers import assert_close_in_fp8
 
 CPU = torch.device("cpu")
 HEADS = LatentHeads(rank=32, nope_dim=24, rope_dim=8, v_dim=20)
@@ -44,33 +46,38 @@ def expected_of(case: LatentCase, q: torch.Tensor, num_queries: int) -> torch.Te
 
 
 @pytest.mark.parametrize(
-    ("lengths", "page_size", "heads", "queries", "shape"),
+    ("lengths", "page_size", "heads", "queries", "shape", "scale"),
     [
-        ([1], 1, 4, 1, LatentDecodeShape(16, 16, 4, 2, 3)),
-        ([3, 1, 1, 33], 16, 20, 1, LatentDecodeShape(16, 32, 4, 2, 1)),
-        ([130, 3, 64, 65, 1], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5)),
-        ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4)),
-        ([90, 90], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100)),
+        ([1], 1, 4, 1, LatentDecodeShape(16, 16, 4, 2, 3), None),
+        ([3, 1, 1, 33], 16, 20, 1, LatentDecodeShape(16, 32, 4, 2, 1), None),
+        ([130, 3, 64, 65, 1], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5), None),
+        ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4), None),
+        ([90, 90], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100), None),
+        ([90, 3], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 4), 0.25),
     ],
 )
-def test_decode(lengths: list[int], page_size: int, heads: int, queries: int, shape: LatentDecodeShape) -> None:
-    """Sequences in one part, in many, and many in one share; blocks of rows that are not full."""
-    case = LatentCase(HEADS, heads, lengths, page_size)
+def test_decode(
+    lengths: list[int], page_size: int, heads: int, queries: int, shape: LatentDecodeShape, scale: float | None
+) -> None:
+    """Sequences in one part, in many, and many in one share; blocks of rows that are not full; latents in FP8."""
+    case = LatentCase(HEADS, heads, lengths, page_size, scale=scale)
     q = torch.randn(len(lengths) * queries, heads, HEADS.rank + HEADS.rope_dim)
     workspace = LatentDecodeWorkspace(heads * queries, HEADS.rank, len(lengths), CPU)
     i = case.decode_inputs()
     found = latent_decode_attention(
         q[..., : HEADS.rank].contiguous(), q[..., HEADS.rank :], case.layer.kv.k, i.rows, i.kv_lens, i.page_table,
-        workspace, shape, case.layer.scale, num_queries=queries,
+        workspace, shape, case.layer.scale, kv_scale=case.layer.kv.scales.k, num_queries=queries,
     )  # fmt: skip
     torch.testing.assert_close(found, expected_of(case, q, queries), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("page_size", "piece_tokens"), [(1, 50), (16, 1000), (16, 17)])
-def test_prefill(page_size: int, piece_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "piece_tokens", "scale"), [(1, 50, None), (16, 1000, None), (16, 17, None), (16, 17, 0.25)]
+)
+def test_prefill(page_size: int, piece_tokens: int, scale: float | None) -> None:
     """Prompts, chunks behind a prefix and single tokens, expanded at once or in pieces."""
     kv_lens, q_lens = [20, 41, 5], [20, 18, 1]
-    case = LatentCase(HEADS, 2, kv_lens, page_size)
+    case = LatentCase(HEADS, 2, kv_lens, page_size, scale=scale)
     q = case.queries(sum(q_lens))
     results = []
     for kind, tokens in ((TorchLatentBackend, 1000), (TritonLatentBackend, piece_tokens), (TorchLatentBackend, 50)):
@@ -89,11 +96,12 @@ def test_prefill(page_size: int, piece_tokens: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_heads", [5, 0], ids=["", "latents alone"])
-def test_store(num_heads: int) -> None:
+@pytest.mark.parametrize(("num_heads", "scale"), [(5, None), (0, None), (5, 0.01)])
+def test_store(num_heads: int, scale: float | None) -> None:
+    """Of latents alone, too; and in FP8, where some numbers saturate."""
     page_size = 16
-    case = LatentCase(HEADS, 5, [30, 20], page_size)
-    count, rank, rope = 7, HEADS.rank, HEADS.rope_dim
+    case = LatentCase(HEADS, 5, [30, 20], page_size, scale=scale)
+    count, rank, rope = 25, HEADS.rank, HEADS.rope_dim
     positions = torch.randint(0, 50, (count,), dtype=torch.int32)
     slots = (torch.randperm(30)[:count] + page_size).int()
     norm, cos_sin = torch.randn(rank), torch.randn(50, rope)
@@ -102,7 +110,12 @@ def test_store(num_heads: int) -> None:
         torch.manual_seed(0)
         q, latents = case.queries(count)[:, :num_heads], torch.randn(count, rank + rope + 3)[:, : rank + rope]
         cache = case.layer.kv.k.clone()
-        turned.append(store(q, latents, norm, cos_sin, positions, slots, cache, 1e-6))
+        turned.append(store(q, latents, norm, cos_sin, positions, slots, cache, 1e-6, scale or 1.0))
         caches.append(cache)
     torch.testing.assert_close(turned[1], turned[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-5)
+    if scale is None:
+        torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-5)
+    else:
+        found, expected = (cache.view(-1, page_size, rank + rope).flatten(0, 1)[slots.long()] for cache in caches)
+        assert_close_in_fp8(found, expected)
+        assert expected.float().abs().max() == torch.finfo(FP8).max

@@ -20,13 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
-from minisgl_backend.kernels.attention import latent_decode, latent_prefill
+from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
 from minisgl_backend.kernels.linear import small_rows as small_linear
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
-            "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr"}
+            "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr", "q_rope_ptr", "latent_ptr", "cache_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
-          "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr"}
+          "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr"}
 FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
@@ -85,11 +85,17 @@ def capped(capability, limit, head_dim):
           for name in ("gelu", "gelu_tanh")),
     )
 
-def latents(capability, limit, number, heads, batch):
+def stored(capability, limit, fp8):
+    # That latents are stored at all, as they are and in FP8.
+    return shared(latent_store._latent_store_kernel, capability, "bf16", 2, 3, NUM_HEADS=16, NOPE=128, RANK=512,
+                  RANK_PADDED=512, HALF=32, HALF_PADDED=32, HEADS=8, PAGE_SIZE=64, FP8=bool(fp8), LARGEST=448.0,
+                  PDL=False)
+
+def latents(capability, limit, number, heads, batch, fp8=0):
     cut = latent_decode.latent_decode_shape(batch, heads, 132, limit, half_precision=number == "bf16")
     return shared(latent_decode._latent_decode_kernel, capability, number, cut.num_warps, cut.num_stages, MAX_BATCH=64,
                   LEAST_TILES=1, TILE=cut.tile, PAGE_SIZE=64, ROWS=cut.rows, NUM_ROWS=heads, NUM_HEADS=heads, QUERIES=1,
-                  RANK=512, RANK_PADDED=512, ROPE=64, ROPE_PADDED=64, PDL=False)
+                  RANK=512, RANK_PADDED=512, ROPE=64, ROPE_PADDED=64, FP8=bool(fp8), PDL=False)
 
 def expanded(capability, limit, number, nope, value):
     sizes = (triton.next_power_of_2(nope), 64, triton.next_power_of_2(value))
@@ -98,8 +104,8 @@ def expanded(capability, limit, number, nope, value):
                   NOPE=nope, NOPE_PADDED=sizes[0], ROPE=64, ROPE_PADDED=64, V=value, V_PADDED=sizes[2], TILE_Q=tile_q,
                   TILE_KV=tile_kv)
 
-ways = {"latents": latents, "expanded": expanded, "capped": capped, "linear": linear, "grouped": grouped,
-        "prefill": prefill}
+ways = {"latents": latents, "stored": stored, "expanded": expanded, "capped": capped, "linear": linear,
+        "grouped": grouped, "prefill": prefill}
 print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
 """
 
@@ -111,6 +117,7 @@ TIGHT = [
     ("grouped", 89, "fp32", 100, 0),
     ("capped", 90, 256),
     ("prefill", 120, 256),
+    ("stored", 90, 0),
 ]
 OTHERS = [
     *(("linear", capability, 16, 4096, 12288) for capability in (80, 120)),
@@ -122,6 +129,8 @@ OTHERS = [
     ("prefill", 89, 256),
     *(("latents", *row) for row in ((90, "bf16", 128, 64), (90, "bf16", 16, 64), (80, "bf16", 128, 64))),
     *(("latents", *row) for row in ((89, "bf16", 128, 64), (89, "bf16", 16, 1), (89, "fp32", 16, 1))),
+    ("latents", 90, "bf16", 128, 64, 1),
+    ("stored", 90, 1),
     *(("expanded", *row) for row in ((90, "bf16", 192, 256), (80, "bf16", 192, 256), (89, "bf16", 128, 128))),
     *(("expanded", *row) for row in ((89, "bf16", 192, 256), (89, "fp32", 192, 256))),
 ]
