@@ -29,12 +29,14 @@ import numpy as np
 
 from benchmarks.batches_served import Run, ServedLoad, Waits
 from minisgl_backend import LLM, SamplingParams
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.environment import Environment
 from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request
 
 CHAT_PROMPT, CHAT_ANSWER = 48, 64  # tokens on average: half to one and a half times as many
 LINE_PROMPT, LINE_ANSWER = 32, 16
+SLOWDOWN = EngineConfig.background_slowdown
 WARM_UP_ANSWERS = 2  # of each stream, before anything is measured
 LEAST_ANSWERS = 6  # of each stream alone
 
@@ -134,7 +136,7 @@ def engine_load(options: argparse.Namespace) -> Iterator[EngineLoad]:
 
     if options.clock == "processor":
         torch.set_num_threads(1)
-    environment = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None)
+    environment = Environment(overlap=None, log_level="WARNING", flashinfer_tensor_cores=None)
     rows = options.streams + options.batch_requests
     given: dict[str, Any] = {"background_slowdown": options.slowdown, "max_running_requests": rows + 8}
     with LLM(options.model, environment=environment, dtype=options.dtype, **given) as llm:
@@ -168,7 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lines", type=int, default=2000, help="of the batch [%(default)s]")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--batch-requests", type=int, default=16, help="lines on their way at a time [%(default)s]")
-    parser.add_argument("--slowdown", type=float, default=1.5, help="background_slowdown of the engine [%(default)s]")
+    parser.add_argument(
+        "--slowdown", type=float, default=SLOWDOWN, help="background_slowdown of the engine [%(default)s]"
+    )
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor")
     parser.add_argument("--served", action="store_true", help="a whole server, by the time of day")
     parser.add_argument("--json", action="store_true")

@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := set(asked) - set(kinds):
         parser.error(f"--kinds has {', '.join(unknown)}; allowed: {', '.join(kinds)}, or {GAUGE}")
     shared = {
-        "environment": Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None),
+        "environment": Environment(overlap=None, log_level="WARNING", flashinfer_tensor_cores=None),
         "dtype": options.dtype,
         "max_running_requests": 8,
     }

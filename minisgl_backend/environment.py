@@ -16,7 +16,9 @@ HANG_S = 15.0
 class Environment:
     """All of them, read once, at the start."""
 
-    overlap: bool  # MINISGL_DISABLE_OVERLAP_SCHEDULING=1 switches it off
+    # MINISGL_DISABLE_OVERLAP_SCHEDULING=0/1; None: where steps run while the host goes on, as on a GPU. Elsewhere each
+    # token would come a step later for it.
+    overlap: bool | None
     log_level: str  # LOG_LEVEL
     flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
     null_runner_log: str = ""  # MINISGL_NULL_RUNNER_LOG: a file that gets the times of the null runner's steps
@@ -35,8 +37,9 @@ class Environment:
         level = environ.get("LOG_LEVEL", "INFO").upper()
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ConfigError(f"LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
+        sequential = _environment_flag(environ, "MINISGL_DISABLE_OVERLAP_SCHEDULING")
         return cls(
-            overlap=not _environment_flag(environ, "MINISGL_DISABLE_OVERLAP_SCHEDULING"),
+            overlap=None if sequential is None else not sequential,
             log_level=level,
             flashinfer_tensor_cores=_environment_flag(environ, "FLASHINFER_USE_TENSOR_CORES"),
             null_runner_log=environ.get("MINISGL_NULL_RUNNER_LOG", ""),

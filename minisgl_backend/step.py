@@ -175,6 +175,14 @@ class Backlog:
     most_prefill_length: int  # and at most, in a queue so long that steps grow with it
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What steps took when the engine started, in seconds: the runner measures them, the scheduler plans by them."""
+
+    prompts: tuple[tuple[int, float], ...]  # by prompt tokens, ascending from 0: steps in which one row decodes
+    rows: tuple[tuple[int, float], ...]  # by rows that decode, ascending: steps without a prompt
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsRequest:
     """Prompt tokens of one chunk whose log-probabilities a request asks for."""

@@ -65,6 +65,17 @@ NULL_ANSWER = "The null runner says this again and again, and computes nothing. 
 
 
 @dataclass(frozen=True)
+class _Built:
+    """A runner, and what is known of it."""
+
+    runner: StepRunner
+    limits: SchedulerLimits
+    description: str
+    is_asynchronous: bool  # steps run while the host goes on
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
 class Engine:
     """A core that is ready, and what belongs to it."""
 
@@ -99,7 +110,7 @@ def build_engine(
     reason, when a step does not come to an end or a tensor-parallel follower has died. `heartbeat`: this process's,
     where it has one already. `owns_process`: nothing else in it computes, so that it may choose torch's threads.
     """
-    heartbeat, overlap = heartbeat or Heartbeat(environment.hang_s), environment.overlap
+    heartbeat = heartbeat or Heartbeat(environment.hang_s)
     with contextlib.ExitStack() as undo:
         undo.callback(heartbeat.close)
         model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
@@ -107,7 +118,7 @@ def build_engine(
         compilers = _grammar_compilers(config, model_dir, model, owns_process)
         undo.callback(compilers.close)
         if config.runner == "null":
-            runner, limits, description, close = _null_runner(config, environment, model_dir, model)
+            built = _null_runner(config, environment, model_dir, model)
             heartbeat.ready(on_cpu=False)
         else:
             has_grammars = importlib.util.find_spec("xgrammar") is not None
@@ -115,31 +126,32 @@ def build_engine(
             warms_beside = has_grammars and len(os.sched_getaffinity(0)) >= WARMS_BESIDE_CORES
             if warms_beside:
                 compilers.warm()
-            runner, limits, description, close = _model_runner(
+            built = _model_runner(
                 config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
             )
             if has_grammars and not warms_beside:
                 compilers.warm()
-        undo.callback(close)
+        undo.callback(built.close)
+        overlap = built.is_asynchronous if environment.overlap is None else environment.overlap
         grammars = Grammars(compilers)
         computes = config.runner != "null"
         proposer = create_proposer(config.speculation)
         if isinstance(proposer, DeviceProposals) and not computes:
             proposer = None
-        scheduler = Scheduler(limits, proposer=proposer, forced=grammars.forced_tokens)
+        scheduler = Scheduler(built.limits, proposer=proposer, forced=grammars.forced_tokens)
         health_check = _health_check_plan(config) if computes else None
-        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
+        core = EngineCore(scheduler, built.runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
     welcome = Welcome(
         pid=os.getpid(),
         max_seq_len=scheduler.max_length,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        page_size=limits.page_size,
-        num_pages=limits.num_pages,
-        description=f"{description}, {'overlapped' if overlap else 'sequential'} scheduling",
+        page_size=built.limits.page_size,
+        num_pages=built.limits.num_pages,
+        description=f"{built.description}, {'overlapped' if overlap else 'sequential'} scheduling",
     )
-    return Engine(core, welcome, model_dir, model, heartbeat, close)
+    return Engine(core, welcome, model_dir, model, heartbeat, built.close)
 
 
 def _grammar_compilers(
@@ -180,7 +192,7 @@ def _model_runner(
     on_hang_or_death: Callable[[str], None],
     heartbeat: Heartbeat,
     owns_process: bool,
-) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
+) -> _Built:
     if config.tp == 1:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
         _announce_compiling(runtime, heartbeat)
@@ -188,7 +200,7 @@ def _model_runner(
         if owns_process:
             _share_cores(runtime, runner)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
-        return runner, _limits(runtime, model, runner), description, lambda: None
+        return _Built(runner, _limits(runtime, model, runner), description, runtime.device != "cpu")
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
     followers = Followers.start(config, environment, model_dir, dp_rank)
     try:
@@ -205,7 +217,7 @@ def _model_runner(
         followers.close()
         raise
     leader = LeaderRunner(runner, followers)
-    return leader, limits, description, leader.close
+    return _Built(leader, limits, description, runtime.device != "cpu", leader.close)
 
 
 # Both import torch, which takes seconds: the null runner needs none, and followers import theirs at the same time.
@@ -305,7 +317,7 @@ def _limits(
     return dataclasses.replace(
         limits,
         backlog=backlog,
-        step_seconds=measured.step_seconds,
+        step_times=measured.step_times,
         sparse_step_sizes=runner.sparse_step_sizes,
         windows=runner.cache_windows,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
@@ -344,9 +356,7 @@ def _scheduler_limits(
     )
 
 
-def _null_runner(
-    config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
-) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
+def _null_runner(config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig) -> _Built:
     encode = _encoder(config, model_dir)
     answer = encode(NULL_ANSWER)
     page_size = config.page_size or NULL_PAGE_SIZE
@@ -362,7 +372,7 @@ def _null_runner(
     mixed = NULL_MIXED_PREFILL if config.mixed_prefill_length is None else config.mixed_prefill_length
     longest = config.max_prefill_length or PREFILL_LENGTH
     limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, longest, mixed)
-    return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
+    return _Built(runner, limits, f"null runner with the tokenizer of {config.model}", is_asynchronous=True)
 
 
 def _read_scripts(path: Path, encode: Callable[[str], list[int]], eos_token_ids: Sequence[int]) -> list[Int32Array]:

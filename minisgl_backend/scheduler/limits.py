@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.kv.groups import FULL, Window
-from minisgl_backend.step import Backlog
+from minisgl_backend.step import Backlog, StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class SchedulerLimits:
     record_cache_changes: bool = False  # they are taken all the time
     schedule_policy: str = "fcfs"
     background_slowdown: float = 1.0  # how many times as long steps may take for requests below the default priority
-    step_seconds: tuple[tuple[int, float], ...] = ()  # (tokens, seconds) of steps, ascending; (): not measured
+    step_times: StepTimes | None = None  # None: not measured
     fair_shares: bool = False  # between tenants
     tenant_weights: tuple[tuple[str, float], ...] = ()  # by name; of all others 1
     max_waiting_requests_per_tenant: int | None = None  # None: half of max_waiting_requests

@@ -20,8 +20,8 @@ from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
 # A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
-# more than they compute.
-MIN_LATER_CHUNK = 64
+# more than they compute. What background requests have of a step may be less.
+MIN_LATER_CHUNK, MIN_LATER_BACKGROUND_CHUNK = 64, 8
 
 
 class Planner:
@@ -44,7 +44,7 @@ class Planner:
         self._queue = queue
         self._admission = admission
         self._prompts = PromptBudget(limits)
-        self._background = BackgroundShare(limits.background_slowdown, limits.step_seconds)
+        self._background = BackgroundShare(limits.background_slowdown, limits.step_times)
         self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
         self._admits = True  # false in a step that preempted: what that freed is not for the queue
         self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
@@ -96,10 +96,10 @@ class Planner:
             self._plan_prefill(builder, budget, step, background=False)
             if not builder.empty:
                 return
-        most = self._background.most_tokens(decoding, min(budget, prompts))
-        self._plan_decode(builder, step, most)
+        most_rows, most = self._background.of_step(decoding, min(budget, prompts), in_background)
+        self._plan_decode(builder, step, most_rows)
         self._plan_prefill(builder, budget, step, background=False)
-        left = min(most - in_background, budget - builder.num_prefill_tokens)
+        left = min(most, budget - builder.num_prefill_tokens)
         if left > 0:
             self._plan_prefill(builder, left, step, background=True)
 
@@ -266,7 +266,7 @@ class Planner:
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
-            end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
+            end = self._chunk_end(sequence, start, budget, builder)
             if end == start:
                 return
             if running.kv.has_windows and (end := self._within_pages(sequence, start, end)) == start:
@@ -276,11 +276,12 @@ class Planner:
         if budget > 0 and self._may_admit():
             self._admit(builder, budget, step, background)
 
-    def _chunk_end(self, start: int, total: int, budget: int, builder: StepPlanBuilder) -> int:
+    def _chunk_end(self, sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder) -> int:
         """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
-        if start + budget >= total:
+        if start + budget >= (total := len(sequence.token_ids)):
             return total
-        return start + budget if not builder.has_prefill or budget >= MIN_LATER_CHUNK else start
+        least = MIN_LATER_BACKGROUND_CHUNK if sequence.is_background else MIN_LATER_CHUNK
+        return start + budget if not builder.has_prefill or budget >= least else start
 
     def _within_pages(self, sequence: Sequence, start: int, end: int) -> int:
         """Where a chunk ends for which there are pages of groups with windows; `start` where it waits for some.
@@ -336,7 +337,7 @@ class Planner:
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
         match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
-        end = self._chunk_end(cached, len(tokens), budget, builder)
+        end = self._chunk_end(sequence, cached, budget, builder)
         if kv.has_windows and not running.num_active:  # whatever fits starts
             end = min(end, kv.first_reach(match, len(tokens)))
             new_pages = kv.pages_to_take(match, len(tokens), end)

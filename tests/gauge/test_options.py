@@ -104,4 +104,6 @@ def test_what_the_model_or_machine_cannot_do_is_refused_at_load(words: str, opti
 def test_a_wrong_environment_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING is 'yes'; allowed: 0 or 1"):
         Environment.read({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "yes"})
-    assert not Environment.read({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "1"}).overlap
+    values = {"1": False, "0": True, "": None}
+    for text, overlap in values.items():
+        assert Environment.read({"MINISGL_DISABLE_OVERLAP_SCHEDULING": text}).overlap is overlap

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 LEAST, TURNS, TOKENS = 0.97, 5, 128
 SHARED: dict[str, Any] = {
-    "environment": Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None),
+    "environment": Environment(overlap=None, log_level="WARNING", flashinfer_tensor_cores=None),
     "max_running_requests": 4,
     "num_pages": 64,
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.request import Grammar, SamplingParams, ThinkingTags
+from minisgl_backend.request import Grammar, Request, SamplingParams, ThinkingTags
 
 # float32: the same answers in every way to run, whatever products this processor rounds to bfloat16.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
@@ -250,6 +251,18 @@ def test_the_same_answers_with_every_way_to_run(llm: LLM, overlap: bool, cache_t
         outputs = other.generate(prompts, max_tokens=16, temperature=0, ignore_eos=True)
         assert [output.token_ids for output in outputs] == expected
         assert other.stats.pages_leased == 0
+
+
+def test_on_a_cpu_a_token_is_there_when_its_step_is(llm: LLM) -> None:
+    """Overlap would only tell of it a step later."""
+    assert llm.engine.welcome.description.endswith("sequential scheduling")
+    core = llm.engine.core
+    token_ids = np.arange(5, 9, dtype="<i4").tobytes()
+    core.submit(Request(uid=1 << 40, token_ids=token_ids, params=SamplingParams(max_tokens=1)))
+    core.step()
+    outputs = core.drain_outputs()
+    assert outputs is not None
+    assert outputs.uids.tolist() == [1 << 40]
 
 
 @pytest.mark.parametrize("stage", ["execute", "prepare"])

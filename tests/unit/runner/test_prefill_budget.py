@@ -84,7 +84,7 @@ def test_what_is_timed_are_prompts_of_different_tokens(tiny_model_dir: Path) -> 
     longest = max((chunk.token_ids for plan in first for chunk in plan.prefill), key=len)
     assert len(np.unique(longest)) > len(longest) // 2
     assert 0 <= longest.min() <= longest.max() < model.vocab_size
-    assert all(len(plan.decode_rows) == 1 for plan in first), "a lone prompt's pass is another"
+    assert all(len(plan.decode_rows) == 1 for plan in first if plan.prefill), "a lone prompt's pass is another"
     for one, other in zip(first, second, strict=True):
         assert [list(chunk.token_ids) for chunk in one.prefill] == [list(chunk.token_ids) for chunk in other.prefill]
 
@@ -92,7 +92,7 @@ def test_what_is_timed_are_prompts_of_different_tokens(tiny_model_dir: Path) -> 
 def test_an_engine_of_one_sequence_has_nothing_beside(tiny_model_dir: Path) -> None:
     runtime, model = runtime_for(tiny_model_dir, num_pages=4, max_running_requests=1, max_prefill_length=64)
     plans = timed_plans(build_runner(runtime, model), runtime, model)
-    assert all(len(plan.decode_rows) == 0 for plan in plans)
+    assert all(len(plan.decode_rows) == 0 for plan in plans if plan.prefill)
     assert max(chunk.end for plan in plans for chunk in plan.prefill) == 64
 
 
@@ -107,7 +107,8 @@ def test_ranks_agree_on_the_fastest_of_each_time(tiny_model_dir: Path) -> None:
 
     tp: Any = SimpleNamespace(minimum=agreed)
     found = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size, tp)
-    assert found.step_seconds == ((1, 0.001), (32, 0.002), (64, 0.003))
+    assert found.step_times.prompts == ((0, 0.006), (1, 0.001), (32, 0.003), (64, 0.005)), "two turns of what is small"
+    assert found.step_times.rows == ((1, 0.006), (4, 0.008))
     assert found.backlog is not None
     assert (found.mixed_prefill_length, found.backlog.waiting_tokens) == (64, int(64 / TARGET_S))
 
@@ -118,7 +119,8 @@ def test_a_budget_that_is_given_stays_and_steps_are_timed_all_the_same(tiny_mode
     )
     found = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size)
     assert (found.mixed_prefill_length, found.backlog) == (5, None)
-    assert [tokens for tokens, _ in found.step_seconds] == [1, 16]
+    assert [tokens for tokens, _ in found.step_times.prompts] == [0, 1, 16]
+    assert [rows for rows, _ in found.step_times.rows] == [1, 4]
 
 
 def timed_plans(runner: ModelRunner, runtime: RuntimeConfig, model: ModelConfig) -> list[StepPlan]:

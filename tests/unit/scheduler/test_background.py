@@ -6,41 +6,55 @@ import pytest
 
 from minisgl_backend.request import Request
 from minisgl_backend.scheduler.background import PASSED_OVER, UNLIMITED, BackgroundShare
-from minisgl_backend.step import StepPlan
+from minisgl_backend.step import StepPlan, StepTimes
 from tests.fakes import Loop, make_request
 from tests.unit.scheduler.test_scheduler import assert_same_as_alone, limits, make_loop
 
-READS_WEIGHTS = ((1, 0.010), (32, 0.041))  # 10 ms, and 1 ms for each token more
+# 10 ms, 1 ms for each prompt token, and 2 for each row more that decodes
+READS_WEIGHTS = StepTimes(prompts=((0, 0.010), (32, 0.042)), rows=((1, 0.010), (16, 0.040)))
+FREE_TOKENS = StepTimes(prompts=((0, 0.010), (64, 0.010)), rows=((1, 0.010), (16, 0.040)))
+FREE = StepTimes(prompts=((0, 0.010), (64, 0.010)), rows=((1, 0.010), (16, 0.010)))
+FIRST_DISTURBED = StepTimes(prompts=((0, 0.013), (32, 0.010), (64, 0.042)), rows=((1, 0.020), (4, 0.012), (16, 0.036)))
+BEYOND = StepTimes(prompts=((0, 0.010), (32, 0.042)), rows=((1, 0.010), (2, 0.010)))
+LONELY = StepTimes(prompts=((0, 0.010), (32, 0.042)), rows=((1, 0.010),))
+SLOW = StepTimes(prompts=((0, 0.001), (32, 0.033)), rows=((1, 0.001), (16, 0.031)))
 BATCH = 1000
 
 
 @pytest.mark.parametrize(
-    ("slowdown", "table", "others", "most"),
+    ("slowdown", "times", "others", "background", "share"),
     [
-        (1.0, READS_WEIGHTS, 8, 0),
-        (1.3, READS_WEIGHTS, 1, 3),  # 13 ms
-        (1.5, READS_WEIGHTS, 8, 8),  # 25.5 instead of 17 ms
-        (2.0, READS_WEIGHTS, 41, 50),  # beyond what was timed: 100 ms
-        (1.3, ((1, 0.01), (64, 0.01)), 8, UNLIMITED),  # a token more costs nothing
-        (1.3, ((1, 0.011), (32, 0.010), (64, 0.074)), 4, 28 + 1),  # the first step was disturbed
-        (1.3, ((1, 0.001), (32, 0.032)), 1, 1),  # never none
-        (1.3, (), 8, UNLIMITED),
+        (1.0, READS_WEIGHTS, 8, 4, (0, 0)),
+        (1.5, READS_WEIGHTS, 6, 0, (5, 10)),  # 10 ms on top of 20: rows cost what they cost, tokens what they do
+        (1.5, READS_WEIGHTS, 6, 3, (5, 4)),  # rows come first
+        (1.5, READS_WEIGHTS, 6, 9, (5, 0)),
+        (3.0, READS_WEIGHTS, 16, 0, (40, 80)),  # beyond what was timed
+        (1.5, FREE_TOKENS, 6, 9, (5, UNLIMITED)),
+        (1.5, FREE, 6, 9, (UNLIMITED, UNLIMITED)),
+        (1.5, FIRST_DISTURBED, 4, 0, (3, 38)),  # 6 ms on top of 12, whatever a step of a row was said to take
+        (1.5, BEYOND, 2, 0, (5, 5)),  # a row costs no less than a token
+        (1.5, LONELY, 1, 0, (5, 5)),
+        (1.3, SLOW, 1, 3, (1, 0)),  # never none
+        (1.3, SLOW, 1, 0, (0, 1)),
+        (1.3, None, 8, 4, (UNLIMITED, UNLIMITED)),
     ],
 )
-def test_the_share_is_a_time(slowdown: float, table: tuple[tuple[int, float], ...], others: int, most: int) -> None:
-    assert BackgroundShare(slowdown, table).most_tokens(others, 0) == most
+def test_the_share_is_a_time(
+    slowdown: float, times: StepTimes | None, others: int, background: int, share: tuple[int, int]
+) -> None:
+    assert BackgroundShare(slowdown, times).of_step(others, 0, background) == share
 
 
 def test_first_tokens_come_first_but_not_for_ever() -> None:
     share = BackgroundShare(1.5, READS_WEIGHTS)
-    found = [share.most_tokens(0, 8) for _ in range(2 * (PASSED_OVER + 1))]
-    assert found == [*[0] * PASSED_OVER, 8] * 2
+    found = [share.of_step(1, 8, 0) for _ in range(2 * (PASSED_OVER + 1))]
+    assert found == [*[(0, 0)] * PASSED_OVER, (4, 9)] * 2, "half of 18 ms"
 
 
 def streams_and_batch(overlap: bool = False, batch: int = 12, **changes: object) -> Loop:
     """Two streams, then requests of a batch with longer prompts."""
     values: dict[str, object] = {
-        "step_seconds": READS_WEIGHTS,
+        "step_times": READS_WEIGHTS,
         "background_slowdown": 1.5,
         "max_running_requests": 20,
         **changes,
@@ -60,9 +74,10 @@ def batch_of(count: int) -> list[Request]:
     ]
 
 
-def background_tokens(plan: StepPlan) -> int:
+def background_ms(plan: StepPlan) -> int:
+    """By READS_WEIGHTS."""
     prompts = sum(len(chunk.token_ids) for chunk in plan.prefill)
-    return prompts + int((plan.decode_uids >= 10).sum())
+    return prompts + 2 * int((plan.decode_uids >= 10).sum())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -74,11 +89,11 @@ def test_streams_go_on_in_every_step_and_the_batch_has_its_share(overlap: bool, 
     plans = loop.runner.plans[begun:]
     beside = [plan for plan in plans if {0, 1} <= set(plan.decode_uids.tolist())]
     assert len(beside) >= 57, "each step has a token of the streams"
-    shares = [background_tokens(plan) for plan in beside]
-    assert max(shares) == 5  # 16.5 instead of 11 ms
-    assert sum(shares) >= 4.5 * len(shares), "no part of it is left unused"
+    shares = [background_ms(plan) for plan in beside]
+    assert max(shares) == 6  # 18 instead of 12 ms
+    assert sum(shares) >= 5.4 * len(shares), "no part of it is left unused"
     alone = [plan for plan in plans[len(beside) :] if len(plan.decode_uids)]
-    assert max(map(background_tokens, alone)) > 5, "alone it has all"
+    assert max(map(background_ms, alone)) > 6, "alone it has all"
     assert_same_as_alone(loop, batch_of(30), 200)
 
 
@@ -87,8 +102,16 @@ def test_with_a_slowdown_of_1_a_batch_waits() -> None:
     begun = len(loop.runner.plans)
     loop.run()
     beside = [plan for plan in loop.runner.plans[begun:] if {0, 1} & set(plan.decode_uids.tolist())]
-    assert set(map(background_tokens, beside)) == {0}
+    assert set(map(background_ms, beside)) == {0}
     assert all(len(loop.records.tokens[uid]) == 8 for uid in range(10, 22)), "and has its turn behind them"
+
+
+def test_where_nothing_is_in_the_background_no_share_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(BackgroundShare, "of_step")
+    loop = streams_and_batch(batch=0)
+    loop.scheduler.add(make_request(5, [3] * 10, max_tokens=3, ignore_eos=True))
+    loop.run()
+    assert [len(loop.records.tokens[uid]) for uid in (0, 1, 5)] == [60, 60, 3]
 
 
 def test_a_prompt_of_a_stream_overtakes_those_of_a_batch() -> None:
@@ -103,7 +126,7 @@ def test_a_prompt_of_a_stream_overtakes_those_of_a_batch() -> None:
 
 
 def test_a_batch_gives_rows_back() -> None:
-    loop = make_loop(limits(max_running_requests=4, step_seconds=READS_WEIGHTS, background_slowdown=1.5))
+    loop = make_loop(limits(max_running_requests=4, step_times=READS_WEIGHTS, background_slowdown=1.5))
     for uid in range(10, 14):
         loop.scheduler.add(make_request(uid, [uid] * 5, max_tokens=100, ignore_eos=True, priority=BATCH))
     loop.step()
@@ -117,7 +140,7 @@ def test_a_batch_gives_rows_back() -> None:
 
 
 def test_a_batch_gives_pages_back() -> None:
-    bounds = limits(num_pages=30, max_seq_len=110, step_seconds=READS_WEIGHTS, background_slowdown=1.5)
+    bounds = limits(num_pages=30, max_seq_len=110, step_times=READS_WEIGHTS, background_slowdown=1.5)
     loop = make_loop(bounds)
     for uid in range(10, 13):
         loop.scheduler.add(make_request(uid, [uid] * 30, max_tokens=10, ignore_eos=True, priority=BATCH))

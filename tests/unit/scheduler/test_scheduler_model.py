@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from minisgl_backend.kv.groups import FULL, Chunk
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.step import StepTimes
 from tests.proposers import KINDS
 from tests.unit.scheduler.machine import EOS, ON_DEVICE, POOLINGS, SchedulerMachine
 
@@ -96,7 +97,7 @@ def long_run(seed: int, num_events: int) -> None:
         schedule_policy=rng.choice(["fcfs", "lpm"]),
         fair_shares=seed % 3 == 0,
         background_slowdown=(1.0, 1.4)[seed % 2],
-        step_seconds=((1, 1.0), (4, 1.2)) if seed % 4 else (),
+        step_times=StepTimes(prompts=((0, 1.0), (4, 1.2)), rows=((1, 1.0), (4, 1.4))) if seed % 4 else None,
     )
     windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4), (None, 3, Chunk(6))])
     bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))

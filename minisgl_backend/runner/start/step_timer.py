@@ -1,0 +1,79 @@
+"""What steps take on this machine: some are executed before the first request, and timed."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+import torch
+
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.start.memory import padding_plan, prompt_plan
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.step import StepPlan, StepTimes
+from minisgl_backend.tensor_parallel import TensorParallel
+
+ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
+# What background requests have of a step is the difference of two small ones: these have more rounds, where they are
+# short, too.
+SMALL_TOKENS, SHORT_S = 32, 0.03
+TIMED_ROWS = (1, SMALL_TOKENS)
+CONTEXT = 128  # tokens of each row that decodes
+
+
+class StepTimer:
+    """Its steps are on the padding page. All ranks have the same ones timed at the same time."""
+
+    def __init__(
+        self, runner: ModelRunner, runtime: RuntimeConfig, vocab_size: int, tp: TensorParallel | None = None
+    ) -> None:
+        self._runner, self._runtime = runner, runtime
+        self._tp = tp or TensorParallel.single()
+        self._max_running = runtime.config.max_running_requests
+        # Equal tokens take less power, of which a large model's GEMMs never have enough, and all the same experts.
+        self._ids = np.random.default_rng(0).integers(0, vocab_size, runtime.max_prefill_length, dtype=np.int32)
+        self._beside = min(1, self._max_running - 1)  # without a stream it would be another pass, that of a lone prompt
+        self._prompts: dict[int, float] = {}
+
+    @property
+    def longest(self) -> int:
+        """The most prompt tokens of a step."""
+        runtime = self._runtime
+        return min(runtime.max_prefill_length, (self._max_running - self._beside) * (runtime.max_seq_len - 1))
+
+    def time_prompts(self, num_tokens: int) -> float:
+        """Seconds of a step of so many prompt tokens, beside one row that decodes."""
+        plan = prompt_plan(self._ids[:num_tokens], self._max_running, self._runtime.max_seq_len, beside=self._beside)
+        seconds = self._prompts[num_tokens] = self._time(plan, is_small=num_tokens <= SMALL_TOKENS)
+        return seconds
+
+    def times(self) -> StepTimes:
+        """Of the prompts that have been timed, and of rows."""
+        sizes = sorted({min(size, self._max_running) for size in TIMED_ROWS})
+        rows = tuple((size, self._time_rows(size)) for size in sizes)
+        return StepTimes(prompts=((0, rows[0][1]), *sorted(self._prompts.items())), rows=rows)
+
+    def _time_rows(self, num_rows: int) -> float:
+        plan = padding_plan((), (), np.arange(num_rows, dtype=np.int32))
+        lengths = np.full(num_rows, min(CONTEXT, self._runtime.max_seq_len - 1), dtype=np.int32)
+        return self._time(msgspec.structs.replace(plan, decode_lengths=lengths), is_small=True)
+
+    def _time(self, plan: StepPlan, *, is_small: bool) -> float:
+        best = self._fastest(plan)
+        return min(best, self._fastest(plan)) if is_small and best < SHORT_S else best
+
+    def _fastest(self, plan: StepPlan) -> float:
+        """Of ROUNDS, on all ranks: they must agree on what comes next."""
+        best = float("inf")
+        for _ in range(ROUNDS):
+            self._synchronize()
+            started = time.perf_counter()
+            self._runner.execute(self._runner.prepare(plan)).wait()
+            self._synchronize()
+            best = min(best, time.perf_counter() - started)
+        return self._tp.minimum(round(1e6 * best)) / 1e6
+
+    def _synchronize(self) -> None:
+        if self._runtime.device == "cuda":
+            torch.cuda.synchronize()
