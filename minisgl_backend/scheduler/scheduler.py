@@ -65,7 +65,7 @@ class Scheduler:
         self._admission = AdmissionControl()
         self._drafting: Drafting | None = None
         if proposer is not None:
-            control = control or DraftControl(limits.most_drafts)
+            control = control or DraftControl(limits.most_drafts, limits.step_times)
             self._drafting = Drafting(limits, self._running, proposer, control, forced)
         self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares, self._drafting)
         self._outputs = OutputCollector()

@@ -15,9 +15,13 @@ import numpy as np
 from minisgl_backend.arrays import Float64Array, Int32Array
 from minisgl_backend.speculation.acceptance import Acceptance
 from minisgl_backend.speculation.costs import ProposalCosts, StepCosts
+from minisgl_backend.step import StepTimes
 
 FIRST_DEPTH = 4  # of a proposer with steps of its own, before it is known what these take
 BEGIN_GAIN = 1.03  # speculation begins where it promises so much more, and ends where it promises nothing
+COSTLY = (
+    1.15  # times a step without, from which on a step with a draft more costs much: on a CPU one may take twice as long
+)
 
 
 class DraftControl:
@@ -27,14 +31,17 @@ class DraftControl:
     apart, and so the loss of overlap is part of what drafts must pay for.
     """
 
-    def __init__(self, most: int) -> None:
-        """`most`: drafts of one row in one step."""
+    def __init__(self, most: int, times: StepTimes | None = None) -> None:
+        """`most`: drafts of one row in one step. `times`: of steps at start, by which costs are reckoned that no
+        step has shown yet."""
         self.is_on = False  # steps are planned when the tokens before are known, so that there may be drafts
         self._most = most
         self._all = Acceptance(most)
         self._rows: dict[int, tuple[int, Acceptance]] = {}  # row -> uid, and how often its drafts are right
         self._forced = Acceptance(most)  # of all drafts that are text forced by a grammar
-        self._waiting, self._overlapped = StepCosts(), StepCosts()
+        # A draft is computed as a prompt token is, and a row's own token counts.
+        timed = [] if times is None else [(1 + tokens, seconds) for tokens, seconds in times.prompts]
+        self._waiting, self._overlapped = StepCosts(timed), StepCosts(timed)
         self.depth = min(most, FIRST_DEPTH)  # tokens that such a proposer proposes of each row
         self._proposing = ProposalCosts()
 
@@ -92,7 +99,8 @@ class DraftControl:
             return
         known = [self._of(row, uid) for row, uid in zip(rows, uids, strict=True)]
         found = np.repeat([one.found for one in known], self._most)
-        right = np.concatenate([one.all_right(self._most) for one in known])
+        costly = self._is_costly(num_rows)
+        right = np.concatenate([one.all_right(self._most, costly=costly) for one in known])
         order = np.argsort(-right, kind="stable")
         found, right = found[order], right[order]
         tokens = np.cumsum(found)
@@ -125,8 +133,11 @@ class DraftControl:
     ) -> list[int]:
         """How many of the proposed tokens of each row to verify; at most `room` together. `forced`: uids of those whose
         tokens a grammar forces."""
+        costly = self._is_costly(num_rows)
         right = [
-            (self._forced if uid in forced else self._of(row, uid)).all_right(len(tokens))
+            self._forced.all_right(len(tokens))
+            if uid in forced
+            else self._of(row, uid).all_right(len(tokens), costly=costly)
             for row, uid, tokens in zip(rows, uids, proposed, strict=True)
         ]
         counts = [0] * len(rows)
@@ -151,7 +162,12 @@ class DraftControl:
         costs = first.of(sizes)
         if costs is None:
             costs = second.of(sizes)
-        return np.ones(len(sizes)) if costs is None else costs
+        return self._waiting.expected(sizes) if costs is None else costs
+
+    def _is_costly(self, num_rows: int) -> bool:
+        """Whether a wrong draft is much of a loss, where `num_rows` decode."""
+        plain, drafting = self._cost([num_rows, num_rows + 1])
+        return bool(drafting > COSTLY * plain)
 
     def _of(self, row: int, uid: int) -> Acceptance:
         known = self._rows.get(row)

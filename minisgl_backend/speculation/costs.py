@@ -45,7 +45,13 @@ class ProposalCosts:
 class StepCosts:
     """Seconds of steps that only decode, by the tokens that they compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed: Sequence[tuple[int, float]] = ()) -> None:
+        """`timed`: (tokens, seconds) of steps at start, ascending. What was not measured yet is in
+        proportion to them."""
+        self._timed_sizes = np.array([size for size, _ in timed], dtype=np.float64)
+        # A larger step takes no less: what says otherwise was disturbed.
+        seconds = np.array([taken for _, taken in timed], dtype=np.float64)
+        self._timed_seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         self._samples: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}  # by size: when it was measured last, in steps
         self._now = 0
@@ -78,7 +84,19 @@ class StepCosts:
             return None
         asked = np.asarray(num_tokens, dtype=np.float64)
         beyond = np.maximum(asked - sizes_known[-1], 0.0)
-        costs: Float64Array = np.interp(asked, sizes_known, seconds) + seconds[-1] * UNKNOWN_SLOPE * beyond
+        factors = 1.0 + UNKNOWN_SLOPE * beyond
+        if len(self._timed_sizes):
+            factors = np.maximum(
+                factors, self.expected(np.maximum(asked, sizes_known[-1])) / self.expected(sizes_known[-1:])
+            )
+        costs: Float64Array = np.interp(asked, sizes_known, seconds) * factors
+        return costs
+
+    def expected(self, num_tokens: Sequence[float] | Float64Array) -> Float64Array:
+        """Seconds of steps of these sizes by what was timed at start, [k]; 1 each where nothing was."""
+        if not len(self._timed_sizes):
+            return np.ones(len(num_tokens))
+        costs: Float64Array = np.interp(num_tokens, self._timed_sizes, self._timed_seconds)
         return costs
 
     def _forget(self) -> None:

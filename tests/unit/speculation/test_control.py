@@ -8,6 +8,7 @@ import pytest
 from minisgl_backend.speculation.acceptance import Acceptance
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.costs import KEPT_STEPS, ProposalCosts, StepCosts
+from minisgl_backend.step import StepTimes
 
 MOST = 8
 DRAFT = np.arange(MOST, dtype=np.int32)
@@ -101,6 +102,40 @@ def test_costs_are_medians_between_which_lines_are_drawn() -> None:
     found = costs.of([1, 3, 5, 15])
     assert found is not None
     assert found.tolist() == pytest.approx([1.0, 2.0, 3.0, 3.0 + 10 * 0.01 * 3.0])
+
+
+def test_what_no_step_has_shown_is_in_proportion_to_what_was_timed_at_start() -> None:
+    costs = StepCosts([(1, 0.01), (2, 0.02), (34, 0.03)])
+    costs.note(1, 5.0)
+    found = costs.of([1, 2, 18, 34])
+    assert found is not None
+    assert found.tolist() == pytest.approx([5.0, 10.0, 12.5, 15.0])
+    costs.note(2, 6.0)
+    found = costs.of([1, 2, 34])
+    assert found is not None
+    assert found.tolist() == pytest.approx([5.0, 6.0, 9.0])
+
+
+DEAR = StepTimes(prompts=((0, 0.010), (1, 0.018), (32, 0.025)), rows=((1, 0.010),))
+CHEAP = StepTimes(prompts=((0, 0.010), (1, 0.0101), (32, 0.012)), rows=((1, 0.010),))
+
+
+def test_where_drafts_cost_much_a_sequence_has_none_before_its_own_proposals_were_right() -> None:
+    """However right those of others were: an answer of 32 tokens is 3% longer for a step."""
+    chosen_of = {}
+    for name, times in {"dear": DEAR, "cheap": CHEAP}.items():
+        control = DraftControl(MOST, times)
+        for uid in range(20):
+            control.note_found(0, uid, True)
+            control.note(0, uid, MOST, MOST)
+        control.decide([0], [100], 1, 64)
+        before = control.choose([0], [100], [DRAFT], 1, 64) if control.is_on else [0]
+        control.note_found(0, 100, True)
+        control.note(0, 100, 4, 4)
+        control.decide([0], [100], 1, 64)
+        assert control.is_on
+        chosen_of[name] = before, control.choose([0], [100], [DRAFT], 1, 64)
+    assert chosen_of == {"dear": ([0], [MOST]), "cheap": ([MOST], [MOST])}
 
 
 def test_what_was_measured_long_ago_is_forgotten() -> None:
