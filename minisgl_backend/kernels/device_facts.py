@@ -12,11 +12,11 @@ from types import MappingProxyType
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear import marlin_library
+from minisgl_backend.kernels.linear import vllm_library
 
 # Packages of published kernels for GEMMs, and distributions that have them.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"sgl_kernel": ("sgl-kernel", "sglang-kernel"), marlin_library.PACKAGE: ("vllm",)}
+    {"sgl_kernel": ("sgl-kernel", "sglang-kernel"), vllm_library.PACKAGE: ("vllm",)}
 )
 TORCH_BLOCKS = "torch: FP8 in blocks"  # as a library: of torch for CUDA 12.9 or later; taken away where a trial fails
 LARGEST_SHARED = 227 << 10  # bytes of shared memory of a program, of all GPUs
@@ -105,8 +105,8 @@ NAMED: Mapping[str, DeviceFacts] = MappingProxyType(
 
 
 def _is_installed(package: str) -> bool:
-    if package == marlin_library.PACKAGE:
-        return marlin_library.is_installed()  # it is not imported
+    if package == vllm_library.PACKAGE:
+        return vllm_library.is_installed()  # it is not imported
     with suppress(ImportError, ValueError):  # half removed, or somebody's stand-in
         return importlib.util.find_spec(package) is not None
     return False

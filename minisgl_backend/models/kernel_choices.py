@@ -18,7 +18,7 @@ from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
-from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.choose import LinearKey, layouts_on, linear_chooser
 from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.ops import QKNormRope
@@ -105,7 +105,9 @@ class _NotedLinear(LinearMethod):
     ) -> None:
         super().__init__()
         self.spec, self._notes, self._format = spec, notes, weight_format
-        self.block, self.second_layout = earnest.block, earnest.second_layout
+        self.block = earnest.block
+        fitting = (name for name in layouts_on(notes.facts) if name in earnest.second_layouts)
+        self.second_layout = next(fitting, None)  # memory may have room for it
         first, *others = [output.name for output in spec.outputs]
         self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
         self.weight = torch.empty(spec.shape, dtype=dtype, device=META)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.linear.int4_second import fitting_layouts
 from minisgl_backend.kernels.linear.int4_torch import (
     MIDDLE,
     Int4Kernels,
@@ -19,7 +20,6 @@ from minisgl_backend.kernels.linear.int4_torch import (
     padded_inputs,
     unpack,
 )
-from minisgl_backend.kernels.linear.marlin import LAYOUT, fits_marlin
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.int4_checkpoint import (
     Axis,
@@ -59,7 +59,7 @@ class Int4LinearMethod(LinearMethod):
             self.group_of_input = empty_parameter(*shape, dtype=torch.int32, device=device)
         self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
         self._weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
-        self.second_layout = LAYOUT if fits_marlin(self._weight) else None
+        self.second_layouts = fitting_layouts(self._weight)
 
     def apply_weights(
         self,
@@ -108,8 +108,10 @@ class Int4LinearMethod(LinearMethod):
     def second_layout_bytes(self) -> int:
         return self._kernels.second_layout_bytes(self._weight)
 
-    def add_second_layout(self) -> None:
-        self._weight = replace(self._weight, second=self._kernels.second_layout(self._weight))
+    def add_second_layout(self) -> str | None:
+        second = self._kernels.second_layout(self._weight)
+        self._weight = replace(self._weight, second=second)
+        return None if second is None else second.layout
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0

@@ -90,7 +90,7 @@ class LinearMethod(WeightedLayer, ABC):
     apply_weights: ApplyWeights
     bias: torch.Tensor | None
     block: tuple[int, int] | None = None  # outputs and inputs with one scale, as this rank has them: see `LinearKey`
-    second_layout: str | None = None  # of a library's kernel, that the weight can be held in as well: likewise
+    second_layouts: tuple[str, ...] = ()  # of libraries' kernels, that such a weight can be held in as well
 
     def process_weights_after_loading(self) -> None:
         """Called once, when all parameters are filled: to repack them, or to derive others."""
@@ -108,8 +108,10 @@ class LinearMethod(WeightedLayer, ABC):
         """What `add_second_layout` takes on this device, once the weight is loaded; 0: there is nothing to be added."""
         return 0
 
-    def add_second_layout(self) -> None:
-        """Holds the weight once more, for a kernel that is faster at some row counts."""
+    def add_second_layout(self) -> str | None:
+        """Holds the weight once more, for a kernel that is faster at some row counts. The layout's name; None: there is
+        none, or the weight has numbers that it does not hold."""
+        return None
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         """Chooses kernels for this weight and those `alike` (of its class and shape, itself among them): for these

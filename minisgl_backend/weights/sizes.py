@@ -52,7 +52,7 @@ def weight_bytes(
 
 
 def second_layout_bytes(folder: Path, names: TensorNames, quantization: QuantizationConfig) -> int:
-    """What the weights with 4 bits take once more, in the layout of Marlin, about; experts have none."""
+    """What the weights with 4 bits take once more, in the layout of a library, about; experts have none."""
     total = 0
     for path in shard_paths(folder):
         for name, tensor in _header(path).items():

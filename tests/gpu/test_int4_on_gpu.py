@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear import marlin_library
-from minisgl_backend.kernels.linear.choose import MARLIN_ROWS
-from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize
-from minisgl_backend.kernels.linear.marlin import Marlin, MarlinWeight, words_along_inputs
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear import vllm_library
+from minisgl_backend.kernels.linear.choose import MACHETE_ROWS, MARLIN_ROWS
+from minisgl_backend.kernels.linear.int4_repack import words_by_output
+from minisgl_backend.kernels.linear.int4_second import LAYOUTS
+from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight, dequantize
+from minisgl_backend.kernels.linear.marlin import Marlin
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from tests.unit.kernels.int4_weights import random_weight, relative
 from tests.unit.kernels.marlin_reference import MarlinReference
@@ -89,25 +92,45 @@ def test_experts(tokens: int, zeros: bool) -> None:
     assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
 
 
-needs_marlin = pytest.mark.skipif(
-    not marlin_library.is_installed(), reason=f"needs vLLM's library: {marlin_library.REMEDY}"
-)
+needs_vllm = pytest.mark.skipif(not vllm_library.is_installed(), reason=f"needs vLLM's library: {vllm_library.REMEDY}")
 
 
-@needs_marlin
+def in_layout(name: str, weight: Int4Weight) -> tuple[Any, Int4Weight]:
+    """Kernels that have this layout alone, and the weight in it as well."""
+    if name == "machete" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    operators = vllm_library.operators(name)
+    assert operators is not None
+    second = LAYOUTS[name].repacker(operators, torch.device("cuda")).repack(weight)
+    assert second is not None
+    assert second.layout == name
+    return kernels(), replace(weight, second=second)
+
+
+@needs_vllm
 def test_marlins_layout() -> None:
     """What its operator makes of a weight, and that the reference in torch makes the same."""
-    operators = marlin_library.operators()
+    operators = vllm_library.operators("marlin")
     assert operators is not None
     weight = random_weight(192, 384, group=64, zeros=True, dtype=BF16, device="cuda")
     found = Marlin(operators, torch.device("cuda")).repack(weight)
     assert found is not None
-    none = torch.empty(0, dtype=torch.int32)
-    expected = MarlinReference().gptq_marlin_repack(words_along_inputs(weight).cpu(), none, 384, 192, 4, False)
-    assert torch.equal(found.words.cpu(), expected)
+    words, none = words_by_output(weight).t().contiguous().cpu(), torch.empty(0, dtype=torch.int32)
+    assert torch.equal(found.words.cpu(), MarlinReference().gptq_marlin_repack(words, none, 384, 192, 4, False))
 
 
-@needs_marlin
+@needs_vllm
+def test_the_layout_of_this_gpu() -> None:
+    ours = kernels()
+    weight = random_weight(256, 384, group=128, zeros=True, dtype=BF16, device="cuda")
+    second = ours.second_layout(weight)
+    is_hopper = DeviceFacts.of(torch.device("cuda")).capability == (9, 0)
+    assert second is not None
+    assert second.layout == ("machete" if is_hopper else "marlin")
+    assert ours.second_layout_bytes(weight) == LAYOUTS[second.layout].bytes(weight)
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("kind", "size_in", "group", "zeros"),
     [
@@ -117,25 +140,27 @@ def test_marlins_layout() -> None:
         ("gated", 2048, 64, False),
         ("bias", 1920, -1, True),
         ("residual", 1920, 96, False),
+        ("norm residual", 1920, 64, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_marlin(kind: str, size_in: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
-    """In float16 on Hopper the driver compiles for up to a minute first."""
-    ours = kernels()
-    weight = random_weight(1088, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
-    assert ours.second_layout_bytes(weight) > 0
-    twice = replace(weight, second=ours.second_layout(weight))
-    assert isinstance(twice.second, MarlinWeight)
-    for rows in (MARLIN_ROWS[0], 33, 64, 100, 200, MARLIN_ROWS[-1]):
+@pytest.mark.parametrize("layout", ["machete", "marlin"])
+def test_second_layouts(layout: str, kind: str, size_in: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
+    """In float16 on Hopper the driver compiles Marlin for up to a minute first."""
+    size_out, rows_of = (1152, MACHETE_ROWS) if layout == "machete" else (1088, MARLIN_ROWS)
+    weight = random_weight(size_out, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
+    if not LAYOUTS[layout].fits(weight):
+        pytest.skip(f"{layout} has no groups of {group}")
+    ours, twice = in_layout(layout, weight)
+    for rows in (rows_of[0], 33, 64, 100, 200, 256, rows_of[-1]):
         torch.manual_seed(rows)
         x = torch.randn(rows, size_in, device="cuda").to(dtype)
         options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
         if "norm" in kind:
             options |= {"norm_weight": (torch.rand(size_in, device="cuda") + 0.5).to(dtype), "eps": 1e-6}
         if "bias" in kind:
-            options["bias"] = torch.randn(1088, device="cuda").to(dtype)
-        residual = torch.randn(rows, 1088, device="cuda").to(dtype) if "residual" in kind else None
+            options["bias"] = torch.randn(size_out, device="cuda").to(dtype)
+        residual = torch.randn(rows, size_out, device="cuda").to(dtype) if "residual" in kind else None
         plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
         expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
             x.float(), weight, residual=None if residual is None else residual.float(), **plain
@@ -144,13 +169,29 @@ def test_marlin(kind: str, size_in: int, group: int, zeros: bool, dtype: torch.d
         assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-@needs_marlin
-def test_numbers_are_exact_in_marlin() -> None:
+@needs_vllm
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_tile_of_machete(zeros: bool, dtype: torch.dtype) -> None:
+    """Those that contend for other row counts as well, with one tile of outputs and with rows that fill none."""
+    for size_out, size_in, group in ((128, 128, 64), (1152, 1088, 64), (640, 4096, 128)):
+        weight = random_weight(size_out, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
+        _, twice = in_layout("machete", weight)
+        assert twice.second is not None
+        for rows in (1, 17, 130, 600):
+            x = torch.randn(rows, size_in, device="cuda").to(dtype)
+            expected = x.float() @ dequantize(weight, torch.float32).t()
+            for kernel in twice.second.kernels:
+                assert relative(twice.second.linear(x, kernel), expected) < (1e-2 if dtype == BF16 else 2e-3), kernel
+
+
+@needs_vllm
+@pytest.mark.parametrize("layout", ["machete", "marlin"])
+def test_numbers_are_exact_in_second_layouts(layout: str) -> None:
     """Each of the 16, with each zero point, at each place of a tile; and in a CUDA graph."""
-    ours = kernels()
-    weight = random_weight(192, 256, group=32, zeros=True, dtype=BF16, device="cuda")
+    weight = random_weight(256, 256, group=64, zeros=True, dtype=BF16, device="cuda")
     weight.scales.fill_(1.0)
-    twice = replace(weight, second=ours.second_layout(weight))
+    ours, twice = in_layout(layout, weight)
     expected = dequantize(weight, torch.bfloat16)
     one = torch.eye(256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(ours.linear(one, twice), expected.t())

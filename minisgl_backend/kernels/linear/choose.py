@@ -13,11 +13,14 @@ Which rows are `close`, so that they are measured against each other at start (m
 - FP8 of 33 rows or more, 4-bit gated weights of 65 to 256, with Marlin others of 129 to 256, INT8: those of libraries
   and ours that the device has. Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would
   have to be compiled first.
+- 4 bits, Machete: its tiles, since the one that its library takes was slower by half for some shapes, and from 257 rows
+  on dequantizing.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -25,6 +28,7 @@ import torch
 
 from minisgl_backend.kernels.candidate import PLAIN, REMEMBERED, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
+from minisgl_backend.kernels.linear import machete_tiles
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # numbers of a gated weight from which on our kernel, with the activation alone, is faster
@@ -39,8 +43,16 @@ FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
 INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
+# Kernels of vLLM with a layout of their own, the faster one first: capabilities from and up to which they are for.
+SECOND_LAYOUTS: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
+    {"machete": ((9, 0), (9, 0)), "marlin": ((8, 0), (99, 9))}
+)
 MARLIN_ROWS = range(17, 257)  # for which it was faster on an H100; at 512 dequantizing is
 MARLIN_CLOSE_ROWS = 128  # of more, dequantizing may be as fast
+# On an H100 it was faster from 17 rows up to all that were tried, 512, where dequantizing took 1.5 of its time and
+# cuBLAS with 16-bit weights 0.9. So both should meet near 3,000.
+MACHETE_ROWS = range(17, 2049)
+MACHETE_CLOSE_ROWS = range(257, 4097)
 INT8_ALIGNMENT = 8  # numbers that sizes of weights of cuBLAS' integer GEMM are multiples of
 SGL_ALIGNMENT = 16  # likewise of sgl-kernel's GEMMs of 8 bits
 # Capabilities from and up to which it has them.
@@ -194,12 +206,13 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
-    # Not beside Marlin, which is faster than ours, whose kernel for so many rows would be compiled to be measured.
-    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and not _marlin(key, facts)
+    # Not beside libraries', which are faster than ours, whose kernel for so many rows would be compiled to be measured.
+    alone = "vllm" not in facts.libraries or key.second_layout is None
+    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and alone
 
 
 def _marlin(key: LinearKey, facts: DeviceFacts) -> bool:
-    return "vllm" in facts.libraries and key.second_layout == "marlin" and key.rows in MARLIN_ROWS
+    return key.rows in MARLIN_ROWS and _has_second(key, facts, "marlin")
 
 
 def _marlin_close(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -207,7 +220,31 @@ def _marlin_close(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_many_close(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _int4_gated(key, facts) or _marlin_close(key, facts)
+    machete = key.rows in MACHETE_CLOSE_ROWS and _has_second(key, facts, "machete")
+    return _int4_gated(key, facts) or _marlin_close(key, facts) or machete
+
+
+def layouts_on(facts: DeviceFacts) -> tuple[str, ...]:
+    """Of SECOND_LAYOUTS those whose kernels are for this device, and may be installed, the faster one first."""
+    if "vllm" not in facts.libraries or facts.capability is None:
+        return ()
+    return tuple(name for name, (least, most) in SECOND_LAYOUTS.items() if least <= facts.capability <= most)
+
+
+def _has_second(key: LinearKey, facts: DeviceFacts, layout: str) -> bool:
+    return key.second_layout == layout and "vllm" in facts.libraries
+
+
+def _machete(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
+    serves = _has_second(key, facts, "machete") and key.rows in MACHETE_ROWS
+    return serves and machete_tiles.first_tile(key.rows, key.size_out, key.size_in) == tile
+
+
+def _machete_rival(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
+    if not _has_second(key, facts, "machete"):
+        return False
+    contends = key.rows in MACHETE_ROWS or key.rows in MACHETE_CLOSE_ROWS
+    return contends and tile in machete_tiles.contenders(representative_rows(key.rows))
 
 
 def is_int8_aligned(size_out: int, size_in: int) -> bool:
@@ -266,6 +303,13 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("torch", "numbers become float32", _always),
         ),
         "int4": (
+            *(
+                _Row(
+                    machete_tiles.kernel_of(tile), "Hopper: vLLM's, where memory has room for its layout too",
+                    partial(_machete, tile=tile), close=_always,
+                )
+                for tile in machete_tiles.TILES
+            ),
             _Row(
                 "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", _marlin,
                 close=_marlin_close,
@@ -277,6 +321,10 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row(
                 "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu,
                 close=_int4_many_close,
+            ),
+            *(
+                _Row(machete_tiles.kernel_of(tile), "another tile", partial(_machete_rival, tile=tile), close=_always)
+                for tile in machete_tiles.TILES
             ),
             _Row("torch", "the weight is dequantized", _always),
         ),

@@ -35,8 +35,12 @@ class SecondLayout(Protocol):
     def layout(self) -> str:
         """As a `LinearKey.second_layout`."""
 
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, size_in] @ weight.T"""
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Of the table in choose.py."""
+
+    def linear(self, x: torch.Tensor, kernel: str) -> torch.Tensor:
+        """x [rows, size_in] @ weight.T by one of `kernels`"""
 
 
 @dataclass(frozen=True, kw_only=True)

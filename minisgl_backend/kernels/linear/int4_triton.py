@@ -12,9 +12,8 @@ from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.linear import int4
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
+from minisgl_backend.kernels.linear.int4_second import layout_of
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight, SecondLayout
-from minisgl_backend.kernels.linear.marlin import LAYOUT, Marlin, fits_marlin, marlin_bytes, open_marlin
-from minisgl_backend.kernels.linear.marlin_library import CAPABILITY
 from minisgl_backend.kernels.moe import int4 as moe_int4
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
@@ -36,17 +35,12 @@ class TritonInt4Kernels(Int4Kernels):
         self._device = device
 
     def second_layout_bytes(self, weight: Int4Weight) -> int:
-        return 0 if self._marlin(weight) is None else marlin_bytes(weight)
+        found = layout_of(weight, self._device, self._triton.ops.facts)
+        return 0 if found is None else found[0].bytes(weight)
 
     def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
-        marlin = self._marlin(weight)
-        return None if marlin is None else marlin.repack(weight)
-
-    def _marlin(self, weight: Int4Weight) -> Marlin | None:
-        capability = self._triton.ops.facts.capability
-        if capability is None or capability < CAPABILITY or not fits_marlin(weight):
-            return None
-        return open_marlin(self._device, weight.scales.dtype, weight.zeros is not None)
+        found = layout_of(weight, self._device, self._triton.ops.facts)
+        return None if found is None else found[1].repack(weight)
 
     def linear(
         self,
@@ -94,8 +88,8 @@ class TritonInt4Kernels(Int4Kernels):
                 x, weight, self._triton.workspace, bias=bias, residual=residual, activation=activation,
                 num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl,
             )  # fmt: skip
-        if kernel == LAYOUT and weight.second is not None:
-            out = weight.second.linear(x)
+        if weight.second is not None and kernel in weight.second.kernels:
+            out = weight.second.linear(x, kernel)
         else:
             out = self._by_parts(x, weight)
         if bias is not None:

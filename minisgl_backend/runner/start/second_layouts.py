@@ -6,6 +6,7 @@ They take memory that pages would have, so that they are made only where most of
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -45,15 +46,16 @@ def add_second_layouts(modules: Iterable[nn.Module], room: int) -> None:
     methods = [method for method, size in found if size]
     if not methods:
         return
-    total, name = sum(size for _, size in found), methods[0].second_layout
+    total = sum(size for _, size in found)
     if total > MOST_SHARE * room:
         log.info(
-            "weights are not held in the layout of %s as well: %s are more than a third of the %s that memory_ratio "
+            "weights are not held in a library's layout as well: %s are more than a third of the %s that memory_ratio "
             "leaves; more memory, tp or a higher memory_ratio would make steps of some tens of sequences faster",
-            name, in_words(total), in_words(max(0, room)),
+            in_words(total), in_words(max(0, room)),
         )  # fmt: skip
         return
     with torch.inference_mode():
-        for method in methods:
-            method.add_second_layout()
-    log.info("%d weights are held in the layout of %s as well: %s", len(methods), name, in_words(total))
+        counts = Counter(name for method in methods if (name := method.add_second_layout()) is not None)
+    names = ", ".join(f"{name} ({count})" for name, count in counts.items())
+    if names:
+        log.info("weights are held in the layout of %s as well: %s", names, in_words(total))

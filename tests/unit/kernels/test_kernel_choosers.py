@@ -14,7 +14,7 @@ from minisgl_backend.kernels.attention.choose import CUTS, DecodeKey, decode_cut
 from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
-from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.choose import LinearKey, layouts_on, linear_chooser
 from minisgl_backend.kernels.moe import choose as moe
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.number_formats import WEIGHT_FORMATS
@@ -95,6 +95,12 @@ def test_which_kernel_multiplies(name: str) -> None:
         ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {"second_layout": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
+        (
+            "int4",
+            "h100",
+            {"second_layout": "machete"},
+            "int4_few_rows int4_few_rows machete_128x64 machete_128x128 int4_dequantized",
+        ),
         ("int8", "a100", {}, "int_mm int_mm int_mm int_mm int_mm"),
     ],
 )
@@ -139,6 +145,16 @@ SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
         ("fp8", "l40s", {}, dict.fromkeys((256, 4096), "fp8_many_rows sgl_scaled_mm")),
         ("int4", "h100", {}, {}),
         ("int4", "h100", {"activation": "silu"}, {256: "int4_few_rows int4_dequantized"}),
+        (
+            "int4",
+            "h100",
+            {"activation": "silu", "second_layout": "machete"},
+            {
+                64: "machete_128x64 machete_128x32 machete_256x64",
+                256: "machete_128x128 machete_256x128 machete_128x256",
+                4096: "int4_dequantized machete_128x128 machete_256x128 machete_128x256",
+            },
+        ),
         ("int8", "a100", {}, dict.fromkeys(ROWS, "int_mm sgl_int8")),
     ],
 )
@@ -174,6 +190,26 @@ def test_rows_that_marlin_multiplies() -> None:
             assert (chooser.kernel(key) == "marlin") == expected
             is_close = 128 < rows <= 256
             assert chooser.contenders(key) == (("marlin", "int4_dequantized") if is_close else ())
+
+
+def test_rows_that_machete_multiplies() -> None:
+    """Every row count has one first tile, which contends; dequantizing does where it may be faster."""
+    chooser = linear_chooser("int4", H200)
+    for rows in (*range(1, 300), 512, 513, 2048, 2049, 4096, 4097):
+        for shape in ((4096, 4096), (5120, 5120), (7168, 5120), (34816, 5120), (5120, 17408), (16384, 16384)):
+            key = LinearKey(rows, *shape, BF16, second_layout="machete")
+            contenders = chooser.contenders(key)
+            assert chooser.kernel(key).startswith("machete") == (17 <= rows <= 2048)
+            assert len(contenders) == (0 if rows < 17 or rows > 4096 else len({*contenders}))
+            assert ("int4_dequantized" in contenders) == (257 <= rows <= 4096)
+
+
+def test_which_second_layouts_a_device_has() -> None:
+    assert {name: layouts_on(facts) for name, facts in NAMED.items()} == {
+        **dict.fromkeys(("h100", "h200"), ("machete", "marlin")),
+        **dict.fromkeys(("a100", "l40s"), ("marlin",)),
+    }
+    assert layouts_on(replace(H200, libraries=frozenset())) == layouts_on(DeviceFacts.cpu()) == ()
 
 
 def test_a_result_that_lies_elsewhere() -> None:

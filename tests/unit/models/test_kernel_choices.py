@@ -69,10 +69,15 @@ def test_blocks_of_scales_are_those_of_a_rank() -> None:
         assert kernels(model, tp_size=ranks)[qkv].split()[-1] == expected
 
 
-def test_marlin_multiplies_with_4_bits() -> None:
+def test_kernels_of_vllm_multiply_with_4_bits() -> None:
     model = ModelConfig.from_dicts(SHAPES["qwen3-14b-awq"], {})
     without = replace(H200, libraries=frozenset())
-    for ranks, facts, expected in ((1, H200, "marlin"), (4, H200, "marlin"), (1, without, "int4")):
+    for ranks, facts, expected in (
+        (1, H200, "machete"),
+        (4, H200, "machete"),
+        (1, DeviceFacts.named("a100"), "marlin"),
+        (1, without, "int4"),
+    ):
         found = kernel_choices(model, facts, torch.bfloat16, rows=(64,), tp_size=ranks)
         quantized = [by[64].kernel for weight, by in found.items() if weight.weight_format == "int4"]
         assert len(quantized) >= 4

@@ -29,13 +29,14 @@ from tests.unit.runner.test_build import runtime_for
 class _Weight(LinearMethod):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.added, self.second_layout = size, 0, "marlin" if size else None
+        self.size, self.added = size, 0
 
     def second_layout_bytes(self) -> int:
         return self.size
 
-    def add_second_layout(self) -> None:
+    def add_second_layout(self) -> str:
         self.added += 1
+        return "machete"
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError
@@ -46,7 +47,10 @@ class _Weight(LinearMethod):
 
 @pytest.mark.parametrize(
     ("room", "added", "said"),
-    [(3 << 30, 1, "held in the layout of marlin as well: 1.0 GiB"), ((3 << 30) - 3, 0, "not held .* of the 3.0 GiB")],
+    [
+        (3 << 30, 1, r"held in the layout of machete \(2\) as well: 1.0 GiB"),
+        ((3 << 30) - 3, 0, "not held .* of the 3.0 GiB"),
+    ],
 )
 def test_all_of_them_or_none(room: int, added: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
     weights = nn.ModuleList([_Weight(1 << 29), _Weight(0), nn.Linear(1, 1), _Weight(1 << 29)])

@@ -1,8 +1,9 @@
-"""The Marlin of an installed vLLM: where its library is, and whether its operators are those that are known here.
+"""The library of an installed vLLM: where it is, and whether its operators are those that are known here.
 
 The package `vllm` is never imported. Of its files one library is loaded, which speaks torch's stable C interface: so
 neither vLLM's Python, nor what that depends on, nor the torch that vLLM pins has to be there. Its operators are taken
-only where they have the arguments that marlin.py hands them; of other versions it is said that they are left alone.
+only where they have the arguments that marlin.py and machete.py hand them; of other versions it is said that they are
+left alone.
 """
 
 from __future__ import annotations
@@ -24,17 +25,24 @@ log = logging.getLogger(__name__)
 PACKAGE = "vllm"
 LIBRARY = "_C_stable_libtorch.abi3.so"
 NAMESPACE = "_C"
-CAPABILITY = (8, 0)  # of a GPU, at least
 REMEDY = "pip install --no-deps vllm==0.26.0, whose library has it, or pip uninstall vllm"
-# As of vLLM 0.26.
-SIGNATURES: Mapping[str, str] = MappingProxyType(
+# Operators by kernel, as of vLLM 0.26.
+SIGNATURES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "gptq_marlin_repack": "(Tensor b_q_weight, Tensor perm, SymInt size_k, SymInt size_n, int num_bits, "
-        "bool is_a_8bit) -> Tensor",
-        "marlin_gemm": "(Tensor a, Tensor? c_or_none, Tensor b_q_weight, Tensor? b_bias_or_none, Tensor b_scales, "
-        "Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, Tensor? g_idx_or_none, "
-        "Tensor? perm_or_none, Tensor workspace, int b_type_id, SymInt size_m, SymInt size_n, SymInt size_k, "
-        "bool is_k_full, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor",
+        "marlin": {
+            "gptq_marlin_repack": "(Tensor b_q_weight, Tensor perm, SymInt size_k, SymInt size_n, int num_bits, "
+            "bool is_a_8bit) -> Tensor",
+            "marlin_gemm": "(Tensor a, Tensor? c_or_none, Tensor b_q_weight, Tensor? b_bias_or_none, Tensor b_scales, "
+            "Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, Tensor? g_idx_or_none, "
+            "Tensor? perm_or_none, Tensor workspace, int b_type_id, SymInt size_m, SymInt size_n, SymInt size_k, "
+            "bool is_k_full, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor",
+        },
+        "machete": {
+            "machete_prepack_B": "(Tensor B, ScalarType a_type, int b_type, ScalarType? group_scales_type) -> Tensor",
+            "machete_mm": "(Tensor A, Tensor B, int b_type, ScalarType? out_type, Tensor? group_scales, "
+            "Tensor? group_zeros, int? group_size, Tensor? channel_scales, Tensor? token_scales, str? schedule) "
+            "-> Tensor",
+        },
     }
 )
 
@@ -55,25 +63,25 @@ def is_installed() -> bool:
 
 
 @cache
-def operators() -> Any | None:
-    """What has the operators of SIGNATURES as attributes; None: there is no vLLM, or another version of it, which is
-    said once."""
+def operators(kernel: str) -> Any | None:
+    """What has the operators of one of SIGNATURES as attributes; None: there is no vLLM, or another version of it,
+    which is said once."""
     folder = find_package()
     if folder is None:
         return None
-    refusal = _load(folder / LIBRARY) or unknown_operators(NAMESPACE)
+    refusal = _load(folder / LIBRARY) or unknown_operators(NAMESPACE, kernel)
     if refusal is None:
         return getattr(torch.ops, NAMESPACE)
     log.warning(
-        "vllm %s in %s has no Marlin that is known here (%s): this project's kernels multiply with 4-bit weights; %s",
-        _version(), folder, refusal, REMEDY,
+        "vllm %s in %s has no %s that is known here (%s): other kernels multiply with 4-bit weights; %s",
+        _version(), folder, kernel, refusal, REMEDY,
     )  # fmt: skip
     return None
 
 
-def unknown_operators(namespace: str) -> str | None:
+def unknown_operators(namespace: str, kernel: str) -> str | None:
     """What is wrong with the operators of a loaded library; None: they are those of SIGNATURES."""
-    for name, signature in SIGNATURES.items():
+    for name, signature in SIGNATURES[kernel].items():
         operator = getattr(getattr(torch.ops, namespace), name, None)
         if operator is None:
             return f"it has no operator {name}"
