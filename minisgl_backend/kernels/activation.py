@@ -36,3 +36,21 @@ def activate(x, ACTIVATION: tl.constexpr):
 def tanh(x):
     """By one exponential, to 1e-7 of the result's largest value; Triton's interpreter has no tanh."""
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def gate_mul_columns(acc, ACTIVATION: tl.constexpr):
+    """`gate_mul` of acc [rows, 2 * size], whose first half of columns are gates."""
+    rows: tl.constexpr = acc.shape[0]
+    size: tl.constexpr = acc.shape[1] // 2
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (rows, 2, size)), (0, 2, 1)))
+    return gate_mul(gate, up, ACTIVATION)
+
+
+@triton.jit
+def gate_mul_rows(acc, ACTIVATION: tl.constexpr):
+    """`gate_mul` of acc [2 * size, columns], whose first half of rows are gates."""
+    size: tl.constexpr = acc.shape[0] // 2
+    columns: tl.constexpr = acc.shape[1]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, size, columns)), (1, 2, 0)))
+    return gate_mul(gate, up, ACTIVATION)

@@ -1,4 +1,5 @@
-"""What follows the sums of a GEMM in the Triton language: bias, activation, residual, and the store of the result."""
+"""What follows the sums of a GEMM in the Triton language: those of split inputs are added; then bias, activation,
+residual, and the store of the result."""
 
 from __future__ import annotations
 
@@ -6,6 +7,31 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.activation import gate_mul
+
+
+@triton.jit
+def leave_part(acc, partial_ptr, counters_ptr, tile, split, o, o_ok, SIZE_OUT: tl.constexpr):
+    """Keeps this program's part of a tile, acc [outputs, rows] of its part of the inputs; how many came before it. The
+    last one adds all parts, in order: results do not depend on who that is."""
+    rows: tl.constexpr = acc.shape[1]
+    slab = (split * SIZE_OUT + o)[:, None] * rows + tl.arange(0, rows)[None, :]
+    tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
+    tl.debug_barrier()
+    return tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
+
+
+@triton.jit
+def sum_of_parts(
+    partial_ptr, counters_ptr, tile, o, o_ok,
+    SPLIT: tl.constexpr, SIZE_OUT: tl.constexpr, TILE_OUT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """[TILE_OUT, ROWS] of all parts that were left, and the counter as it was before."""
+    tl.store(counters_ptr + tile, 0)
+    acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
+    for split in tl.static_range(SPLIT):
+        slab = (split * SIZE_OUT + o)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        acc += tl.load(partial_ptr + slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
+    return acc
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
-from minisgl_backend.kernels.linear.epilogue import store_outputs
+from minisgl_backend.kernels.linear.epilogue import leave_part, store_outputs, sum_of_parts
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
@@ -330,18 +330,9 @@ def _linear_kernel(
                 up_scale = tl.load(up_scales + g, mask=o_ok, other=0.0)
 
     if SPLIT > 1:
-        # The last program to arrive adds the parts in order.
-        slab = (split * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
-        tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
-        if arrived != SPLIT - 1:
+        if leave_part(acc, partial_ptr, counters_ptr, tile, split, o, o_ok, SIZE_OUT) != SPLIT - 1:
             return
-        tl.store(counters_ptr + tile, 0)
-        acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
-        for s in tl.static_range(SPLIT):
-            part_slab = (s * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
-            acc += tl.load(partial_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
+        acc = sum_of_parts(partial_ptr, counters_ptr, tile, o, o_ok, SPLIT, SIZE_OUT, TILE_OUT, ROWS)
 
     if BLOCK_IN == 0:
         acc = acc * w_scale[:, None] * x_scale[None, :]

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
 from minisgl_backend.kernels.linear.small_rows import LEAST_ROWS, LinearWorkspace
@@ -267,25 +268,14 @@ def _linear_kernel(
         acc = tl.trans(acc)
 
     if SPLIT > 1:
-        # The last program to arrive adds the parts in order.
-        s = tl.arange(0, ROWS)
-        slab = (split * WIDTH + row)[:, None] * ROWS + s[None, :]
-        tl.store(partial_ptr + slab, acc, mask=column_ok[:, None])
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
-        if arrived != SPLIT - 1:
+        if leave_part(acc, partial_ptr, counters_ptr, tile, split, row, column_ok, WIDTH) != SPLIT - 1:
             return
-        tl.store(counters_ptr + tile, 0)
-        acc = tl.zeros([TILE, ROWS], tl.float32)
-        for other in tl.static_range(SPLIT):
-            part_slab = (other * WIDTH + row)[:, None] * ROWS + s[None, :]
-            acc += tl.load(partial_ptr + part_slab, mask=column_ok[:, None], other=0.0, cache_modifier=".cg")
+        acc = sum_of_parts(partial_ptr, counters_ptr, tile, row, column_ok, SPLIT, WIDTH, TILE, ROWS)
     if BIAS:
         acc += tl.load(bias_ptr + row, mask=column_ok, other=0.0).to(tl.float32)[:, None]
     o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))
-        acc = gate_mul(gate, up, ACTIVATION)
+        acc = gate_mul_rows(acc, ACTIVATION)
     address = r.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & (o < SIZE_OUT)[:, None]
     if RESIDUAL:

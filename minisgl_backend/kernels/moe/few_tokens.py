@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
+from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
 
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
 SLOTS = 16  # tokens of a tile, the fewest rows of a GEMM by tensor cores
@@ -340,38 +341,15 @@ def _few_product_kernel(
     expert, pair, s_ok = read_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0), K, SLOTS, PACKED)
     if expert < 0:
         return
-    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
-    if GATED:
-        # One GEMM for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
-        c = tl.arange(0, 2 * TILE_OUT)
-        column = tl.program_id(1) * TILE_OUT + c % TILE_OUT
-        column_ok = column < SIZE_OUT
-        weight_row = expert * (2 * SIZE_OUT) + column + (c // TILE_OUT) * SIZE_OUT
-        acc = tl.zeros([SLOTS, 2 * TILE_OUT], tl.float32)
-        source = pair // K
-    else:
-        column_ok = o < SIZE_OUT
-        weight_row = expert * SIZE_OUT + o
-        acc = tl.zeros([SLOTS, TILE_OUT], tl.float32)
-        source = pair
-    i = tl.arange(0, TILE_IN)
-    x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight_ptr + weight_row[None, :] * SIZE_IN
-    if PDL and not GATED:
-        tl_cuda.gdc_wait()
-    for start in tl.range(0, SIZE_IN, TILE_IN):
-        j = start + i
-        j_ok = j < SIZE_IN
-        x = tl.load(x_rows + j[None, :], mask=s_ok[:, None] & j_ok[None, :], other=0.0)
-        w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+    o, weight_row, row_ok = rows_of_weight(expert, tl.program_id(1) * TILE_OUT, SIZE_OUT, TILE_OUT, GATED)
+    source = pair // K if GATED else pair
+    acc = products(
+        x_ptr, source, s_ok, x_stride, weight_ptr, weight_row, row_ok, SIZE_IN, TILE_IN, WAIT=PDL and not GATED
+    )
     if BIAS:
-        acc += tl.load(bias_ptr + weight_row, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + weight_row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (SLOTS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = gate_mul(gate, up, ACTIVATION)
+        acc = gate_mul_columns(acc, ACTIVATION)
     else:
-        pair_weight = tl.load(pair_weights_ptr + pair, mask=s_ok, other=0.0)
-        acc = acc * pair_weight[:, None]
-    address = pair.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=s_ok[:, None] & (o < SIZE_OUT)[None, :])
+        acc = weighted(acc, pair_weights_ptr, pair, s_ok, True)
+    store_pairs(acc, out_ptr, pair, s_ok, o, SIZE_OUT, True)

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.grouped import MoeShape
+from minisgl_backend.kernels.moe.tiles import pairs_of_tile, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
 MANY_PAIRS = 64  # of a tile, from which on pairs are the left operand
@@ -133,9 +134,7 @@ def _few_pairs_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
-    i_ok = i < tl.load(end_ptr + tile)
-    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    pair, i, i_ok = pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, TILE_PAIRS)
     source = pair // K if GATED else i
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
@@ -178,13 +177,10 @@ def _few_pairs_kernel(
     if GATED:
         if BLOCK_IN == 0:
             acc_up = acc_up * up_scale[:, None] * x_scale[None, :]
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-        target = i
+        acc, target = gate_mul(acc, acc_up, ACTIVATION), i
     else:
-        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[None, :]
-        target = pair
-    address = target.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[None, :] & o_ok[:, None])
+        acc, target = weighted(acc, pair_weight_ptr, pair, i_ok, False), pair
+    store_pairs(acc, out_ptr, target, i_ok, o, SIZE_OUT, False)
 
 
 @triton.jit(do_not_specialize=["x_rows"])
@@ -204,9 +200,7 @@ def _many_pairs_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
-    i_ok = i < tl.load(end_ptr + tile)
-    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    pair, i, i_ok = pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, TILE_PAIRS)
     source = pair // K if GATED else i
     column = tl.program_id(1) * TILE_OUT
     o = column + tl.arange(0, TILE_OUT)
@@ -251,13 +245,10 @@ def _many_pairs_kernel(
     if GATED:
         if BLOCK_IN == 0:
             acc_up = acc_up * x_scale[:, None] * up_scale[None, :]
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-        target = i
+        acc, target = gate_mul(acc, acc_up, ACTIVATION), i
     else:
-        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[:, None]
-        target = pair
-    address = target.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & o_ok[None, :])
+        acc, target = weighted(acc, pair_weight_ptr, pair, i_ok, True), pair
+    store_pairs(acc, out_ptr, target, i_ok, o, SIZE_OUT, True)
 
 
 @triton.jit

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align
 from minisgl_backend.kernels.moe.choose import MAX_FEW_TOKENS, MIN_WIDE_PAIRS
+from minisgl_backend.kernels.moe.tiles import pairs_of_tile, products, rows_of_weight, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
@@ -178,39 +179,14 @@ def _grouped_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
-    i_ok = i < tl.load(end_ptr + tile)
-    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    pair, i, i_ok = pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, TILE_PAIRS)
     source = pair // K if GATED else i
-    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
-    if GATED:
-        # One GEMM for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
-        c = tl.arange(0, 2 * TILE_OUT)
-        column = tl.program_id(1) * TILE_OUT + c % TILE_OUT
-        column_ok = column < SIZE_OUT
-        weight_row = expert * (2 * SIZE_OUT) + column + (c // TILE_OUT) * SIZE_OUT
-        acc = tl.zeros([TILE_PAIRS, 2 * TILE_OUT], tl.float32)
-    else:
-        column_ok = o < SIZE_OUT
-        weight_row = expert * SIZE_OUT + o
-        acc = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
-    k = tl.arange(0, TILE_IN)
-    x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight_ptr + weight_row[None, :] * SIZE_IN
-    for start in tl.range(0, SIZE_IN, TILE_IN):
-        j = start + k
-        j_ok = j < SIZE_IN
-        x = tl.load(x_rows + j[None, :], mask=i_ok[:, None] & j_ok[None, :], other=0.0)
-        w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+    o, weight_row, row_ok = rows_of_weight(expert, tl.program_id(1) * TILE_OUT, SIZE_OUT, TILE_OUT, GATED)
+    acc = products(x_ptr, source, i_ok, x_stride, weight_ptr, weight_row, row_ok, SIZE_IN, TILE_IN, False)
     if BIAS:
-        acc += tl.load(bias_ptr + weight_row, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + weight_row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (TILE_PAIRS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = gate_mul(gate, up, ACTIVATION)
-        target = i
+        acc, target = gate_mul_columns(acc, ACTIVATION), i
     else:
-        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[:, None]
-        target = pair
-    address = target.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
+        acc, target = weighted(acc, pair_weight_ptr, pair, i_ok, True), pair
+    store_pairs(acc, out_ptr, target, i_ok, o, SIZE_OUT, True)

@@ -21,6 +21,7 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.choose import WIDE_TILE_IN
+from minisgl_backend.kernels.moe.tiles import store_pairs
 
 TILE_PAIRS = 128
 
@@ -173,9 +174,7 @@ def _gate_up_tile(
         b = bias_ptr + gate_row + tl.arange(0, TILE_OUT)
         gate += tl.load(b, mask=o < SIZE_OUT, other=0.0).to(tl.float32)[None, :]
         up += tl.load(b + SIZE_OUT, mask=o < SIZE_OUT, other=0.0).to(tl.float32)[None, :]
-    result = gate_mul(gate, up, ACTIVATION)
-    address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-    tl.store(out_ptr + address, result.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
+    store_pairs(gate_mul(gate, up, ACTIVATION), out_ptr, i, i_ok, o, SIZE_OUT, True)
 
 
 @triton.jit
@@ -202,5 +201,4 @@ def _down_kernel(
             acc += tl.load(bias_ptr + row + tl.arange(0, TILE_OUT), mask=o < SIZE_OUT, other=0.0).to(tl.float32)[
                 None, :
             ]
-        address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-        tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=(i < end)[:, None] & (o < SIZE_OUT)[None, :])
+        store_pairs(acc, out_ptr, i, i < end, o, SIZE_OUT, True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.int4 import (
@@ -27,6 +27,7 @@ from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import few_tokens
 from minisgl_backend.kernels.moe.align import Tiles, align
+from minisgl_backend.kernels.moe.tiles import store_pairs, weighted
 
 
 @dataclass(frozen=True)
@@ -156,25 +157,14 @@ def _pairs_of(
     """Of this program's tile: the expert (negative: none), its pairs [ROWS], which of them there are, and where each
     lies among all pairs in sorted order, or by number. See `few_tokens.Plan` and `align.Tiles`."""
     tile = tl.program_id(0)
-    s = tl.arange(0, ROWS)
     if PLAN == "sorted":
+        s = tl.arange(0, ROWS)  # first, as `pairs_of_tile` has not: machine code would be another
         expert = tl.load(expert_ptr + tile).to(tl.int64)
         place = tl.load(first_ptr + tile) + s
         ok = place < tl.load(end_ptr + tile)
         pair = tl.load(order_ptr + place, mask=ok, other=0)
-    elif PLAN == "packed":
-        packed = tl.load(order_ptr + tile, cache_modifier=".cg")
-        expert = packed >> 32
-        choice = ((packed >> (4 * s)) & 15).to(tl.int32)
-        ok = (choice < few_tokens.UNPICKED) & (s < 8)
-        pair = tl.where(ok, s * K + choice, 0)
-        place = pair
     else:
-        most = tl.num_programs(0)
-        expert = tl.load(order_ptr + tile, cache_modifier=".cg").to(tl.int64)
-        ok = s < tl.load(order_ptr + most + tile, cache_modifier=".cg")
-        pair = tl.load(order_ptr + 2 * most + tile * ROWS + s, cache_modifier=".cg")
-        pair = tl.where(ok, pair, 0)
+        expert, pair, ok = few_tokens.read_tile(order_ptr, tile, tl.num_programs(0), K, ROWS, PLAN == "packed")
         place = pair
     return expert, pair, ok, place
 
@@ -235,11 +225,7 @@ def _experts_kernel(
         acc = tl.trans(acc)
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))
-        acc = gate_mul(gate, up, ACTIVATION)
-        target = place
+        acc, target = gate_mul_rows(acc, ACTIVATION), place
     else:
-        acc = acc * tl.load(pair_weights_ptr + pair, mask=ok, other=0.0).to(tl.float32)[None, :]
-        target = pair
-    address = target.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok[None, :] & (o < SIZE_OUT)[:, None])
+        acc, target = weighted(acc, pair_weights_ptr, pair, ok, False), pair
+    store_pairs(acc, out_ptr, target, ok, o, SIZE_OUT, False)

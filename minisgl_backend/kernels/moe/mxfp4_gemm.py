@@ -20,6 +20,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.moe import few_tokens
+from minisgl_backend.kernels.moe.tiles import pairs_of_tile
 
 # Of two integers of 16 bits, their four numbers as bfloat16, two by two: sign in bit 15, the others in bits 8 to 6, and
 # multiplied by 2^126 times the scale.
@@ -171,9 +172,7 @@ def grouped_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    i = tl.load(first_ptr + tile) + tl.arange(0, PAIRS)
-    i_ok = i < tl.load(end_ptr + tile)
-    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    pair, i, i_ok = pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, PAIRS)
     if GATED:
         source, target = pair // K, i
         pair_weight = tl.zeros([PAIRS], tl.float32)
