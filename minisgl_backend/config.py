@@ -234,7 +234,7 @@ class EngineConfig:
         POLICIES.__contains__,
     )
     background_slowdown: float = _option(
-        1.8,
+        2.0,
         "how many times as long a step may take for requests below the default priority, as those of batches, while "
         "others run; 1: they wait meanwhile",
         "1 to 1000",
