@@ -17,7 +17,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
 # What background requests have of a step is the difference of two small ones: these have more rounds, where they are
 # short, too.
-SMALL_TOKENS, SHORT_S = 32, 0.03
+SMALL_TOKENS, SHORT_S = 32, 0.01
 TIMED_ROWS = (1, SMALL_TOKENS)
 CONTEXT = 128  # tokens of each row that decodes
 
