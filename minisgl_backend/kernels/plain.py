@@ -166,10 +166,9 @@ class PlainKernels(ABC):
         norm_weight: torch.Tensor,
         eps: float,
         activation: str = "silu",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token's `linear` with o_proj [hidden, size_in] and the residual, then `mixture` of it with norm and
-        residual: both results.
+    ) -> torch.Tensor:
+        """One token's `linear` with o_proj [hidden, size_in] and the residual, then `mixture` with norm and residual.
 
-        x [1, size_in], residual [1, hidden] -> [1, hidden] each. early: `early_router` of these weights.
+        x [1, size_in], residual [1, hidden] -> [1, hidden]. early: `early_router` of these weights.
         """
         raise NotImplementedError

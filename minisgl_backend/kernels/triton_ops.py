@@ -256,14 +256,13 @@ class TritonPlainKernels(TorchPlainKernels):
         norm_weight: torch.Tensor,
         eps: float,
         activation: str = "silu",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         pdl = self.ops.pdl(x)
         hidden, logits = early_router.output_and_logits(x, o_proj, residual, early, experts_per_token, pdl=pdl)
-        out = one_token.experts(
+        return one_token.experts(
             hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,
             residual=hidden, activation=activation, pdl=pdl,
         )  # fmt: skip
-        return hidden, out
 
 
 def _cache_folder() -> Path:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl_backend.kernels.linear.tiling import MAX_VECTOR_ROWS
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
@@ -49,12 +48,9 @@ class SharedExpert(nn.Module):
         self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", False, inner)
         self.gate = TokenGate(hidden_size, layer_context.at("shared_expert_gate")) if config.shared_gate else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm | None = None) -> torch.Tensor:
-        """x, residual [num_tokens, hidden_size] -> residual, which may be overwritten, + this rank's part of the MLP.
-
-        norm: of x, first; only where there is no gate.
-        """
-        gated = self.gate_up_proj.of(x, norm=norm, activation=self._activation)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
+        gated = self.gate_up_proj.of(x, activation=self._activation)
         if self.gate is None:
             return self.down_proj.part(gated, residual)
         out = self.down_proj.part(gated, None) * self.gate(x)
@@ -89,8 +85,8 @@ class MoeMLP(nn.Module):
         )
         self._scales_input = config.router.on_input
         self._routes = self.router.is_fused  # whether the experts' method has the router inside
-        # Whether the norm before them can be inside, too.
-        self._norms = self._routes and (self.shared_expert is None or self.shared_expert.gate is None)
+        # Whether the norm before them is inside, too: beside a shared expert both would norm, which gains nothing.
+        self._norms = self._routes and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
@@ -111,13 +107,10 @@ class MoeMLP(nn.Module):
             assert self._early is not None, "takes_o_proj says so"
             assert isinstance(norm, RMSNorm), "derive_weights looks"
             hidden, x, o_proj = deferred
-            hidden, out = self.experts.apply_with_o_proj(
-                x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps
+            return residual.become(
+                self.experts.apply_with_o_proj(x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps)
             )
-            return residual.become(out if self.shared_expert is None else self.shared_expert(hidden, out, norm))
-        # Beside a shared expert there are two GEMMs of what is normed: of more tokens both would norm by themselves.
-        few = self.shared_expert is None or residual.num_tokens <= MAX_VECTOR_ROWS
-        if self._tp.size == 1 and self._norms and few:
+        if self._tp.size == 1 and self._norms:
             residual, x, unapplied = residual.before_gemm(norm)
             return residual.plus(lambda added_to: self.part(x, added_to, unapplied), norms)
         residual, x = residual.settled(norm)
@@ -139,4 +132,4 @@ class MoeMLP(nn.Module):
             if self._scales_input:
                 scaled, shares = x * shares.to(x.dtype), torch.ones_like(shares)
             out = self.experts.apply_experts(scaled, ids, shares, residual)
-        return out if self.shared_expert is None else self.shared_expert(x, out, norm)
+        return out if self.shared_expert is None else self.shared_expert(x, out)

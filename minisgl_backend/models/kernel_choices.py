@@ -199,10 +199,10 @@ class _NotedExperts(ExpertsMethod):
         *,
         norm_weight: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         key = self._key(1, routed=True, o_proj_inputs=o_proj.spec.local_inputs)
         self._notes.experts(self.spec.name, self._format, key, ("router", "norm", "residual"))
-        return torch.empty_like(residual), torch.empty_like(residual)
+        return torch.empty_like(residual)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

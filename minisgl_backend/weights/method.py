@@ -171,10 +171,10 @@ class ExpertsMethod(WeightedLayer, ABC):
         *,
         norm_weight: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual: both.
+    ) -> torch.Tensor:
+        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual.
 
-        x [1, inputs of o_proj] -> [1, hidden_size] each. early: `early_router` of these weights.
+        x [1, inputs of o_proj] -> [1, hidden_size]. early: `early_router` of these weights.
         """
         raise NotImplementedError
 

@@ -148,7 +148,7 @@ class PlainExpertsMethod(ExpertsMethod):
         *,
         norm_weight: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         assert isinstance(o_proj, PlainLinearMethod), "early_router looks"
         spec = self.spec
         return self._kernels.o_proj_and_mixture(
