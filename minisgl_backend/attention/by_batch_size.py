@@ -11,14 +11,6 @@ from minisgl_backend.attention.layer import AttentionLayer
 
 
 @dataclass(frozen=True)
-class FewRows:
-    """Which backend decodes steps of up to `rows` rows."""
-
-    backend: str
-    rows: int
-
-
-@dataclass(frozen=True)
 class _Plan:
     backend: AttentionBackend
     plan: Plan

@@ -13,7 +13,8 @@ from typing import Any
 
 from minisgl_backend.attention.backend_entry import PLAIN_SCORES, BackendEntry, Scores
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
-from minisgl_backend.attention.by_batch_size import BackendByBatchSize, FewRows
+from minisgl_backend.attention.by_batch_size import BackendByBatchSize
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_entry import LatentEntry
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl_backend.attention.base import LayerGroup
-from minisgl_backend.attention.by_batch_size import FewRows
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.models.build import attention_spec

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.by_batch_size import FewRows
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_fi import FlashInferLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.pair import AttentionPair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from minisgl_backend.attention.by_batch_size import FewRows
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.models.config import ModelConfig

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.attention.by_batch_size import BackendByBatchSize, FewRows
+from minisgl_backend.attention.by_batch_size import BackendByBatchSize
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.registry import create_attention
