@@ -39,7 +39,7 @@ CHUNK = 16_384  # rows of the output projection that are changed at a time
 
 
 def compare(model: Path, *, drafts: int, answers: int, tokens: int, **options: Any) -> dict[str, float]:
-    """Figures of so many answers of so many tokens. options: of the engine."""
+    """Figures of `answers` answers of `tokens` tokens each. options: of the engine."""
     environment = Environment.read({**os.environ, "LOG_LEVEL": os.environ.get("LOG_LEVEL", "WARNING")})
     config = {"method": "ngram", "num_speculative_tokens": drafts}
     with LLM(
@@ -107,7 +107,7 @@ class _Asked:
         return strength, tied
 
     def plain(self, batch: int, **options: Any) -> list[RequestOutput]:
-        """Without speculation, so many side by side."""
+        """Without speculation, `batch` of them side by side."""
         return self._answers(batch, speculative=False, **options)
 
     def speculated(self, plain: Sequence[RequestOutput], drafts: int) -> tuple[list[RequestOutput], float]:

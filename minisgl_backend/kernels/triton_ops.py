@@ -115,13 +115,10 @@ class TritonPlainKernels(TorchPlainKernels):
         residual: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        (rows, size_in), size_out = x.shape, weight.shape[0]
+        size_out, size_in = weight.shape
         kernel = self._linear_kernel(
-            LinearKey(
-                rows, size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-                activation, x.stride(1) == 1,
-            )
-        )  # fmt: skip
+            LinearKey.of(x, size_out, norm_weight=norm_weight, bias=bias, residual=residual, activation=activation)
+        )
         if kernel == "small_rows":
             return small_rows.linear(
                 x, weight, self.workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,

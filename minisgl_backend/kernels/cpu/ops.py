@@ -88,11 +88,8 @@ class CpuPlainKernels(TorchPlainKernels):
             x, norm_weight = self.ops.rms_norm(x, norm_weight, eps), None
         gated = activation is not None
         kernel = self._linear_kernel(
-            LinearKey(
-                rows, len(weight), size, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-                activation, x.stride(1) == 1,
-            )
-        )  # fmt: skip
+            LinearKey.of(x, len(weight), norm_weight=norm_weight, bias=bias, residual=residual, activation=activation)
+        )
         if kernel != "cpu" or not _are_plain(x, weight, norm_weight, bias, residual):
             return super().linear(
                 x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation

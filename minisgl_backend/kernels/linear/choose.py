@@ -78,13 +78,33 @@ class LinearKey(NamedTuple):
     block: tuple[int, int] | None = None  # outputs and inputs that a scale of the weight is for; None: one output
     second_layout: str | None = None  # in which the weight is held as well, for the kernel of this name
 
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        size_out: int,
+        *,
+        norm_weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str | None,
+        block: tuple[int, int] | None = None,
+        second_layout: str | None = None,
+    ) -> LinearKey:
+        """Of a call of `PlainKernels.linear` with a weight of size_out outputs."""
+        rows, size_in = x.shape
+        return cls(
+            rows, size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
+            activation, x.stride(1) == 1, block=block, second_layout=second_layout,
+        )  # fmt: skip
+
     @property
     def weights(self) -> int:
         """How many numbers the weight has."""
         return self.size_out * self.size_in
 
     def is_aligned(self, numbers: int) -> bool:
-        """Whether both sizes of the weight are multiples of so many."""
+        """Whether both sizes of the weight are multiples of `numbers`."""
         return self.size_out % numbers == 0 and self.size_in % numbers == 0
 
     @property
@@ -206,7 +226,7 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
-    # Not beside libraries', which are faster than ours, whose kernel for so many rows would be compiled to be measured.
+    # Not where a library is faster anyway: our kernel for that many rows would be compiled to be measured.
     alone = "vllm" not in facts.libraries or key.second_layout is None
     return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and alone
 

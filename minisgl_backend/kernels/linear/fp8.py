@@ -73,13 +73,12 @@ class TritonFp8Kernels(Fp8Kernels):
         block: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        size_out, size_in = weight.shape
+        size_out = len(weight)
         if len(x) == 0:
             return x.new_empty((0, size_out // 2 if activation else size_out)) if residual is None else residual
-        key = LinearKey(
-            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-            activation, block=block,
-        )  # fmt: skip
+        key = LinearKey.of(
+            x, size_out, norm_weight=norm_weight, bias=bias, residual=residual, activation=activation, block=block
+        )
         return self.multiply(
             self._chooser.kernel(key), x, Fp8Weight(weight, scale, x_scale, block), norm_weight=norm_weight, eps=eps,
             bias=bias, residual=residual, activation=activation,

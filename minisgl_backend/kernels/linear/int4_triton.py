@@ -54,9 +54,9 @@ class TritonInt4Kernels(Int4Kernels):
         activation: str | None = None,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        key = LinearKey(
-            len(x), weight.size_out, weight.size_in, x.dtype, norm_weight is not None, bias is not None,
-            residual is not None, activation, second_layout=None if weight.second is None else weight.second.layout,
+        key = LinearKey.of(
+            x, weight.size_out, norm_weight=norm_weight, bias=bias, residual=residual, activation=activation,
+            second_layout=None if weight.second is None else weight.second.layout,
         )  # fmt: skip
         return self.multiply(
             self._linear_chooser.kernel(key), x, weight, norm_weight=norm_weight, eps=eps, bias=bias,

@@ -57,11 +57,7 @@ class Int8Kernels:
         activation: str | None = None,
     ) -> torch.Tensor:
         """As `PlainKernels.linear`: weight int8 [size_out, size_in], scale float32 [size_out]."""
-        size_out, size_in = weight.shape
-        key = LinearKey(
-            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-            activation,
-        )  # fmt: skip
+        key = LinearKey.of(x, len(weight), norm_weight=norm_weight, bias=bias, residual=residual, activation=activation)
         return self.multiply(
             self._chooser.kernel(key), x, Int8Weight(weight, scale), norm_weight=norm_weight, eps=eps, bias=bias,
             residual=residual, activation=activation,
@@ -87,7 +83,7 @@ class Int8Kernels:
             out = sgl.int8_scaled_mm(numbers, x_scale, weight.numbers, weight.scale, x.dtype, bias)
             out = out if activation is None else activate_mul(out, activation)
             return out if residual is None else residual.add_(out)
-        out = product(numbers, weight.numbers).float() * x_scale.unsqueeze(1) * weight.scale
+        out = int_gemm(numbers, weight.numbers).float() * x_scale.unsqueeze(1) * weight.scale
         if bias is not None:
             out += bias.float()
         if activation is not None:
@@ -104,7 +100,7 @@ class Int8Kernels:
             self._tuner.tune(self._chooser, self.multiply, weights, numbers.nbytes, shape, rows, longest)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def int_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Of integers: exact as int32, and as float32 up to 2**24."""
     rows = len(x)
     if not x.is_cuda or rows == 0 or not is_int8_aligned(*weight.shape):

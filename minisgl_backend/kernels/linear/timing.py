@@ -75,7 +75,7 @@ class MeasuringStream:
 
     def recover(self) -> None:
         """After a measurement that failed, for want of memory for one."""
-        torch.cuda.synchronize(self._device)  # raises what nobody could go on after
+        torch.cuda.synchronize(self._device)  # raises what leaves the device of no use
         torch.cuda.empty_cache()
 
     def randn(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:

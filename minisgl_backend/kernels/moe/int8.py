@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from minisgl_backend.kernels.linear.int8 import product, quantize_tokens
+from minisgl_backend.kernels.linear.int8 import int_gemm, quantize_tokens
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 
@@ -46,4 +46,4 @@ def moe(
 
 def _scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     numbers, x_scale = quantize_tokens(x)
-    return product(numbers, weight).float() * x_scale.unsqueeze(1) * scale
+    return int_gemm(numbers, weight).float() * x_scale.unsqueeze(1) * scale
