@@ -15,6 +15,9 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = f"{os.sep}minisgl_backend{os.sep}"
+# Threads that do the same whether there is a request or not: signs of life once a second, metrics, and grammar
+# compilers, which may still be warming when the first request comes.
+NOT_OF_REQUESTS = ("grammar-compiler", "heartbeat", "metrics", "watcher")
 
 
 class Recorder:
@@ -23,6 +26,11 @@ class Recorder:
         self._result = folder / f"{os.getpid()}.files"
         self._entered: dict[str, None] = {}
         self._records = False
+
+    def note_thread(self, frame: FrameType, event: str, _: Any) -> None:
+        """The first call in a new thread: while threading sets it up, the thread has no name yet."""
+        if frame.f_code.co_name == "run":
+            sys.setprofile(None if threading.current_thread().name in NOT_OF_REQUESTS else self.note)
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         if self._records and event == "call" and PACKAGE in (name := frame.f_code.co_filename):
@@ -40,5 +48,5 @@ class Recorder:
 if walk := os.environ.get("WALK"):
     recorder = Recorder(Path(walk))
     threading.Thread(target=recorder.watch, daemon=True).start()
-    threading.setprofile(recorder.note)
+    threading.setprofile(recorder.note_thread)
     sys.setprofile(recorder.note)
