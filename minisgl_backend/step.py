@@ -204,7 +204,7 @@ class StepDecisions(msgspec.Struct, frozen=True):
 
     graph_size: int = 0  # decode batch of the captured graph to replay; 0: run eagerly
     resamples: bool = False  # sampled again after the graph, which samples by temperature alone
-    # Which captured graph does so, see kernels.sampling_layout; 0: it is launched kernel by kernel.
+    # Which captured graph does so, see kernels.sampling.layout; 0: it is launched kernel by kernel.
     sampling_graph: int = 0
     prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
     prompt_size: int = 0  # tokens of the captured pass that a lone prompt takes; 0: it takes none

@@ -1,4 +1,4 @@
-"""Activations of gated MLPs in the Triton language, computed in float32: the one place where kernels have them.
+"""Activations of gated MLPs in the Triton language, computed in float32; all kernels call these.
 
 `torch_ops.activate_mul` is the reference. ACTIVATION is a name of `layers.config.Activation`.
 """
@@ -34,7 +34,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """By one exponential, to 1e-7 of the result's largest value; Triton's interpreter has no tanh."""
+    """With one exponential, to an absolute error of 1e-7; Triton's interpreter has no tanh."""
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
 

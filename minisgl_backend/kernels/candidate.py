@@ -1,9 +1,9 @@
-"""A kernel that could compute something, and when it is taken: the rows of the tables in linear/choose.py and
+"""Candidate kernels and the conditions under which they run: the rows of the tables in linear/choose.py and
 moe/choose.py.
 
-A table is read from above: the first row whose condition holds is what runs. So its last row has none. Where such a
-row is `close`, the rows behind it that hold and are close, too, contend with it: whoever measures them at start may
-prefer one of them (linear/measured.py); what is not measured keeps the table's order.
+A table is read from the top: the first row whose condition holds is what runs, so the last row has no condition. Where
+that row is `close`, later rows that hold and are close, too, contend with it: measuring them at start may prefer one of
+them (linear/measured.py). Without a measurement the table's order decides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def never(key: object, facts: DeviceFacts) -> bool:
 
 @dataclass(frozen=True)
 class Candidate(Generic[Key]):
-    """One row. Several may name the same kernel, each with a reason of its own."""
+    """One row. Several may name the same kernel, each with its own reason."""
 
     kernel: str
     why: str  # it is taken where `serves` holds; for people, and printed by `minisgl kernels`
@@ -38,18 +38,18 @@ Table = Mapping[str, Sequence[Candidate[Key]]]  # by weight format
 
 
 class Chooser(Generic[Key]):
-    """The choices for one weight format on one device. A key is looked at once; then its choice costs a look-up."""
+    """Chooses kernels for one weight format on one device. A key is evaluated once; then its choice is a look-up."""
 
     def __init__(self, table: Table[Key], weight_format: str, facts: DeviceFacts) -> None:
         self._rows, self._facts = tuple(table[weight_format]), facts
         self.kernel: Callable[[Key], str] = lru_cache(maxsize=REMEMBERED)(self._kernel)
 
     def candidate(self, key: Key) -> Candidate[Key]:
-        """The row that is taken."""
+        """The row that runs for a key."""
         return next(row for row in self._rows if row.serves(key, self._facts))
 
     def contenders(self, key: Key) -> tuple[str, ...]:
-        """Kernels that may be the fastest for a key, the one of the row that is taken first; none: there is but one."""
+        """Kernels that may be the fastest for a key, the table's choice first; empty where there is no other."""
         first, *later = (row for row in self._rows if row.serves(key, self._facts))
         if not first.close(key, self._facts):
             return ()

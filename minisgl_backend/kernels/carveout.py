@@ -1,11 +1,11 @@
-"""The kernels of a decode step divide a multiprocessor's memory between cache and shared memory alike.
+"""Gives all kernels of a decode step the same carveout: the split of an SM's memory into L1 cache and shared memory.
 
-A kernel for which the driver chooses another division than for the one before it waits until a multiprocessor is empty.
-That takes away what its early launch gains (`pdl`, see linear/small_rows.py), so all of them ask for the largest share
-of shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at
-batch 1, and 3,046 instead of 3,063 at 64.
+A kernel with another carveout than the kernel before it waits until a multiprocessor is empty. That loses what its
+early launch gains (`pdl`, see linear/small_rows.py), so all of them ask for the largest share of shared memory. In the
+chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at batch 1, and 3,046 instead
+of 3,063 at 64.
 
-It is for models of small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
+It is for models with small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
 17.5 ms at batch 1, more than at batch 8. Large GEMMs of one row read through the cache, which then is small; that
 this is the cause was not measured.
 
@@ -31,8 +31,7 @@ LARGEST_HIDDEN = 2048  # hidden size of the largest dense model that was faster
 
 
 def prefer_shared_memory() -> None:
-    """From now on these kernels are loaded so. A Triton without such a hook cannot be asked to, which costs the speed
-    alone."""
+    """Sets the carveout of these kernels whenever they are loaded. Best effort: a Triton without the hook is slower."""
     hook = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "kernel_load_end_hook", None)
     if hook is not None:
         hook.add(_on_load)

@@ -1,4 +1,4 @@
-"""What kernels are chosen by of a device: read once from the one that is there, or by name from data sheets."""
+"""Device properties by which kernels are chosen: read once from this machine's GPU, or by name from data sheets."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from minisgl_backend.kernels.linear import vllm_library
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"sgl_kernel": ("sgl-kernel", "sglang-kernel"), vllm_library.PACKAGE: ("vllm",)}
 )
-TORCH_BLOCKS = "torch: FP8 in blocks"  # as a library: of torch for CUDA 12.9 or later; taken away where a trial fails
-LARGEST_SHARED = 227 << 10  # bytes of shared memory of a program, of all GPUs
-# Of a program, by compute capability; of those between, the next lower one's.
+TORCH_BLOCKS = "torch: FP8 in blocks"  # listed as a library: torch for CUDA 12.9 or later; removed where a trial fails
+LARGEST_SHARED = 227 << 10  # bytes of shared memory that a program can have on any GPU
+# Shared memory of a program, by compute capability; in between, that of the next lower one.
 _SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
 _SHARED |= {(9, 0): LARGEST_SHARED, (11, 0): LARGEST_SHARED, (12, 0): 99 << 10}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One device. Rates are nominal, of the data sheet, unless somebody measured them; None: unknown."""
+    """One device. Rates are nominal, from the data sheet, unless measured; None: unknown."""
 
     kind: str  # "cpu" or "cuda"
     name: str
     capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
-    multiprocessors: int  # 132 of an H200; 0 on the CPU
+    multiprocessors: int  # an H200 has 132; 0 on the CPU
     shared_memory: int = LARGEST_SHARED  # bytes that a program may have; a CPU has no limit of its own
-    own_kernels: bool = True  # this project's run here: Triton is installed, or the CPU's could be compiled
+    own_kernels: bool = True  # this project's kernels run here: Triton is installed, or the CPU's could be compiled
     dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
-    tensor_memory: bool = False  # tensor memory access (TMA), likewise, by a Triton that has descriptors for it
-    libraries: frozenset[str] = frozenset()  # of DISTRIBUTIONS those that are installed, and TORCH_BLOCKS
+    tensor_memory: bool = False  # tensor memory access (TMA): Hopper and later, with a Triton that has its descriptors
+    libraries: frozenset[str] = frozenset()  # those of DISTRIBUTIONS that are installed, and TORCH_BLOCKS
     bytes_per_s: float | None = None  # of memory
     flop_per_s: float | None = None  # of dense bfloat16 GEMMs
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceFacts:
-        """Of a device of this process. A CPU's kernels are taken to be there: whoever asks has compiled them."""
+        """Facts of a device of this process. A CPU's kernels are assumed to be compiled already."""
         if device.type != "cuda":
             return cls.cpu()
         return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -54,7 +54,7 @@ class DeviceFacts:
 
     @classmethod
     def named(cls, name: str) -> DeviceFacts:
-        """Of one of NAMED. Raises ConfigError for others."""
+        """Facts of one of NAMED. Raises ConfigError for other names."""
         if name not in NAMED:
             raise ConfigError(f"device_facts is {name!r}; allowed: {', '.join(NAMED)}")
         return NAMED[name]
@@ -107,7 +107,7 @@ NAMED: Mapping[str, DeviceFacts] = MappingProxyType(
 def _is_installed(package: str) -> bool:
     if package == vllm_library.PACKAGE:
         return vllm_library.is_installed()  # it is not imported
-    with suppress(ImportError, ValueError):  # half removed, or somebody's stand-in
+    with suppress(ImportError, ValueError):  # half removed, or a stub
         return importlib.util.find_spec(package) is not None
     return False
 

@@ -1,7 +1,7 @@
 """Elementwise chains between GEMMs, one kernel each, in the Triton language.
 
 `torch_ops` holds the same functions in plain torch; tests compare them. `pdl`: programmatic dependent launch (Hopper
-and later), whose rules stand in linear/small_rows.py.
+and later), whose rules are in linear/small_rows.py.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ def combine(
     place: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's k results, and of its residual: result [num_tokens * k, size] -> [num_tokens, size].
+    """Sums each token's k expert outputs and its residual: result [num_tokens * k, size] -> [num_tokens, size].
 
-    place int32 [num_tokens * k]: where the result of each pair of token and expert is, if not in its own row; then
-    weights float32, as many, are what it is multiplied by.
+    place int32 [num_tokens * k]: the row of `result` of each (token, expert) pair, where rows are not in that order;
+    weights float32 [num_tokens * k] then scale the rows.
     """
     pairs, size = result.shape
     num_tokens = pairs // k
     out = torch.empty((num_tokens, size), dtype=result.dtype, device=result.device)
-    tile = 1024 if place is None else 2048  # whole rows where they are far apart
+    tile = 1024 if place is None else 2048  # whole rows where they are scattered
     if num_tokens > 0:
         _combine_kernel[(num_tokens, triton.cdiv(size, tile))](
             result, result if place is None else place, result if weights is None else weights,
@@ -175,12 +175,12 @@ def rope_store(
     num_q_heads: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Ops.rope_store`'s: qkv is overwritten in its q part, a view of which is returned."""
+    """See `Ops.rope_store`: the q part of qkv is overwritten, and a view of it is returned."""
     num_tokens, k = qkv.shape[0], kv.k
     _, num_kv_heads, page_size, head_dim = k.shape
     half, q_norm, k_norm = head_dim // 2, rotation.q_norm, rotation.k_norm
     if num_tokens > 0:
-        # Few tokens: one head a program, for parallelism. Many: several, since a head alone is too little work.
+        # Few tokens: one head per program, for parallelism. Many: several, since one head is too little work.
         tile = 1 if num_tokens <= 32 else 8
         _rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
@@ -245,7 +245,7 @@ def _rope_store_kernel(
 
 @triton.jit
 def to_cache(x, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """x in the number format of a cache, whose scale has this inverse; what the format cannot hold saturates."""
+    """x times `inverse` (1 / scale of the cache), in the cache's number format; too large values saturate."""
     if x.dtype == dtype:
         return x
     else:

@@ -1,4 +1,4 @@
-"""The few places where a fused kernel may replace a chain of torch calls.
+"""The operations between attention and GEMMs, each of which a fused kernel may serve.
 
 `Ops` is the contract; `torch_ops.TorchOps` serves it on every device and is the reference that other implementations
 are tested against.
@@ -16,7 +16,7 @@ from minisgl_backend.kv.layout import LayerKV
 
 @dataclass(frozen=True, kw_only=True)
 class QKNormRope:
-    """What turns projected queries and keys into those of attention: a norm of each head, then the rotary embedding."""
+    """Parameters of a layer's query and key transform: RMSNorm of each head, then the rotary embedding."""
 
     q_norm: torch.Tensor | None  # [head_dim]; None: no norm
     k_norm: torch.Tensor | None
@@ -25,10 +25,10 @@ class QKNormRope:
 
 
 class Ops(ABC):
-    """What happens between attention calls, on tensors of one device. Chosen once, then passed to every layer.
+    """Norms, rotary embedding and cache stores on tensors of one device. Chosen once, then passed to every layer.
 
     Statistics, rotations and activations are computed in float32 whatever the format of the tensors is.
-    No method synchronises with the device. What is computed with weights is their methods' (`weights.method`).
+    No method synchronises with the device. GEMMs are not here but methods of the weights (`weights.method`).
     """
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Ops(ABC):
     ) -> torch.Tensor:
         """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype, in `out` (which may be x) where given.
 
-        Rows of x and out may be apart. weight [size] may be float32 where x is not, here and in `add_norm`.
+        Rows of x and out may be strided. weight [size] may be float32 where x is not, here and in `add_norm`.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Ops(ABC):
 
         qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. A head's first half pairs with
         its second half. positions and slots int [num_tokens]; kv in any number format: keys and values are divided by
-        its scales and saturate where the format ends.
+        its scales and saturate at the format's largest number.
         Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
         """
 
@@ -80,8 +80,8 @@ class Ops(ABC):
         """Norm of latents, rotary embedding, and the store into the KV pool (MLA).
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim] is rotated in place in its last rope_dim dimensions, and
-        returned. latents [num_tokens, rank + rope_dim]: of their first rank numbers the norm is stored, of the others
-        the rotation. norm [rank]; cos_sin float32 [max_position, rope_dim], as in `rope_store`; positions and slots
-        int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in their number format or in FP8, of
-        which numbers are divided by `scale` and saturate. Rows of q and latents may be apart.
+        returned. latents [num_tokens, rank + rope_dim]: the first rank numbers are normed and stored, the others
+        rotated and stored. norm [rank]; cos_sin float32 [max_position, rope_dim], as in `rope_store`; positions and
+        slots int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in the dtype of latents or in FP8,
+        for which numbers are divided by `scale` and saturate. Rows of q and latents may be strided.
         """

@@ -1,4 +1,4 @@
-"""What is computed with weights in the model's own number format: the kernels of the format `plain`.
+"""GEMMs and mixtures of experts with weights in the model's own number format: the kernels of the format `plain`.
 
 `PlainKernels` is the contract; `torch_ops.TorchPlainKernels` serves it on every device and is the reference that other
 implementations are tested against.
@@ -15,12 +15,12 @@ import torch
 from minisgl_backend.kernels.linear.measured import KernelTuner
 from minisgl_backend.kernels.ops import Ops
 
-BEST_OF_GROUP = 2  # a group's score is the sum of those of so many experts, where there is a correction bias
+BEST_OF_GROUP = 2  # with a correction bias, a group's score is the sum of its best 2 experts' scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoice:
-    """How experts are chosen by logits: as of `layers.config.RouterConfig`."""
+    """How a router chooses experts from logits: as in `layers.config.RouterConfig`."""
 
     experts_per_token: int
     scores: str = "softmax"  # or sigmoid
@@ -28,7 +28,7 @@ class ExpertChoice:
     num_groups: int = 1
     groups_per_token: int = 1
     scaling: float = 1.0
-    by_logits: bool = False  # the best are those of the largest logits, of which some may have equal scores
+    by_logits: bool = False  # the largest logits are chosen, which differ where scores may round to equal values
 
 
 class PlainKernels(ABC):
@@ -59,23 +59,23 @@ class PlainKernels(ABC):
         """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
 
         norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
-        added to the result and may be overwritten. activation (layers.config.Activation): weight holds gate rows, then
-        as many up rows, bias likewise; the result is activation(gate) * up, [num_tokens, size_out / 2]; not together
-        with residual.
+        added to the result and may be overwritten. activation (layers.config.Activation): the first half of weight and
+        bias is the gate, the second half up; the result is activation(gate) * up, [num_tokens, size_out / 2]; not
+        together with residual.
         """
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """x @ weight.T into out [num_tokens, size_out], whose rows may be further apart than size_out numbers.
+        """x @ weight.T into out [num_tokens, size_out], whose rows may be strided.
 
-        `out` may lie in another GPU's memory, if kernels of this one can write there.
+        `out` may be in another GPU's memory, if kernels of this one can write there.
         """
         out.copy_(self.linear(x, weight))
 
     def prepare_linear(  # noqa: B027  optional
         self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0
     ) -> None:
-        """Chooses how `linear` multiplies with these weights, all of one shape: for these decode row counts, and for
-        prefill up to `longest` rows; may measure it.
+        """Chooses (and may measure) the kernels of `linear` for these weights, all of one shape: for these decode row
+        counts, and for prefill up to `longest` rows.
 
         Called once before anything is captured, or not at all: `linear` needs it for speed only.
         """
@@ -94,8 +94,8 @@ class PlainKernels(ABC):
     def choose_experts(
         self, logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`route` in general: by scores, to which correction_bias float32 [num_experts] is added for the choice alone;
-        experts of groups that are not among the best are not chosen (DeepSeek-V2, V3)."""
+        """The general form of `route`: `choice` gives the scores; correction_bias float32 [num_experts] is added to
+        them for the selection only; only experts of the best groups are selected (DeepSeek-V2, V3)."""
 
     @abstractmethod
     def moe(
@@ -146,7 +146,7 @@ class PlainKernels(ABC):
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor
     ) -> torch.Tensor | None:
-        """What `o_proj_and_mixture` needs of these weights, to be made once; None: it does not serve them.
+        """Prepares weights for `o_proj_and_mixture`, called once; None: it does not serve them.
 
         router [num_experts, hidden], norm_weight [hidden], o_proj [hidden, size_in].
         """

@@ -1,7 +1,7 @@
 """Reads and writes of the row tables around a forward pass, one kernel each, in the Triton language.
 
-In plain torch these are a dozen launches of tiny kernels, which a decode step at small batch pays for in full. They are
-launched without `pdl`, on purpose: `lookup` begins the chain of kernels of a step, see linear/small_rows.py.
+In plain torch these are a dozen launches of tiny kernels, which cost a decode step at small batch their full time. They
+are launched without `pdl` on purpose: `lookup` begins the chain of kernels of a step, see linear/small_rows.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def lookup(
     """Token ids, int32 [n], and KV slots, int32 [num_groups, n], at (row, position); tokens and page_tables as in
     runner.RowTable."""
     n, num_groups = rows.shape[0], page_tables.shape[0]
-    # Two tensors and not one: kernels are compiled anew for pointers that are no multiple of 16 bytes.
+    # Two tensors and not one: kernels are recompiled for pointers that are not aligned to 16 bytes.
     token_ids = torch.empty(n, dtype=torch.int32, device=rows.device)
     width = -(-n // _ALIGNMENT) * _ALIGNMENT
     slots = torch.empty((num_groups, width), dtype=torch.int32, device=rows.device)

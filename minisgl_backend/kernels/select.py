@@ -1,4 +1,4 @@
-"""Which implementation of `Ops` and of `PlainKernels` a device gets: the one place that knows them all."""
+"""Selects the implementation of `Ops` and of `PlainKernels` for a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
-    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
+    CPU with AVX-512 BF16, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
@@ -28,7 +28,7 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
 
 
 def select_plain_kernels(ops: Ops, device: torch.device) -> PlainKernels:
-    """Those that go with the `Ops` of a device."""
+    """The implementation that goes with the `Ops` of a device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
@@ -40,7 +40,7 @@ def select_plain_kernels(ops: Ops, device: torch.device) -> PlainKernels:
 
 
 def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:
-    """From each of these numbers of tokens on, a mixture of experts launches kernels that fewer tokens did not need."""
+    """Token counts, each the smallest for which a mixture of experts launches kernels that fewer tokens do not need."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return ()
     from minisgl_backend.kernels.moe.grouped import token_counts

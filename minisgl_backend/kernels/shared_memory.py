@@ -1,4 +1,4 @@
-"""How much shared memory a program of a kernel may have: cuts that were measured on an H200 have to fit other GPUs."""
+"""Shared memory of a kernel's program: tilings that were measured on an H200 have to fit other GPUs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def shared_memory(device: torch.device) -> int:
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int, shared: int) -> int:
-    """As many of the stages of a pipeline as fit, where each holds stage_bytes of tiles.
+    """Stages of a pipeline that fit into `shared` bytes, at most `num_stages`; each holds stage_bytes of tiles.
 
-    The compiler keeps one stage less than it is told. Of 16-bit GEMMs on Hopper and later it keeps all of them, for
-    which there is room in every cut.
+    The compiler keeps one stage less than it is told, except for 16-bit GEMMs on Hopper and later, where all of them
+    fit in every tiling.
     """
     return max(1, min(num_stages, shared // stage_bytes + 1))

@@ -1,5 +1,4 @@
-"""Every function of `Ops` and of `PlainKernels` in plain torch, for any device: what CPU serving runs and what kernels
-are tested against."""
+"""`Ops` and `PlainKernels` in plain torch, for any device: used by CPU serving, and the reference of all kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
 
 
 class TorchOps(Ops):
-    """The contracts are those of `Ops`."""
+    """See `Ops`."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -43,7 +42,7 @@ class TorchOps(Ops):
         qk = qk.float()
         q_norm, k_norm = rotation.q_norm, rotation.k_norm
         if q_norm is not None and k_norm is not None:
-            # q and k heads are normed in one go; only their weights differ.
+            # q and k heads are normed together; only their weights differ.
             weight = torch.cat([q_norm.expand(num_q_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)]).float()
             qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + rotation.eps) * weight
         rotated = _rotated(qk, rotation.cos_sin[positions].unsqueeze(1)).to(qkv.dtype)
@@ -75,7 +74,7 @@ class TorchOps(Ops):
 
 
 class TorchPlainKernels(PlainKernels):
-    """The contracts are those of `PlainKernels`. `moe` synchronises with the device unless `has_grouped_products`."""
+    """See `PlainKernels`. `moe` synchronises with the device unless `has_grouped_gemm`."""
 
     def linear(
         self,
@@ -139,15 +138,15 @@ class TorchPlainKernels(PlainKernels):
         grouped = x[torch.div(order, experts_per_token, rounding_mode="floor")]
         out = torch.empty_like(grouped)
         out[order] = _experts(grouped, grouped_ids, ends, gate_up, down, activation, biases or (None, None))
-        # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
+        # Summed token by token, not accumulated expert by expert: the result does not depend on the order of arrival.
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         summed = out.sum(dim=1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
 
 def _of_best_groups(value: torch.Tensor, num_groups: int, groups_per_token: int, count: int) -> torch.Tensor:
-    """value [num_tokens, num_experts] with minus infinity for experts of all groups but the best, by the sum of their
-    `count` best experts."""
+    """value [num_tokens, num_experts] with -inf for all experts outside the best groups; a group's score is the sum of
+    its `count` best experts."""
     groups = value.unflatten(-1, (num_groups, -1))
     best = groups.topk(count, dim=-1).values.sum(-1).topk(groups_per_token, dim=-1).indices
     chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=value.device).scatter_(-1, best, True)
@@ -161,7 +160,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x [..., size] with its first half turned against its second; angles float32 [..., size]: cosines, then sines."""
+    """Rotary embedding of x [..., size], whose first half pairs with its second; angles float32 [..., size]: cosines,
+    then sines."""
     cos, sin = angles.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
@@ -170,7 +170,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:
     """Writes tokens [num_tokens, num_kv_heads, head_dim], divided by `scale`, to a cache as in kv.layout.
 
-    slots int [num_tokens]. What the cache's number format cannot hold becomes the largest number that it can.
+    slots int [num_tokens]. Values saturate at the largest number of the cache's format.
     """
     page_size = cache.shape[2]
     pages = torch.div(slots, page_size, rounding_mode="floor")
@@ -214,10 +214,10 @@ def _experts(
     activation: str,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Each expert's gated MLP of its own lines of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]], whose
-    experts are `ids`."""
+    """Each expert's gated MLP over its rows of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]]. ids: expert
+    of each row."""
     inner, outer = biases
-    if has_grouped_products(x):
+    if has_grouped_gemm(x):
         offsets = ends.int()
         out = F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets)
         gated = activate_mul(out if inner is None else out + inner[ids], activation)
@@ -234,8 +234,8 @@ def _experts(
     return out
 
 
-def has_grouped_products(x: torch.Tensor) -> bool:
-    """Whether torch multiplies groups of unknown size in one kernel, without asking the device for the sizes."""
+def has_grouped_gemm(x: torch.Tensor) -> bool:
+    """Whether torch has a grouped GEMM for these numbers, which needs no group sizes on the host."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
     capability = DeviceFacts.of(x.device).capability

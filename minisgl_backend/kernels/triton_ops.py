@@ -1,7 +1,7 @@
 """`Ops` and `PlainKernels` on a GPU: the Triton language where it beats a chain of library calls, cuBLAS elsewhere.
 
-Which GEMM takes which kernel stands in linear/choose.py, which mixture in moe/choose.py; with which algorithm cuBLAS
-multiplies is measured at start, for the row counts of decode steps and for some of prompts.
+linear/choose.py says which kernel a GEMM takes, moe/choose.py which a mixture takes. cuBLAS algorithms are measured at
+start, for the row counts of decode steps and for some of prompts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from minisgl_backend.kv.layout import LayerKV
 
 
 class TritonOps(TorchOps):
-    """The contracts are those of `Ops`."""
+    """See `Ops`."""
 
     def __init__(self, device: torch.device, hidden_size: int | None = None, facts: DeviceFacts | None = None) -> None:
-        """`hidden_size`: of a dense model that is to be computed, where it is known: small ones are launched otherwise,
-        see carveout.py. facts: of another device than this one, by which kernels are chosen."""
+        """`hidden_size`: of the dense model, where it is known: small models get another carveout, see carveout.py.
+        facts: of another device than this one, to choose kernels for."""
         self.facts = facts or DeviceFacts.of(device)
         if self.has_pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
@@ -47,7 +47,7 @@ class TritonOps(TorchOps):
         return self.facts.dependent_launch
 
     def pdl(self, x: torch.Tensor) -> bool:
-        """At large batch a kernel that starts early takes room from the one that still runs."""
+        """Whether to launch with PDL: not at large batch, where it takes room from the kernel that is still running."""
         return self.has_pdl and x.shape[0] <= MAX_ROWS
 
     def rms_norm(
@@ -87,7 +87,7 @@ class TritonOps(TorchOps):
 
 
 class TritonPlainKernels(TorchPlainKernels):
-    """The contracts are those of `PlainKernels`. One object a device: it owns the workspace of split GEMMs."""
+    """See `PlainKernels`. One object per device: it owns the workspace of split-K GEMMs."""
 
     ops: TritonOps
     kernel_tuner: KernelTuner
@@ -132,7 +132,7 @@ class TritonPlainKernels(TorchPlainKernels):
         if kernel == "cublaslt" and (out := self._tuned.linear(x, weight, residual)) is not None:
             return out if activation is None else fused.activate_mul(out, activation, self.ops.pdl(x))
         if residual is not None:
-            # In place: torch would copy the residual first, a kernel more.
+            # In place: otherwise torch would copy the residual first, with one more kernel.
             out = residual.addmm_(x, weight.t())
             return out if bias is None else out.add_(bias)
         out = F.linear(x, weight, bias)
@@ -147,12 +147,12 @@ class TritonPlainKernels(TorchPlainKernels):
             if rows == 1:
                 small_rows.linear(x, weight, self.workspace, pdl=self.ops.pdl(x), out=out)
             else:
-                out.copy_(self.linear(x, weight))  # these kernels write rows that touch
+                out.copy_(self.linear(x, weight))  # these kernels write contiguous rows
         elif kernel != "cublaslt" or not self._tuned.linear_into(x, weight, out):
             torch.mm(x, weight.t(), out=out)
 
     def moe_pdl(self, x: torch.Tensor) -> bool:
-        """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
+        """`pdl` for mixtures, also at large batch: their tiny sorting kernels leave room for one that starts early."""
         return self.ops.has_pdl and x.shape[0] <= grouped.MAX_PDL_TOKENS
 
     def route(
@@ -263,5 +263,5 @@ class TritonPlainKernels(TorchPlainKernels):
 
 
 def _cache_folder() -> Path:
-    """Where the Triton language keeps compiled kernels: one variable moves all caches, one deletion empties them."""
+    """Folder of Triton's compiled kernels: one variable moves all caches, one deletion empties them."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))

@@ -32,7 +32,7 @@ class RowTable:
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]  of the first cache group
     page_tables: tuple[torch.Tensor, ...]  # by cache group, where there are several
     tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  by position
-    params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]  see kernels.sampling_layout
+    params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]  see kernels.sampling.layout
 
     def __init__(
         self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device, num_groups: int = 1

@@ -29,8 +29,8 @@ class SamplingInputs:
 
     rows: torch.Tensor  # [n]
     positions: torch.Tensor  # [n]  of the tokens to be sampled
-    flags: int  # all bits of sampling_layout.FLAGS that one of the rows has
-    searches: bool = False  # some ranked row is not sampling_layout.is_complete
+    flags: int  # all bits of sampling.layout.FLAGS that one of the rows has
+    searches: bool = False  # some ranked row is not sampling.layout.is_complete
     logprob_lines: torch.Tensor | None = None  # [k]  lines that want log-probabilities
     top_logprobs: int = 0  # most alternatives any of them wants
     mask_index: torch.Tensor | None = None  # [n]  line of mask_bits, or -1
@@ -63,7 +63,7 @@ class SamplingMetadata(msgspec.Struct, frozen=True):
 
     @property
     def sampling_graph(self) -> int:
-        """The one of sampling_layout.SAMPLING_GRAPHS that serves these rows; 0 where temperature alone decides."""
+        """The one of sampling.layout.SAMPLING_GRAPHS that serves these rows; 0 where temperature alone decides."""
         edits = layout.EDITS if self.flags & layout.EDITS else 0
         if not self.flags & layout.RANKED:
             return edits | (self.flags & layout.USES_MIN_P)

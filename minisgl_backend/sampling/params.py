@@ -1,4 +1,4 @@
-"""A request's sampling options as one line of the parameter table; `kernels.sampling_layout` names its columns."""
+"""A request's sampling options as one line of the parameter table; `kernels.sampling.layout` names its columns."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from minisgl_backend.kernels.sampling.layout import FREQUENCY, IN_PROMPT, MOST_A
 class PenaltyCounts:
     """Token counts of every row, two bytes a token, allocated for good: no step needs more memory than was measured."""
 
-    counts: torch.Tensor  # int16 [max_rows, vocab_size], see sampling_layout.IN_PROMPT
+    counts: torch.Tensor  # int16 [max_rows, vocab_size], see sampling.layout.IN_PROMPT
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.counts = torch.zeros(max_rows, vocab_size, dtype=torch.int16, device=device)

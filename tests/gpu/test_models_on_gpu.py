@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels, has_grouped_products
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels, has_grouped_gemm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -63,7 +63,7 @@ def test_experts_in_bfloat16(num_tokens: int) -> None:
 
 def test_experts_under_a_cuda_graph() -> None:
     arguments = [t.cuda() for t in _moe_arguments(16)]
-    if not has_grouped_products(arguments[0]):
+    if not has_grouped_gemm(arguments[0]):
         pytest.skip("this torch or GPU has no grouped products")
     TorchPlainKernels(TorchOps()).moe(*arguments)
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
-"""How decode.py cuts a batch of sequences into programs: a table, read from above. Needs no Triton.
+"""How decode.py splits a batch of sequences over programs: a table, read from the top. Needs no Triton.
 
-The cuts were measured best on an H200 (benchmarks/kernels). Few sequences are cut finely, to use every multiprocessor;
-many are cut only where one is much longer than the rest, since each part costs a partial result. Between these,
-programs share all tiles evenly if they can (no window, no FP8 cache): else some would run alone in the end, or
-sequences be cut where the longest is not. Shared memory holds the tiles on their way: of 64 tokens, a multiprocessor
-has room for three programs of five stages, or for five of three.
+The splits were measured best on an H200 (benchmarks/kernels). Few sequences are split finely, to use every
+multiprocessor; many are split only where one is much longer than the rest, since each part costs a partial result. In
+between, programs share all tiles evenly if they can (no window, no FP8 cache): otherwise some programs would still run
+when all others have ended. Shared memory holds the tiles in flight: of 64 tokens, a multiprocessor has room for three
+programs of five stages, or for five of three.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import NamedTuple
 
 from minisgl_backend.kernels.linear.tiling import next_power_of_2
 
-MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room from the one that still runs
-# Of more query heads a KV head, fewer programs run at once, for want of registers: they read further ahead.
+MAX_EARLY_BATCH = 64  # above this, a kernel that starts early (`pdl`) takes room from the one still running
+# With more query heads per KV head, registers allow fewer programs at once, which read further ahead.
 WIDE_GROUP = 2
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """How one batch size is cut into programs."""
+    """How one batch size is split into programs."""
 
     num_splits: int  # most parts of a sequence
-    min_part: int  # tokens; shorter sequences are not cut. Cuts that differ in it alone share a compiled kernel
-    tile: int  # tokens a loop step
+    min_part: int  # tokens; shorter sequences are not split. Shapes that only differ in it share a compiled kernel
+    tile: int  # tokens per loop step
     num_warps: int
-    num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
-    early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
+    num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are in flight
+    early: bool = False  # rotating kernel: read the first tile before waiting for the previous kernel
     # Programs of a KV head that run at once and share all tiles evenly; 0, or with a window: one for each part.
     workers: int = 0
-    registers: int = 0  # of a thread of theirs, at most, so that they do run at once
-    merged_at_once: int = 4  # parts on their way when they are merged, each of which takes registers
+    registers: int = 0  # at most per thread of these programs, so that they do run at once
+    merged_at_once: int = 4  # parts in flight while they are merged, each of which takes registers
 
     def workers_of(self, batch: int, parts: int) -> int:
         """Workers for `batch` sequences, where the workspace has room for `parts` parts; each sequence may add one."""
         return max(0, min(self.workers, parts - batch))
 
     def splits_of(self, batch: int, parts: int) -> int:
-        """Likewise, the most parts of a sequence where each has its own program."""
+        """Most parts of a sequence where each part has its own program; arguments as in `workers_of`."""
         return max(1, min(self.num_splits, parts // batch))
 
 
 class DecodeKey(NamedTuple):
-    """What a cut is chosen by."""
+    """Key by which a split is chosen."""
 
     batch: int
     num_kv_heads: int
@@ -56,7 +56,7 @@ class DecodeKey(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Where no sequence is cut."""
+        """Number of programs if no sequence is split."""
         return self.batch * self.num_kv_heads
 
     @property
@@ -65,7 +65,7 @@ class DecodeKey(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """Of few sequences: no more parts than run at once, two on a multiprocessor."""
+        """Parts of each of few sequences: no more than run at once, two per multiprocessor."""
         splits = 4
         while splits < 32 and self.programs * splits * 2 <= 2 * self.num_sms:
             splits *= 2
@@ -73,7 +73,7 @@ class DecodeKey(NamedTuple):
 
     @property
     def fits_at_once(self) -> bool:
-        """Whether all parts do, so that a first tile in registers costs no room."""
+        """Whether all parts run at once, so that a first tile in registers costs no occupancy."""
         return self.programs * self.splits <= 2 * self.num_sms
 
 
@@ -94,7 +94,7 @@ def _fills_twice(key: DecodeKey) -> bool:
 
 
 def _shared(key: DecodeKey, each: int, tile: int, num_stages: int, registers: int) -> DecodeShape:
-    """each: programs on a multiprocessor."""
+    """each: programs per multiprocessor."""
     workers = each * key.num_sms // key.num_kv_heads
     return DecodeShape(4, 1024, tile, num_warps=4, num_stages=num_stages, registers=registers, workers=workers)
 
@@ -102,7 +102,7 @@ def _shared(key: DecodeKey, each: int, tile: int, num_stages: int, registers: in
 _THREE = partial(_shared, each=3, tile=64, num_stages=3, registers=168)
 
 
-def _alone(key: DecodeKey) -> DecodeShape:
+def _one_sequence(key: DecodeKey) -> DecodeShape:
     early = key.fits_at_once
     merged = 16 if early else 4
     return DecodeShape(key.splits, 64, 64, num_warps=8, num_stages=3, early=early, merged_at_once=merged)
@@ -121,7 +121,7 @@ CUTS = (
     ),
     Cut(
         "tiles are shared by four programs on a multiprocessor",
-        # With few queries more programs fit, so that a second wave is short; lengths are then better left alone.
+        # With few queries more programs fit and a second wave is short: sequences are then better not split.
         lambda key: _fills(key, 3) and key.can_share and (key.is_wide or _fills(key, 4)),
         lambda key: _shared(key, each=4, tile=32, num_stages=5, registers=128),
     ),
@@ -150,7 +150,7 @@ CUTS = (
         _fills_twice,
         lambda key: DecodeShape(4, 512, 32, num_warps=2, num_stages=4),
     ),
-    Cut("one sequence is cut finely, with eight warps a program", lambda key: key.batch == 1, _alone),
+    Cut("one sequence is cut finely, with eight warps a program", lambda key: key.batch == 1, _one_sequence),
     Cut(
         "tiles are shared by three programs on a multiprocessor",
         lambda key: not key.fits_at_once and key.can_share and key.is_wide,
@@ -166,13 +166,13 @@ CUTS = (
 
 
 def decode_cut(key: DecodeKey) -> Cut:
-    """The row that is taken."""
+    """The row of the table that serves a key."""
     return next(cut for cut in CUTS if cut.serves(key))
 
 
 @lru_cache(maxsize=4096)
 def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
-    """The cut of a batch; see `DecodeKey`."""
+    """The split of a batch; see `DecodeKey`."""
     key = DecodeKey(batch, num_kv_heads, group, num_sms, can_share)
     return decode_cut(key).shape(key)
 
@@ -180,7 +180,7 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
 def distinct_batches(
     max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int
 ) -> tuple[int, ...]:
-    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled.
+    """Batch sizes up to max_batch, ascending: the smallest for each distinct compiled kernel.
 
     `parts`: of the workspace; the rest as in decode_shape.
     """
@@ -199,6 +199,6 @@ def distinct_batches(
 def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
     """Whether rotating_decode_attention beats a kernel for the rotation and decode_attention, measured on an H200.
 
-    With many programs the registers that the rotation needs cost more than the launch that it saves.
+    With many programs the registers for the rotation cost more than the saved launch.
     """
     return batch * num_kv_heads < 3 * num_sms

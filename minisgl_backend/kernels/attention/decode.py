@@ -1,21 +1,20 @@
-"""Decode attention over the paged KV cache, in the Triton language: one query token a sequence.
+"""Decode attention over the paged KV cache, in the Triton language: one query token per sequence.
 
-Flash decoding (Dao et al., 2023): a sequence's cache is cut into at most `num_splits` parts, each computed by its own
+Flash decoding (Dao et al., 2023): a sequence's cache is split into at most `num_splits` parts, each computed by its own
 program for all query heads of one KV head; the program that finishes a sequence last merges the partial results, so
 that no second kernel is needed. The parts adapt to each sequence's length, hence one captured graph serves every length
-and long sequences do not keep one multiprocessor busy alone. Of a sliding window only the tiles that it touches are
-read.
+and a long sequence is not left to one multiprocessor. With a sliding window only the tiles that it touches are read.
 
-At batches whose programs would fill the device once and a bit, as many as run at once share the tiles of all sequences
-evenly instead, as Stream-K (Osama et al., 2023) does it for GEMMs and FlashInfer (Ye et al., 2025) for attention.
-Where the shares begin, each program finds out from the lengths, so this needs no plan from the host either.
+At batch sizes that would need slightly more programs than run at once, persistent programs share the tiles of all
+sequences evenly instead, as Stream-K (Osama et al., 2023) does for GEMMs and FlashInfer (Ye et al., 2025) for
+attention. Each program computes from the lengths where its share begins, so the host plans nothing here either.
 
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
-new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
-is read there was written in earlier steps, and reading can begin before the GEMM of this layer has ended.
+new token's keys and values happen in the same kernel. The new token is then not read from the cache: all that is read
+there was written in earlier steps, and reading can begin before this layer's qkv GEMM has ended.
 
-Of an FP8 cache half the bytes are read: numbers are converted in registers, the keys' scale goes into that of the
-scores, the values' onto the result.
+An FP8 cache halves the bytes read: numbers are converted in registers, the keys' scale is folded into the scale of the
+scores, and the values' scale into the result.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class DecodeWorkspace:
         self.batch_padded = triton.next_power_of_2(max_batch)
 
 
-# Bytes of one token's keys, one head, for which the cuts were measured. Tiles of larger heads would spill out of the
-# registers (the early one), and two would leave no room in shared memory.
+# Bytes of one token's keys, one head, for which the shapes were measured. With larger heads the early tile would spill
+# registers, and two tiles would not fit in shared memory.
 MAX_HEAD_BYTES = 256
 MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the largest batch
-# At least: no `decode_shape` cuts few sequences into more, so that no other number of parts is compiled for.
+# Least capacity in parts. `decode_shape` never splits few sequences further, so no other number of parts is compiled.
 LEAST_PARTS = 512
-LEAST_TILES = 2  # of a program that shares all tiles with others
+LEAST_TILES = 2  # per program, where programs share all tiles
 LOG2_E = 1.4426950408889634
 
 
@@ -76,14 +75,14 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     chunk: int = 0,
 ) -> torch.Tensor:
-    """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all),
+    """Attention of one query token per sequence over its kv_lens cached tokens, or the last `window` of them (0: all),
     or those of its chunk of `chunk` tokens.
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
     [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens (1 or more) int32 [batch], page_table int32
     [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim]. soft_cap: scores become soft_cap * tanh(scores /
     soft_cap). sinks float32 [num_q_heads]: logits that take part in the softmax and have no value.
-    pdl: programmatic dependent launch (Hopper and later), whose rules stand in linear/small_rows.py.
+    pdl: programmatic dependent launch (Hopper and later), whose rules are in linear/small_rows.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     _launch(
@@ -132,7 +131,7 @@ def rotating_decode_attention(
 
 
 def capped_scale(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
-    """What kernels multiply scores with, and their SOFT_CAP: logits are of base 2, of which exp2 is one instruction."""
+    """(Factor of the scores, SOFT_CAP of the kernels): logits are in base 2, since exp2 is one instruction."""
     if soft_cap is None:
         return scale * LOG2_E, None
     return scale / soft_cap, soft_cap * LOG2_E
@@ -167,11 +166,11 @@ def _launch(
     group = num_q_heads // num_kv_heads
     is_fp8 = k_cache.dtype == FP8
     values = v_cache.view(torch.int16) if is_fp8 else v_cache  # see _from_words
-    if is_fp8:  # two tiles of 64 on their way take the room of one
+    if is_fp8:  # two tiles of 64 in flight take the shared memory of one
         shape = replace(shape, tile=64, num_warps=max(4, shape.num_warps), num_stages=5)
     stages = shape.num_stages
     fits = head_dim * k_cache.element_size() <= MAX_HEAD_BYTES
-    if not fits:  # one takes the room of two
+    if not fits:  # one tile takes the shared memory of two
         stages = min(stages, 3)
     scale_log2, cap_log2 = capped_scale(scale * scales.k, soft_cap)
     arguments = (
@@ -206,7 +205,7 @@ def _launch(
 
 @triton.jit
 def _norm_and_angles(norm_ptr, table_ptr, d, ok, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """What `_rotated` needs besides a head: the norm's weights of both halves, and the table's row; each like `d`."""
+    """Arguments of `_rotated`: the norm's weights of both halves, cosines and sines; each shaped like `d`."""
     half: tl.constexpr = HEAD_DIM // 2
     weight = tl.full(d.shape, 1.0, tl.float32)
     partner_weight = weight
@@ -221,7 +220,7 @@ def _norm_and_angles(norm_ptr, table_ptr, d, ok, HEAD_DIM: tl.constexpr, NORM: t
 
 @triton.jit
 def _head(row_ptr, d, ok, HEAD_DIM: tl.constexpr):
-    """The head at row_ptr (a pointer, or pointers [heads, 1]), and its halves the other way round."""
+    """The head at row_ptr (a pointer, or pointers [heads, 1]), and the same with its halves swapped."""
     partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
     x = tl.load(row_ptr + d, mask=ok, other=0.0).to(tl.float32)
     return x, tl.load(row_ptr + partner, mask=ok, other=0.0).to(tl.float32)
@@ -229,7 +228,7 @@ def _head(row_ptr, d, ok, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rotated(x, partner, weight, partner_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """A `_head` after its norm and the rotation, by what `_norm_and_angles` has found."""
+    """A `_head` after its norm and the rotation; the arguments come from `_norm_and_angles`."""
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
         x = x * scale * weight
@@ -239,7 +238,7 @@ def _rotated(x, partner, weight, partner_weight, cos, sin, eps, HEAD_DIM: tl.con
 
 @triton.jit
 def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where the tokens start + n are in the cache, int64 [TILE]; beyond `last`, somewhere valid."""
+    """Offsets of the tokens start + n in the cache, int64 [TILE]; beyond `last`, any valid offset."""
     if PAGE_SIZE % TILE == 0:
         page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
         return page * kv_stride_page + (start % PAGE_SIZE + n) * kv_stride_token
@@ -250,8 +249,8 @@ def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: 
 
 @triton.jit
 def for_cache(q, FP8: tl.constexpr):
-    """Queries in the format of the matrix units, which is float16 for an FP8 cache: every FP8 number is one of float16,
-    and one instruction converts two of them, where the way to bfloat16 takes four."""
+    """Queries in the dtype of the tensor cores, which is float16 for an FP8 cache: float16 represents every FP8 number,
+    and one instruction converts two of them, where bfloat16 takes four."""
     if FP8 and q.dtype == tl.bfloat16:
         return q.to(tl.float16)
     else:
@@ -260,8 +259,8 @@ def for_cache(q, FP8: tl.constexpr):
 
 @triton.jit
 def capped(scores, SOFT_CAP: tl.constexpr):
-    """Scores in units of the cap, by `capped_scale`, as logits of base 2: SOFT_CAP * tanh(scores); None: as they
-    are."""
+    """Soft cap: scores, scaled by `capped_scale` to units of the cap, -> base-2 logits SOFT_CAP * tanh(scores). None:
+    unchanged."""
     if SOFT_CAP is not None:
         return SOFT_CAP * tanh(scores)
     else:
@@ -270,16 +269,16 @@ def capped(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def sink_logits(sinks_ptr, head, ok):
-    """Of base 2, like all scores here; where not `ok`, none."""
+    """Attention sinks of the heads as base-2 logits, like all scores here; -inf where not `ok`."""
     return tl.load(sinks_ptr + head, mask=ok, other=-float("inf")) * 1.4426950408889634
 
 
 @triton.jit
 def _from_words(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """FP8 numbers, two in each 16-bit word, as those in the even and those in the odd places.
+    """Splits 16-bit words of two FP8 numbers into the numbers with even and with odd indices.
 
-    Tensor cores want values token by token in a register. For 16-bit words the way there from shared memory is one
-    instruction for many of them; single bytes would be loaded one by one.
+    Tensor cores need values token by token in a register. One instruction loads many 16-bit words from shared memory in
+    that order; single bytes would be loaded one by one.
     """
     if NATIVE:
         even = tl.inline_asm_elementwise(
@@ -322,8 +321,8 @@ def _attend_tile(
 
 @triton.jit
 def _divided(acc, acc_odd, total, v_scale, FP8: tl.constexpr):
-    """The softmax's quotient, [heads, head_dim]. Computed in each branch that stores it: before both it costs registers
-    and so programs on a multiprocessor."""
+    """acc / total of the softmax, [heads, head_dim]. Computed in each branch that stores it: before both it would cost
+    registers, and so occupancy."""
     if FP8:
         return tl.interleave(acc, acc_odd) / total[:, None] * v_scale
     else:
@@ -386,8 +385,8 @@ def _balanced_decode_kernel(
     SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
     NATIVE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once, each with an equal share of the tiles of all sequences, which lie one behind the
-    other for this: it ends one sequence's part, computes whole sequences, and begins another's."""
+    """Persistent programs, each with an equal share of the concatenated tiles of all sequences: it finishes one
+    sequence's part, computes whole sequences, and begins another's part."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         if not ROTATE:
@@ -413,7 +412,7 @@ def _balanced_decode_kernel(
             lse_ptr, counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
             kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0, (tile - before) * TILE,
             tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
-            first + b,  # of two sequences that one worker meets, the parts have rows of their own
+            first + b,  # one worker's parts of two sequences have separate rows
             TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
             WORKERS_PADDED, 0, SOFT_CAP, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
         )  # fmt: skip
@@ -433,13 +432,13 @@ def _attend_part(
     ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
     EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the rows of the
-    workspace from `first_line` on. `lowest`: the first token that a window leaves."""
+    """Attends to tokens `begin` to `end` of sequence `b`: part `split` of `active` parts, whose results go to the rows
+    of the workspace from `first_line` on. `lowest`: the first token inside the window."""
     g = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, HEAD_PADDED)
     n = tl.arange(0, TILE)
     d_ok = d < HEAD_DIM
-    # Of an FP8 cache values are read as words of two.
+    # Values of an FP8 cache are read as words of two.
     PER_WORD: tl.constexpr = 2 if FP8 else 1
     w = tl.arange(0, HEAD_PADDED // PER_WORD)
     w_ok = w < HEAD_DIM // PER_WORD
@@ -453,7 +452,7 @@ def _attend_part(
     m = tl.full([GROUP_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     acc = tl.zeros([GROUP_PADDED, HEAD_PADDED // PER_WORD], tl.float32)
-    acc_odd = acc  # of an FP8 cache: `acc` has the even places then
+    acc_odd = acc  # for an FP8 cache, where `acc` has the even indices
     cached: tl.constexpr = k_ptr.dtype.element_ty
     q_row = q_ptr + b * q_stride
     if ROTATE:
@@ -468,13 +467,13 @@ def _attend_part(
             k_address, v_address = offsets[:, None] + d[None, :], (offsets // PER_WORD)[:, None] + w[None, :]
             early_k = tl.load(k_head + k_address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
             early_v = tl.load(v_head + v_address, mask=early_ok[:, None] & w_ok[None, :], other=0)
-        # So were the table of angles and the norms' weights, which have left the L2 cache since the last step.
+        # So were the table of angles and the norms' weights, which are no longer in the L2 cache.
         position = (kv_len - 1).to(tl.int64)
         angles = cos_sin_ptr + position * HEAD_DIM
         q_weight, q_partner_weight, cos, sin = _norm_and_angles(
             q_norm_ptr, angles, d[None, :], d_ok[None, :], HEAD_DIM, NORM
         )
-        # The last part has the new token. What it needs more than the others is loaded together with what all need.
+        # Only the last part has the new token. Its additional loads are issued together with those of all parts.
         new_dim = tl.where(split == active - 1, HEAD_DIM, 0)
         new_ok = d[None, :] < new_dim
         k_weight, k_partner_weight, _, _ = _norm_and_angles(k_norm_ptr, angles, d[None, :], new_ok, HEAD_DIM, NORM)
@@ -530,7 +529,7 @@ def _attend_part(
         result = _divided(acc, acc_odd, total, v_scale, FP8)
         tl.store(out_ptr + out_address, result.to(out_ptr.dtype.element_ty), mask=q_ok)
     else:
-        # This part's result, then the arrival: whoever arrives last merges all parts in part order.
+        # Store this part's result, then arrive: the program that arrives last merges all parts in part order.
         index = (first_line + split) * NUM_Q_HEADS + q_head
         result = _divided(acc, acc_odd, total, v_scale, FP8)
         tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=q_ok)
@@ -554,8 +553,8 @@ def _merge_parts(
 ):  # fmt: skip
     """The weighted mean of a sequence's parts, in part order, for the query heads of one KV head.
 
-    AT_ONCE parts are on their way at the same time. They take few registers, since heads are padded to a power of two
-    here and not to the 16 of tensor cores. No step of the loop needs another thread's numbers.
+    AT_ONCE parts are in flight at the same time. They take few registers, since heads are padded to a power of two here
+    and not to the 16 of tensor cores. No step of the loop needs another thread's numbers.
     """
     g = tl.arange(0, HEADS)
     d = tl.arange(0, HEAD_PADDED)
@@ -576,7 +575,7 @@ def _merge_parts(
         weight_sum += tl.exp2(sink - top)
     merged = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
     for i in tl.range(0, active, AT_ONCE):
-        # All are loaded before any is used: else each load waits for the one before it.
+        # All are loaded before any is used: otherwise each load would wait for the previous one.
         parts: tl.tuple = ()
         for j in tl.static_range(AT_ONCE):
             part = _part(partial_ptr, lse_ptr, first_line, i + j, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
@@ -593,7 +592,7 @@ def _part(
     partial_ptr, lse_ptr, first_line, i, active, g, d,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms [heads] and results [heads, head_dim] of part i; of one that there is not, -inf and 0."""
+    """Log-sum-exp [heads] and results [heads, head_dim] of part i; -inf and 0 where there is no such part."""
     line = first_line + i * NUM_Q_HEADS
     g_ok = g < tl.where(i < active, GROUP, 0)
     ok = g_ok[:, None] & (d < HEAD_DIM)[None, :]

@@ -1,13 +1,12 @@
 """Decode attention over latents (MLA, absorbed; DeepSeek-AI, 2024) in the paged cache, in the Triton language.
 
-All query heads share one latent a token, whose leading part is the value too: each is brought to shared memory once and
-multiplied twice. A program has a block of rows, heads of one or more query tokens, and a share of the cache.
+All query heads share one latent per token, whose leading part is also the value: each is loaded to shared memory once
+and used in two matmuls. A program has a block of rows, heads of one or more query tokens, and a share of the cache.
 
-As many programs as run at once share the tiles of all sequences evenly, as Stream-K (Osama et al., 2023) does it for
-GEMMs. They lie one behind the other for this: a program ends one sequence's part, computes whole sequences and begins
-another's. Where shares begin, each finds out from the lengths, so that nothing is planned on the host and one captured
-graph serves every length. A second kernel merges sequences that several programs had parts of (flash decoding, Dao et
-al., 2023).
+Persistent programs share the concatenated tiles of all sequences evenly, as Stream-K (Osama et al., 2023) does for
+GEMMs: a program finishes one sequence's part, computes whole sequences and begins another's part. Each computes from
+the lengths where its share begins, so that nothing is planned on the host and one captured graph serves every length. A
+second kernel merges the sequences that several programs had parts of (flash decoding, Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from minisgl_backend.kernels.shared_memory import LARGEST
 from minisgl_backend.kv.layout import FP8
 
 LOG2_E = 1.4426950408889634
-MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
+MAX_WORKERS = 264  # per block of rows: two on each of 132 multiprocessors
 LEAST_TILES = 1  # of a program's share
-FEW_ROWS = 256  # of a batch: up to here programs that merge share the numbers of a row, and read more parts at once
+FEW_ROWS = 256  # rows of a batch up to which several programs merge one row, and read more parts at once
 
 
 @dataclass(frozen=True)
 class LatentDecodeShape:
-    """How a batch is cut into programs."""
+    """How a batch is split into programs."""
 
-    rows: int  # of a program: query heads, of one token after the other
-    tile: int  # tokens a loop step
+    rows: int  # of a program: query heads of consecutive tokens
+    tile: int  # tokens per loop step
     num_warps: int
     num_stages: int
     workers: int  # programs of one block of rows
 
 
 class LatentDecodeWorkspace:
-    """Partial results: of a worker's share there are two parts of sequences that others have parts of, at most."""
+    """Partial results: at most two sequences of a worker's share are shared with other workers."""
 
     def __init__(self, num_rows: int, rank: int, max_batch: int, device: torch.device) -> None:
         """num_rows: query heads of all query tokens of a sequence, at most."""
         self.partial = torch.empty(2 * MAX_WORKERS * num_rows * rank, dtype=torch.float32, device=device)
         self.lse = torch.empty(2 * MAX_WORKERS * num_rows, dtype=torch.float32, device=device)
-        # Of each sequence, the worker that has its first part, and how many have one.
+        # For each sequence, the worker that has its first part, and the number of workers that have a part.
         self.parts = torch.empty(2 * max_batch, dtype=torch.int32, device=device)
         self.batch_padded = triton.next_power_of_2(max_batch)
 
 
-# Bytes of shared memory that these cuts take with latents of 512 + 64 numbers of 16 bits, as they are compiled.
+# Bytes of shared memory that the compiled kernels take with latents of 512 + 64 numbers of 16 bits.
 _MANY_ROWS = ((64, 64, 8, 2, 221_184), (32, 64, 8, 2, 114_688), (32, 32, 4, 3, 75_780), (16, 32, 4, 3, 56_324))
 _FEW_ROWS = ((16, 64, 4, 2, 94_208), (16, 32, 4, 3, 56_324))
 _FLOAT32 = (16, 16, 4, 2)
@@ -62,24 +61,24 @@ _FLOAT32 = (16, 16, 4, 2)
 def latent_decode_shape(
     batch: int, num_rows: int, num_sms: int = 132, shared: int = LARGEST, *, half_precision: bool = True
 ) -> LatentDecodeShape:
-    """The cut that was measured best on an H100 (benchmarks/kernels); num_rows: query heads of all query tokens of a
-    sequence, shared: bytes of a multiprocessor's memory.
+    """The shape that was measured best on an H100 (benchmarks/kernels); num_rows: query heads of all query tokens of a
+    sequence, shared: bytes of a multiprocessor's shared memory.
 
-    16 rows are bound by the memory, and two programs run at once on a multiprocessor; 64 rows are what one program's
-    registers hold, and of one sequence 32 leave more programs.
+    16 rows are memory-bound, and two programs run at once on a multiprocessor; 64 rows are what one program's registers
+    hold; for a single sequence, 32 rows give more programs.
     """
     most = 16 if num_rows <= 16 else 32 if num_rows <= 32 or batch == 1 else 64
     cuts = _FEW_ROWS if most == 16 else [cut for cut in _MANY_ROWS if cut[0] <= most]
     rows, tile, num_warps, num_stages = next((cut[:4] for cut in cuts if cut[4] <= shared), cuts[-1][:4])
     if not half_precision:
         rows, tile, num_warps, num_stages = _FLOAT32
-    at_once = 2 if rows == 16 and batch > 1 else 1  # programs of a multiprocessor
+    at_once = 2 if rows == 16 and batch > 1 else 1  # programs per multiprocessor
     workers = min(MAX_WORKERS, max(1, at_once * num_sms // triton.cdiv(num_rows, rows)))
     return LatentDecodeShape(rows, tile, num_warps, num_stages, workers)
 
 
 def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
-    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled."""
+    """Batch sizes up to max_batch, ascending: the smallest for each distinct compiled kernel."""
     firsts = (1, 2, FEW_ROWS // num_rows + 1)
     return tuple(sorted({batch for batch in firsts if 1 <= batch <= max_batch}))
 
@@ -102,8 +101,8 @@ def latent_decode_attention(
     """Absorbed queries to attention output [batch * num_queries, num_q_heads, rank].
 
     q [batch * num_queries, num_q_heads, rank] and cache [num_pages, 1, page_size, rank + rope_dim], both contiguous;
-    q_rope [batch * num_queries, num_q_heads, rope_dim], parts of longer rows; rows, kv_lens int32 [batch]. Query tokens
-    of a sequence are the last `num_queries` of its kv_lens tokens, causal. kv_scale: of a cache in FP8.
+    q_rope [batch * num_queries, num_q_heads, rope_dim], may be strided; rows, kv_lens int32 [batch]. Query tokens of a
+    sequence are the last `num_queries` of its kv_lens tokens, causal. kv_scale: of a cache in FP8.
     """
     (tokens, num_heads, rank), rope = q.shape, q_rope.shape[2]
     batch, num_rows = tokens // num_queries, num_queries * num_heads
@@ -168,7 +167,7 @@ def _latent_decode_kernel(
         q_rope_row = q_rope_ptr + line // NUM_HEADS * q_stride_t + r % NUM_HEADS * q_stride_h
         q_rope = tl.load(q_rope_row[:, None] + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
         q, q_rope = for_cache(q, FP8), for_cache(q_rope, FP8)
-        last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
+        last = kv_len - QUERIES + r // NUM_HEADS  # last token that the row's query sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
@@ -206,7 +205,7 @@ def _latent_decode_kernel(
         if (tile == before) & (part_stop == after):
             tl.store(out_ptr + line[:, None] * RANK + d[None, :], result.to(out_ptr.dtype.element_ty), mask=latent_ok)
         else:
-            # A worker's first part continues a sequence, its last one begins one.
+            # A worker's first part continues a sequence, its last part begins one.
             place = (2 * worker + (tile == before).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
             tl.store(partial_ptr + place[:, None] * RANK + d[None, :], result, mask=latent_ok)
             tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
@@ -220,7 +219,7 @@ def _merge_kernel(
     out_ptr, partial_ptr, lse_ptr, parts_ptr,
     NUM_ROWS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean of a sequence's parts, in their order, of one row and some of a latent's numbers."""
+    """The weighted mean of a sequence's parts, in part order, for one row and some of the latent's numbers."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()

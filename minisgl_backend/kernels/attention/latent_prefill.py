@@ -1,7 +1,7 @@
 """Prefill attention to keys and values expanded from latents (MLA; DeepSeek-AI, 2024), in the Triton language.
 
 A head's key is in two parts: its own, and the rotated one that all heads share. Online softmax over tiles of keys
-(FlashAttention-2, Dao 2023), which goes on from what earlier pieces of a sequence's keys gave.
+(FlashAttention-2, Dao 2023), which continues from the result over earlier pieces of a sequence's keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from minisgl_backend.kernels.attention.latent_decode import LOG2_E
 from minisgl_backend.kernels.shared_memory import shared_memory
 
-SHORT = 64  # queries of a segment, up to which tiles are smaller
+SHORT = 64  # queries of a segment up to which tiles are smaller
 
 
 def latent_prefill_attention(
@@ -31,8 +31,9 @@ def latent_prefill_attention(
     """Adds attention to some keys to `out` [num_tokens, num_q_heads, v_dim], contiguous.
 
     q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim], contiguous;
-    keys [num_keys, rope_dim], contiguous; segments int32 [num_segments, 6], as of `attention.latent.Piece`; lse float32
-    [num_tokens, num_q_heads], of what is in `out`. max_q_len: the longest segment's queries, a host integer.
+    keys [num_keys, rope_dim], contiguous; segments int32 [num_segments, 6], see `attention.latent.Piece`; lse float32
+    [num_tokens, num_q_heads], the log-sum-exp of what is in `out`. max_q_len: the longest segment's queries, a host
+    integer.
     """
     num_heads, v_dim = out.shape[1:]
     nope, rope = expanded.shape[2] - v_dim, keys.shape[1]
@@ -47,7 +48,7 @@ def latent_prefill_attention(
 
 
 def prefill_tiles(sizes: Sequence[int], item_bytes: int, max_q_len: int, shared: int) -> tuple[int, int]:
-    """Queries and keys of a program's tiles, which fit into `shared` bytes. sizes: of nope, rope and value, padded."""
+    """(Queries, keys) of a program's tiles, which fit into `shared` bytes. sizes: padded nope, rope and value sizes."""
     nope, rope, value = sizes
     tiles = ((128, 64), (64, 64), (64, 32), (32, 64), (32, 32), (16, 16))
     for tile_q, tile_kv in tiles if item_bytes == 2 else tiles[-1:]:

@@ -1,4 +1,4 @@
-"""Between the projections and attention over latents (MLA): norm, rotation and store of a token, in one kernel."""
+"""`Ops.latent_store` (MLA) in one kernel: norm, rotation and store of a token's latent and rotated queries."""
 
 from __future__ import annotations
 

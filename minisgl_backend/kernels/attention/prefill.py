@@ -35,7 +35,7 @@ def prefill_attention(
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
     max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
-    chunk: chunk size in tokens, where a query sees its own chunk alone; 0: no chunks. soft_cap and sinks: as in
+    chunk: chunk size in tokens, where a query only sees its own chunk; 0: no chunks. soft_cap and sinks: as in
     decode_attention.
     """
     _, num_q_heads, head_dim = q.shape
@@ -59,7 +59,7 @@ def prefill_attention(
 
 
 def long_tiles_fit(head_dim: int, shared: int) -> bool:
-    """Whether 128 queries, keys and values of 64 tokens, and their scores, of 16 bits, are at most `shared` bytes."""
+    """Whether tiles of 128 queries and 64 keys and values, and their scores, in 16 bits, fit into `shared` bytes."""
     return 2 * ((128 + 2 * 64) * triton.next_power_of_2(head_dim) + 128 * 64) <= shared
 
 
@@ -98,9 +98,9 @@ def _prefill_kernel(
     acc = tl.zeros([TILE_Q, HEAD_PADDED], tl.float32)
     end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
     begin = 0
-    if CHUNKED:  # the tile that the first query's chunk begins in
+    if CHUNKED:  # the tile in which the first query's chunk begins
         begin = (kv_len - q_len + tile * TILE_Q) // WINDOW * WINDOW // TILE_KV * TILE_KV
-    elif WINDOW:  # the tile that its window touches
+    elif WINDOW:  # the tile in which its window begins
         begin = tl.maximum(kv_len - q_len + tile * TILE_Q - WINDOW + 1, 0) // TILE_KV * TILE_KV
     for start in tl.range(begin, end, TILE_KV):
         token = start + n

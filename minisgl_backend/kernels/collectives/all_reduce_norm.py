@@ -1,27 +1,26 @@
 """Sum over ranks, residual addition and RMSNorm in one kernel, over memory that the ranks' GPUs share, in the Triton
 language.
 
-A decode step of a large model has two all-reduces a layer, each of some kilobytes, so that only their latency counts.
-Here each rank writes its part straight into the other GPUs' memory and adds up what the others have written into its
+A decode step of a large model has two all-reduces a layer, each of some kilobytes, so only their latency counts. Here
+each rank writes its partial sums straight into the other GPUs' memory and adds up what the others have written into its
 own: the one-shot all-reduce of TensorRT-LLM and of vLLM's custom all-reduce. There is no barrier and no flag either.
-The data itself says that it has come: a place that is empty holds the bits of -0.0, and a part that is -0.0 is sent as
-0.0. NCCL's LL protocol does alike with a flag beside each word, TensorRT-LLM's Lamport kernels with the same sentinel.
+The data itself signals its arrival: an empty buffer holds the bits of -0.0, and a number that is -0.0 is sent as 0.0.
+NCCL's LL protocol does the same with a flag next to each word, TensorRT-LLM's Lamport kernels with the same sentinel.
 
-Parts are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added before
-the one rounding, as in a GEMM of one rank.
+Partial sums are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added
+before the one rounding, as in a GEMM of one rank.
 
-Why nobody overwrites what is still to be read: every row has two places for each source, used in turns, and its own
-turn. Rank P writes a row's place again in its call n + 2. It has then ended call n + 1, for which it needed
-this rank's part, sent in this rank's call n + 1. That began when this rank's call n had ended, which had read the place
-and marked it empty. Calls follow one another on one stream; with `pdl` a kernel still sends only after the one before
-it has ended.
+Why no buffer is overwritten before it is read: every row has two buffers for each source, used alternately. Rank P
+writes a buffer again in its call n + 2. It has then ended call n + 1, for which it needed this rank's partial sum, sent
+in this rank's call n + 1. That began when this rank's call n had ended, which had read the buffer and marked it empty.
+Calls follow one another on one stream; with `pdl` a kernel still sends only after the one before it has ended.
 
-Why it cannot deadlock: programs are no more than fit on the device at the same time (`programs_each`, and a bound on
-registers that the compiler has to keep to), and each sends all of its rows before it waits for any; with `ahead` at
-least the one that it waits for and all before it, so that of the ranks' programs for the same rows, the one that has
-come least far waits for what the others have sent. A rank that never sends is found by the host (see
-tensor_parallel.py), which sets `stop`: kernels that wait look at it about every millisecond, and go on with results
-that nobody may use.
+Why it cannot deadlock: no more programs are launched than fit on the device at the same time (`programs_each`, and a
+bound on registers that the compiler has to keep to), and each sends all of its rows before it waits for any. With
+`ahead` it sends at least the row that it waits for and all rows before it: of the ranks' programs for the same rows,
+the one that lags behind waits for rows that the others have sent already. A rank that never sends is found by the host
+(see tensor_parallel.py), which sets `stop`: waiting kernels poll it about every millisecond, and go on with results
+that must not be used.
 """
 
 from __future__ import annotations
@@ -37,34 +36,34 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import pdl_options
 
-# Rows of which all are sent before any is received. Of more, sending one while another is on its way is faster: 48.9
+# Up to this number of rows all are sent before any is received. With more rows it is faster to overlap the two: 48.9
 # instead of 59.6 us for 1,408 rows of 5,120 on two H200s.
 MOST_SENT_FIRST = 512
 PLACES = 2  # of each row and source, see above
-SPINS = tl.constexpr(1024)  # between two looks at `stop`
+SPINS = tl.constexpr(1024)  # between two reads of `stop`
 REGISTERS = 65536  # of a multiprocessor, since compute capability 5.0
 MOST_REGISTERS = 255  # of a thread
-TWO_HOLD = 16384  # ranks times numbers that two programs hold in half of these each, in 16 bits, and spill nothing
+TWO_HOLD = 16384  # ranks * 16-bit numbers that a program holds in half of the registers without spilling
 _EMPTY = {2: -(1 << 15), 4: -(1 << 31)}  # -0.0, by bytes of a number
 _WORDS = {2: tl.int16, 4: tl.int32}
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """What the kernel needs to know of one rank and the memory of all.
+    """Buffers of one rank and addresses of all ranks' buffers, as the kernel needs them.
 
-    An inbox is [PLACES, size - 1 sources, max_rows, hidden] numbers, `empty_word` in all of them at first. Sources are
-    counted from the rank after the inbox's own.
+    An inbox is [PLACES, size - 1 sources, max_rows, hidden] numbers, at first all `empty_word`. Sources are counted
+    from the rank after the inbox's own.
     """
 
     rank: int
     size: int
     max_rows: int
     hidden: int
-    addresses: torch.Tensor  # int64 [size], device: of each rank's inbox, as this process sees them
-    turns: torch.Tensor  # int32 [max_rows], device, zeros at first: the place of each row's next sum
+    addresses: torch.Tensor  # int64 [size], device: addresses of the ranks' inboxes in this process
+    turns: torch.Tensor  # int32 [max_rows], device, zeros at first: which buffer each row's next sum uses
     stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
-    num_programs: int  # that certainly run at the same time
+    num_programs: int  # programs that are guaranteed to run at the same time
 
     @staticmethod
     def num_bytes(size: int, max_rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -73,22 +72,21 @@ class Inboxes:
 
 
 def programs_each(size: int, hidden: int) -> int:
-    """Programs that certainly run on one multiprocessor at the same time. Its registers are enough for one, whatever
-    the compiler makes of it; two share them where a sum of so many ranks and numbers needs no more (`launch_options`).
-    """
+    """Programs that are guaranteed to run on one multiprocessor at the same time. One always fits; two fit where half
+    of the registers is enough for this number of ranks and hidden size (`launch_options`)."""
     return 2 if size * triton.next_power_of_2(hidden) <= TWO_HOLD else 1
 
 
 @cache
 def launch_options(size: int, hidden: int) -> Mapping[str, int]:
-    """Of the compiled kernel. `maxnreg`: no more registers than leave room for `programs_each`."""
+    """Launch options. `maxnreg` limits the registers so that `programs_each` programs fit."""
     num_warps = 8 if triton.next_power_of_2(hidden) >= 2048 else 4
     registers = REGISTERS // (programs_each(size, hidden) * 32 * num_warps)
     return {"num_warps": num_warps, **({"maxnreg": registers} if registers < MOST_REGISTERS else {})}
 
 
 def empty_word(dtype: torch.dtype) -> int:
-    """The bits of an empty place, as a signed integer of the number's size."""
+    """The bits of an empty buffer element, as a signed integer of the dtype's size."""
     return _EMPTY[dtype.itemsize]
 
 
@@ -104,14 +102,14 @@ def reduce_norm(
     receive: bool = True,
     ahead: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + the ranks' sum of `partial`, and that over its root mean square, times `weight`.
+    """All-reduce, residual addition and RMSNorm: returns (residual + sum of the ranks' `partial`, its norm * weight).
 
-    partial and residual [rows, hidden], contiguous, of one type; the first result is written over `residual`. All ranks
-    call this with the same shapes in the same order. `send` and `receive` are the two halves of it, for tests that run
+    partial and residual [rows, hidden], contiguous, of one dtype; the first result is written over `residual`. All
+    ranks call this with the same shapes in the same order. `send` and `receive` are its two halves, for tests that run
     the ranks one after the other.
 
-    `ahead`: of a program's rows, how many it sends before it waits for the first, 0 for all; None: what was measured
-    to be faster for so many rows.
+    `ahead`: rows that a program sends before it waits for the first, 0 for all; None: the value that was measured to be
+    faster for this number of rows.
     """
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
@@ -161,7 +159,7 @@ def _reduce_norm_kernel(
                     )
             place = tl.load(turns_ptr + row)
             start = (wide + row) * HIDDEN
-            # All of these are on their way while the program waits; they take half the registers until they are needed.
+            # All of these loads are in flight while the program waits, packed in half the registers until needed.
             own = tl.load(partial_ptr + start + i, mask=ok, other=0.0)
             residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0)
             weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
@@ -187,7 +185,7 @@ def _reduce_norm_kernel(
             x = hidden.to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
             tl.store(out_ptr + start + i, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
-            tl.store(turns_ptr + row, 1 - place)  # no count, which would end where 32 bits do
+            tl.store(turns_ptr + row, 1 - place)  # a bit and not a counter, which would overflow
 
 
 @triton.jit

@@ -1,21 +1,22 @@
 """All-reduce by copy engines, overlapped with GEMMs of the other micro-batch.
 
-Of a long prompt the all-reduce of one micro-batch overlaps the other's GEMMs (`TensorParallel.micro_batches`). NCCL
-sums with a kernel, and that holds multiprocessors which the GEMM needs: it has as many programs as there are
-multiprocessors, with equal shares of the tiles, so those that get no place at once begin when the sum has ended and
-make the GEMM longer by as much as the sum took. A copy to another GPU's memory needs no multiprocessor; torch's
-asynchronous tensor parallelism moves its parts like this too. What is left, the addition, is done by the norm that
-comes next, on its way. Every rank sends all of its part to every other, which for two ranks is what a ring sends.
+For a long prompt the all-reduce of one micro-batch overlaps the other's GEMMs (`TensorParallel.micro_batches`). NCCL
+sums with a kernel, which holds multiprocessors that the GEMM needs. The GEMM has one program for each multiprocessor,
+with equal shares of the tiles: programs that cannot start at once begin when the sum has ended, and the GEMM takes
+longer by as much as the sum took. A copy to another GPU's memory needs no multiprocessor; torch's asynchronous tensor
+parallelism also moves its parts like this. The addition that is left is fused into the next norm. Every rank sends its
+whole partial sum to every other, which for two ranks is what a ring sends.
 
-Parts are added in float32 in the order of the ranks, so that every rank has the same bits, and the residual before the
-sum is rounded.
+Partial sums are added in float32 in the order of the ranks, so that every rank has the same bits; the residual is added
+before the sum is rounded.
 
-Behind each copy, on the same stream, a count is written into the other GPU's memory, and the kernel that adds looks at
-it before it reads what came. Counts go round: what matters is whether one is behind another.
+After each copy, on the same stream, the sum's number is written into the other GPU's memory; the adding kernel waits
+for it before it reads the data. Numbers wrap around at 32 bits: only their difference matters.
 
-Why nobody overwrites what is still to be read: there are PLACES places, used in turns, and no rank begins a sum while
-PLACES / 2 others have begun on its stream and not ended. So a rank that sends sum n has ended sum n - PLACES / 2, for
-which it needed the others' parts; they sent these behind the end of their sum n - PLACES, in whose place it is written.
+Why no buffer is overwritten before it is read: there are PLACES buffers, used in rotation, and no rank begins a sum
+while PLACES / 2 others have begun on its stream and not ended. So a rank that sends sum n has ended sum n - PLACES / 2,
+for which it needed the others' partial sums; they sent these after the end of their sum n - PLACES, whose buffer sum n
+is written to.
 
 Why it cannot deadlock: copies and counts need no multiprocessor, and wait for nothing but the GEMMs before them. A
 rank that never sends is found by the host, which sets `stop`, as in all_reduce_norm.py.
@@ -41,18 +42,18 @@ from minisgl_backend.kernels.collectives.peer_memory import (
 )
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
-PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
-SPINS = tl.constexpr(1024)  # between two looks at `stop`
-_PROGRAMS_EACH = 4  # of a multiprocessor, at most
+PLACES = 4  # buffers; at most half as many sums are in flight
+SPINS = tl.constexpr(1024)  # between two reads of `stop`
+_PROGRAMS_EACH = 4  # programs per multiprocessor, at most
 _COUNT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A rank's part of a sum, on its way to the others."""
+    """A rank's partial sum, being copied to the others."""
 
     number: int  # of the sum; this rank's first is 1
-    left: torch.cuda.Event  # all of it has been read
+    left: torch.cuda.Event  # all of the source has been read
 
 
 def add_norm(
@@ -68,12 +69,12 @@ def add_norm(
     stop: int,
     num_programs: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + the ranks' sum of their parts, and that over its root mean square, times `weight`.
+    """Ends an all-reduce: returns (residual + sum of the ranks' partial sums, its RMSNorm * weight).
 
-    partial and residual [rows, hidden], contiguous, of one type; the first result is written over `residual`. received
-    [size - 1, at least rows, hidden], of the ranks after this one. `counts`: address of int32 [size - 1], the number of
-    the last sum that has come from each of these; waits for `number`, in 32 bits with a sign, or until the int32 at
-    address `stop` is not 0.
+    partial and residual [rows, hidden], contiguous, of one dtype; the first result is written over `residual`. received
+    [size - 1, at least rows, hidden], from the ranks after this one. `counts`: address of int32 [size - 1], the number
+    of the last sum received from each of them; waits for `number` (signed 32 bits), or until the int32 at address
+    `stop` is not 0.
     """
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
@@ -101,7 +102,7 @@ def _add_norm_kernel(
             spins += 1
             if spins % SPINS == 0:
                 stopped = tl.load(stop_ptr, volatile=True)
-        # What came before the count is seen from here on.
+        # From here on, all data written before the count is visible.
         tl.atomic_add(counts_ptr + source, 0, sem="acquire", scope="sys")
     i = tl.arange(0, PADDED)
     ok = i < HIDDEN
@@ -125,8 +126,8 @@ def _add_norm_kernel(
 
 
 class PeerCopies:
-    """One rank's part in the sums. All ranks make theirs at the same time, and call it in the same order; no call is
-    captured, since the place of a sum is chosen on the host."""
+    """One rank's side of the sums. All ranks construct it at the same time and call it in the same order. No call can
+    be captured in a CUDA graph, since the host chooses the buffer of a sum."""
 
     def __init__(
         self,
@@ -139,16 +140,16 @@ class PeerCopies:
         stop: torch.Tensor,
         num_programs: int,
     ) -> None:
-        """inbox [PLACES, size - 1, max_rows, hidden], by the ranks after this one; `counts`: address of this rank's;
-        others: by rank, where they want what this one sends, [PLACES, max_rows, hidden], and the address of its count.
-        """
+        """inbox [PLACES, size - 1, max_rows, hidden], written by the ranks after this one; `counts`: address of this
+        rank's; others: of each other rank, its buffer for this rank's data, [PLACES, max_rows, hidden], and the address
+        of this rank's count there."""
         self._rank = rank
         self._size = size
         self._inbox = inbox
         self._others = dict(others)
         self._counts = counts
         self._memory = memory
-        self._stop = stop  # int32 [1] on the host, which the device sees
+        self._stop = stop  # int32 [1] in host memory mapped to the device
         self._num_programs = num_programs
         self._stream = torch.cuda.Stream(inbox.device)
         self._number = 0  # of the last sum that has begun
@@ -165,7 +166,7 @@ class PeerCopies:
         gather: Gather,
         minimum: Minimum,
     ) -> PeerCopies:
-        """For sums of up to max_rows rows, and MOST_COPY_BYTES. `gather` and `minimum` are the ranks' own.
+        """For sums of up to max_rows rows and MOST_COPY_BYTES. `gather` and `minimum`: collectives of the ranks.
 
         Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
         """
@@ -204,7 +205,7 @@ class PeerCopies:
         return rows <= self._inbox.shape[2]
 
     def send(self, partial: torch.Tensor) -> Sent:
-        """Begins a sum of `partial`, [rows, hidden], contiguous, behind what the current stream does now."""
+        """Begins a sum of `partial`, [rows, hidden], contiguous, after the work queued on the current stream."""
         self._number += 1
         place, rows = self._number % PLACES, len(partial)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -219,23 +220,23 @@ class PeerCopies:
     def add_norm(
         self, sent: Sent, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ends the sum, the first of those that have not ended: as the module's `add_norm`."""
-        torch.cuda.current_stream().wait_event(sent.left)  # nothing is written over `partial` before
+        """Ends the oldest sum in flight, see the module's `add_norm`."""
+        torch.cuda.current_stream().wait_event(sent.left)  # `partial` may be overwritten only after this
         return add_norm(
             partial, self._inbox[sent.number % PLACES], residual, weight, eps, rank=self._rank, counts=self._counts,
             number=_signed(sent.number), stop=self._stop.data_ptr(), num_programs=self._num_programs,
         )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends sums that wait for a rank, now and later. Their results are not to be used. On any thread."""
+        """Ends sums that wait for a rank, now and later; their results must not be used. On any thread."""
         self._stop.fill_(1)
 
     def close(self) -> None:
-        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
         self._memory.close()
 
     def _trial(self) -> str:
-        """Two sums for each place, two on their way at the same time; what is wrong with them."""
+        """Tries two sums per buffer, two in flight at a time; returns what is wrong, or ""."""
         hidden, device, dtype = self._inbox.shape[3], self._inbox.device, self._inbox.dtype
         weight = torch.ones(hidden, dtype=dtype, device=device)
         residuals = [torch.zeros(1, hidden, dtype=dtype, device=device) for _ in range(PLACES // 2)]
@@ -245,11 +246,11 @@ class PeerCopies:
             for one, residual in zip(sent, residuals, strict=True):
                 self.add_norm(one, partial, residual, weight, 0.0)
         if not ends_in_time(self.stop):
-            return "nothing came from another rank"
+            return "no data arrived from another rank"
         expected = 4 * self._size * (self._size + 1) // 2
-        return "" if all(bool((one == expected).all()) for one in residuals) else "another number came than a rank sent"
+        return "" if all(bool((one == expected).all()) for one in residuals) else "received wrong numbers from a rank"
 
 
 def _signed(number: int) -> int:
-    """The last 32 bits, of which the highest is a sign."""
+    """The low 32 bits as a signed integer."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)

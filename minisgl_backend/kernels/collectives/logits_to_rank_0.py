@@ -1,29 +1,29 @@
 """Logits to rank 0 and its tokens back, through memory that the ranks' GPUs share, in the Triton language.
 
-Only rank 0 samples, so only rank 0 needs logits that are whole. It owns memory for those of a decode step, and the
-GEMMs of all ranks write their columns there: over NVLink while they compute the next ones, where an all-gather would
-begin when all is computed, and send everything to everyone. A kernel behind each GEMM then turns that rank's flag in
-rank 0's memory, and one of rank 0's waits for all flags. Tokens go to an inbox of every other rank, where the data says
-itself that it has come: an empty place holds a number that no token has.
+Only rank 0 samples, so only rank 0 needs whole logits. It owns a buffer for those of a decode step, and the GEMMs of
+all ranks write their columns there: over NVLink while they compute the next columns, where an all-gather would begin
+after the GEMM and send everything to every rank. After its GEMM each rank flips its flag in rank 0's memory, and a
+kernel of rank 0 waits for all flags. Tokens go to an inbox of every other rank, where the data itself signals its
+arrival: an empty entry holds a number that is no token id.
 
-A kernel that tells (a flag, a receipt) first turns a word of its own GPU's memory by an atomic that releases and
-acquires for the whole machine: all that was written before is then seen by whoever sees what it writes after. No atomic
-is in another GPU's memory: not every link has them. Turns are 0 or 1 and no count, which would end where 32 bits do.
-That is enough, since nobody is ever more than one turn ahead:
+A kernel that signals (a flag, a receipt) first flips a word in its own GPU's memory by an atomic with acquire-release
+semantics in system scope: a GPU that sees the signal then sees all that was written before it. No atomic is on another
+GPU's memory, since not every link supports them. Flags are one bit and not a counter, which would overflow. One bit is
+enough, since no rank is ever more than one step ahead:
 
-Logits. A rank writes those of step n + 1 behind the sums over all ranks of that step's forward pass, for which it needs
-rank 0's part. Rank 0 sends that part after all that was put on its stream for step n: the kernel that waits, the
-sampling, by whichever graph or kernel, and the log-probabilities. So only decode steps may go this way, captured or
-not, and their rehearsals: each is a forward pass with sums, its logits are computed once, and rank 0 has launched all
-that reads them before it launches another step (`EngineCore.step`). Prompt log-probabilities compute logits several
-times with no sum between, and stay with the all-gather, as do all other steps.
+Logits. A rank writes those of step n + 1 after the all-reduces of that step's forward pass, for which it needs rank 0's
+partial sums. Rank 0 sends these after everything on its stream for step n: the kernel that waits for flags, sampling
+(captured or not) and log-probabilities. So only decode steps, captured or not, and their warm-ups may use this: each is
+a forward pass with all-reduces, its logits are computed once, and rank 0 has launched all that reads them before it
+launches another step (`EngineCore.step`). Prompt log-probabilities compute logits several times with no all-reduce in
+between, and use the all-gather, as do all other steps.
 
-Tokens. Before it sends, rank 0 waits for every rank's receipt of what it sent before, which came long ago in a run of
-steps. A rank writes the receipt when it has taken the tokens and emptied the places. So tokens can be sent in any order
-of steps, and twice in one.
+Tokens. Before it sends, rank 0 waits for every rank's receipt of the previous tokens, which in a run of steps arrived
+long ago. A rank writes the receipt once it has read the tokens and emptied the inbox. So tokens can be sent in any
+order of steps, and twice in one.
 
-Nobody waits for what comes later in another rank's order: flags, tokens and receipts are those of calls that all ranks
-make in the same order. A rank that never comes is found by the host, which sets `stop`, as in all_reduce_norm.py.
+No rank waits for a call that another rank makes later: flags, tokens and receipts belong to calls that all ranks make
+in the same order. A rank that never signals is found by the host, which sets `stop`, as in all_reduce_norm.py.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ from minisgl_backend.kernels.collectives.peer_memory import (
     tensor_at,
 )
 
-SPINS = tl.constexpr(1024)  # between two looks at `stop`
-EMPTY = -(1 << 31)  # what no token is
+SPINS = tl.constexpr(1024)  # between two reads of `stop`
+EMPTY = -(1 << 31)  # no token id
 _EMPTY = tl.constexpr(EMPTY)
-_LOGITS = tl.constexpr(0)  # places of `Mailboxes.turns`
+_LOGITS = tl.constexpr(0)  # indices of `Mailboxes.turns`
 _TOKENS = tl.constexpr(1)
-_LINE = 128  # numbers: rows of logits begin at multiples of 256 bytes in 16 bits, as fast kernels want it
-_TRIALS = 4  # twice each turn
+_ROW_MULTIPLE = 128  # numbers: 16-bit rows of logits are aligned to 256 bytes, as fast kernels need
+_TRIALS = 4  # each value of the flags twice
 
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """What the kernels need to know of one rank and the memory of all; addresses are as this process sees them."""
+    """Flags and inboxes of one rank and addresses of all ranks' ones, in this process's address space."""
 
     rank: int
     size: int
     max_rows: int
-    flags: int  # address of int32 [size] in rank 0's memory, zeros at first: the turn of each rank's last logits
-    receipts: int  # of int32 [size] there, zeros at first: the turn of the tokens that each rank has received last
+    flags: int  # address of int32 [size] in rank 0's memory, zeros at first: the bit of each rank's last logits
+    receipts: int  # of int32 [size] there, zeros at first: the bit of the tokens that each rank has received last
     inboxes: torch.Tensor  # int64 [size], device: addresses of int32 [2 * max_rows], EMPTY at first; rank 0 has none
-    turns: torch.Tensor  # int32 [2], device, zeros at first: of this rank's next logits and tokens
+    turns: torch.Tensor  # int32 [2], device, zeros at first: the bits of this rank's next logits and tokens
     stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
 
 
 def tell(boxes: Mailboxes) -> None:
-    """Tells rank 0 that what this stream has written so far is there. On another rank."""
+    """Signals rank 0 that what this stream has written so far is there. On another rank."""
     _tell_kernel[(1,)](boxes.turns, boxes.flags, RANK=boxes.rank, num_warps=1)
 
 
 def wait(boxes: Mailboxes) -> None:
-    """Waits until all others have told. On rank 0."""
+    """Waits until all others have signalled. On rank 0."""
     _wait_kernel[(1,)](boxes.turns, boxes.flags, boxes.stop, SIZE=boxes.size, num_warps=1)
 
 
@@ -141,11 +141,11 @@ def _receive_kernel(
         spins += 1
         if spins % SPINS == 0:
             stopped = tl.load(_words(stop), volatile=True)
-    tl.debug_barrier()  # no thread empties what another one has not seen
+    tl.debug_barrier()  # no thread empties an entry that another has not read
     tl.store(inbox + i, tl.full([PADDED], _EMPTY, tl.int32), mask=ok)
-    # After a stop nobody may use what this returns, but what follows looks up tokens by it.
+    # After a stop these tokens must not be used, but later kernels still index tables with them.
     tl.store(tokens_ptr + i, tl.where(tokens == _EMPTY, 0, tokens), mask=ok)
-    tl.debug_barrier()  # all places are empty before one thread says so
+    tl.debug_barrier()  # all entries are empty before one thread sends the receipt
     turn = tl.atomic_xor(turns_ptr + _TOKENS, 1, sem="acq_rel", scope="sys")
     tl.store(_words(receipts) + RANK, 1 - turn)
 
@@ -168,8 +168,8 @@ def _words(address):
 
 
 class PeerLogits:
-    """One rank's part in logits and tokens of decode steps. All ranks make theirs at the same time, and call it in the
-    same order; which steps may use it, the module's docstring says."""
+    """One rank's side of the logits and tokens of decode steps. All ranks construct it at the same time and call it in
+    the same order; the module's docstring says which steps may use it."""
 
     def __init__(
         self, logits: torch.Tensor, vocab_size: int, boxes: Mailboxes, memory: PeerMemory, stop: torch.Tensor
@@ -178,7 +178,7 @@ class PeerLogits:
         self._vocab_size = vocab_size
         self._boxes = boxes
         self._memory = memory
-        self._stop = stop  # int32 [1] on the host, which the device sees
+        self._stop = stop  # int32 [1] in host memory mapped to the device
 
     @classmethod
     def open(
@@ -194,10 +194,10 @@ class PeerLogits:
     ) -> PeerLogits:
         """For logits [up to max_rows, vocab_size] of `dtype`.
 
-        `gather` and `minimum` are the ranks' own. Raises OSError, on all ranks alike, where the GPUs cannot reach each
-        other's memory or rank 0's has no room.
+        `gather` and `minimum`: collectives of the ranks. Raises OSError, on all ranks alike, where the GPUs cannot
+        reach each other's memory or rank 0's GPU has too little.
         """
-        width = -(-vocab_size // _LINE) * _LINE
+        width = -(-vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
         logit_bytes = max_rows * width * dtype.itemsize
         num_bytes, word = (logit_bytes + 8 * size, 0) if rank == 0 else (8 * max_rows, EMPTY)
 
@@ -231,11 +231,11 @@ class PeerLogits:
         return rows <= self._boxes.max_rows
 
     def columns(self, rows: int, start: int, count: int) -> torch.Tensor:
-        """Where a rank is to write its logits [rows, count], of the tokens from `start` on; rows are further apart."""
+        """Where a rank writes its logits [rows, count], of the token ids from `start` on; a strided view."""
         return self._logits[:rows, start : start + count]
 
     def collect(self, rows: int) -> torch.Tensor:
-        """After all ranks have written: logits [rows, vocab_size] on rank 0, nothing, [rows, 0], on others."""
+        """After all ranks have written: logits [rows, vocab_size] on rank 0, empty [rows, 0] on others."""
         if self._boxes.rank == 0:
             wait(self._boxes)
             return self._logits[:rows, : self._vocab_size]
@@ -247,18 +247,18 @@ class PeerLogits:
         (send if self._boxes.rank == 0 else receive)(token_ids, self._boxes)
 
     def stop(self) -> None:
-        """Ends what waits for a rank, now and later. The results are not to be used. On any thread."""
+        """Ends kernels that wait for a rank, now and later; their results must not be used. On any thread."""
         self._stop.fill_(1)
 
     def close(self) -> None:
-        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
         self._memory.close()
 
     def _trial(self) -> str:
-        """Logits and tokens in both turns; what is wrong with them."""
+        """Tries logits and tokens with both values of the flags; returns what is wrong, or ""."""
         rank, size, found = self._boxes.rank, self._boxes.size, []
         for trial in range(_TRIALS):
-            # The next ones are written when rank 0's sum of these has come.
+            # The next ones are written once rank 0's sum of these has arrived.
             self.columns(1, rank, 1).fill_(trial + rank)
             logits = self.collect(1)
             tokens = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
@@ -267,6 +267,6 @@ class PeerLogits:
             self.share_tokens(tokens)
             found.append(tokens)
         if not ends_in_time(self.stop):
-            return "nothing came from another rank"
+            return "no data arrived from another rank"
         expected = [[[size * trial + size * (size - 1) // 2]] * 2 for trial in range(_TRIALS)]
-        return "" if torch.stack(found).tolist() == expected else "other logits came than a rank sent"
+        return "" if torch.stack(found).tolist() == expected else "received wrong logits from a rank"

@@ -1,7 +1,7 @@
-"""Memory of each rank's GPU that the other ranks' GPUs read and write, by CUDA IPC through the driver's own interface.
+"""Memory of each rank's GPU that the other ranks' GPUs read and write, by CUDA IPC through the driver API.
 
-torch has symmetric memory for this, but it wants a process group that is registered by name, and creates NVLink
-multicast objects unless it is told not to; this is all that a sum over ranks needs of it.
+torch has symmetric memory for this, but it needs a process group that is registered by name, and creates NVLink
+multicast objects unless told not to. This is the part of it that the collectives here need.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 HANDLE_BYTES = 64
 TRIAL_S = 60.0  # the other rank may still compile the kernel
-_ENABLE_PEER_ACCESS = 1  # when it is used first
+_ENABLE_PEER_ACCESS = 1  # lazily, when it is first used
 
-Gather = Callable[[torch.Tensor], torch.Tensor]  # those of TensorParallel
+Gather = Callable[[torch.Tensor], torch.Tensor]  # as in TensorParallel
 Minimum = Callable[[int], int]
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """One allocation of this rank's, and those of the other ranks once they are opened.
+    """One allocation of this rank, and those of the other ranks once they are opened.
 
     Used by one thread at a time; `close` by any. Raises OSError where the driver is missing or refuses.
     """
@@ -57,7 +57,7 @@ class PeerMemory:
         return self._own.value
 
     def handle(self) -> bytes:
-        """What other processes of this machine open the memory with; HANDLE_BYTES long."""
+        """Handle with which other processes of this machine open the memory; HANDLE_BYTES long."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
         return bytes(handle)
@@ -75,8 +75,8 @@ class PeerMemory:
         return addresses
 
     def write_word(self, address: int, word: int, stream: torch.cuda.Stream) -> None:
-        """Writes a signed integer of 4 bytes to an address that this process sees, behind all that is on the stream:
-        who sees it sees what was written before. The stream's device does that without a multiprocessor."""
+        """Writes a signed integer of 4 bytes to an address of this process, in stream order: a reader that sees it also
+        sees what the stream wrote before. The device needs no multiprocessor for this."""
         value = ctypes.c_uint32(word)
         queue = ctypes.c_void_p(stream.cuda_stream)
         self._call("cuStreamWriteValue32_v2", queue, ctypes.c_uint64(address), value, ctypes.c_uint(0))
@@ -90,8 +90,8 @@ class PeerMemory:
             self._call("cuIpcCloseMemHandle", one)
 
     def close(self) -> None:
-        """Gives all of it back. No kernel may use it any more, and all other ranks have left: what becomes of memory
-        that is freed while another process has it open is not defined."""
+        """Frees all of it. No kernel may use it any more, and all other ranks must have called `leave`: freeing memory
+        that another process has open is undefined behaviour."""
         self.leave()
         own, self._own = self._own, ctypes.c_uint64()
         if own.value:
@@ -103,7 +103,7 @@ class PeerMemory:
         if error:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(text))
-            raise OSError(f"{name} says: {(text.value or b'?').decode()} ({error})")
+            raise OSError(f"{name} failed: {(text.value or b'?').decode()} ({error})")
 
 
 def open_together(
@@ -118,10 +118,10 @@ def open_together(
     trial: Callable[[T], str],
     problem: str = "",
 ) -> T:
-    """What `use` makes of this rank's memory and the addresses of the `others`' that it opens, by rank.
+    """Opens the memory of all ranks, and returns `use`(this rank's memory, addresses of the others', by rank).
 
-    All ranks call this at the same time, with their own `gather` and `minimum`. `trial` says what is wrong with it, ""
-    where nothing is; `problem`: what is known to be wrong before. Raises OSError, on all ranks alike, where the GPUs
+    All ranks call this at the same time, with their `gather` and `minimum`. `trial` tests the result and returns what
+    is wrong, or ""; `problem`: what is known to be wrong before. Raises OSError, on all ranks alike, where the GPUs
     cannot reach each other's memory or something is wrong on one of them.
     """
     memory, handle = None, bytes(HANDLE_BYTES)
@@ -159,7 +159,7 @@ def open_together(
 
 
 def ends_in_time(stop: Callable[[], None]) -> bool:
-    """Whether what the current stream was given ends within TRIAL_S; else it is told to, by `stop`."""
+    """Whether the work on the current stream ends within TRIAL_S; else calls `stop`, which ends it."""
     done = torch.cuda.Event()
     done.record()
     deadline = time.monotonic() + TRIAL_S
@@ -173,8 +173,8 @@ def ends_in_time(stop: Callable[[], None]) -> bool:
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that somebody else owns as a contiguous tensor of `device`, whose kernels are to use it: also where it is
-    another GPU's, of which torch's other ways to a tensor would make a tensor of that GPU."""
+    """A contiguous tensor of `device` over memory that it does not own. The memory may be on another GPU, of which
+    torch's other ways to wrap memory would make a tensor of that GPU."""
     strides = torch.empty(shape, device="meta").stride()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
@@ -182,7 +182,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 def _gpu_of(other: int, rank: int, device: torch.device) -> int:
-    """Index of another rank's GPU: those of an engine core's ranks follow each other, and `device` is this one's."""
+    """Index of another rank's GPU: the ranks of an engine core have consecutive GPUs, and `device` is this rank's."""
     return (device.index or 0) - rank + other
 
 

@@ -1,4 +1,4 @@
-"""Sums over the ranks through memory that their GPUs share: which sizes, and the state that a rank keeps for them."""
+"""All-reduce through memory that the ranks' GPUs share: which sizes it serves, and a rank's state for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from minisgl_backend.kernels.collectives.choose import most_rows
 from minisgl_backend.kernels.collectives.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
-PDL_ROWS = 64  # as in triton_ops: at more, a kernel that starts early takes room from the one that still runs
+PDL_ROWS = 64  # as in triton_ops: with more rows, a kernel that starts early takes room from the one still running
 
 
 class PeerSums:
-    """One rank's part in the sums. All ranks make theirs at the same time, and call it in the same order."""
+    """One rank's side of the sums. All ranks construct it at the same time and call it in the same order."""
 
     def __init__(self, inboxes: peer_reduce.Inboxes, memory: PeerMemory, stop: torch.Tensor, pdl: bool) -> None:
         self._inboxes = inboxes
         self._memory = memory
-        self._stop = stop  # int32 [1] on the host, which the device sees
+        self._stop = stop  # int32 [1] in host memory mapped to the device
         self._pdl = pdl
 
     @classmethod
@@ -37,7 +37,7 @@ class PeerSums:
     ) -> PeerSums:
         """Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
 
-        `gather` and `minimum` are the ranks' own; `max_rows`: of the largest sum, where it is not the usual one.
+        `gather` and `minimum`: collectives of the ranks; `max_rows`: of the largest sum, None for the default.
         """
         max_rows = most_rows(size, hidden, dtype) if max_rows is None else max_rows
         num_bytes = peer_reduce.Inboxes.num_bytes(size, max_rows, hidden, dtype)
@@ -67,7 +67,7 @@ class PeerSums:
             allocate=lambda: PeerMemory(num_bytes, peer_reduce.empty_word(dtype), dtype.itemsize, device),
             use=use,
             trial=lambda sums: sums._trial(dtype, device),
-            problem="" if max_rows else f"{hidden} numbers over {size} ranks is no size that was measured",
+            problem="" if max_rows else f"hidden size {hidden} with {size} ranks was not measured",
         )
 
     def fits(self, rows: int) -> bool:
@@ -81,15 +81,15 @@ class PeerSums:
         return peer_reduce.reduce_norm(partial, residual, weight, eps, self._inboxes, pdl=pdl)
 
     def stop(self) -> None:
-        """Ends sums that wait for a rank, now and later. Their results are not to be used. On any thread."""
+        """Ends sums that wait for a rank, now and later; their results must not be used. On any thread."""
         self._stop.fill_(1)
 
     def close(self) -> None:
-        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
         self._memory.close()
 
     def _trial(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Two sums for each place of a row; what is wrong with them."""
+        """Tries two sums per buffer of a row; returns what is wrong, or ""."""
         hidden, size = self._inboxes.hidden, self._inboxes.size
         weight = torch.ones(hidden, dtype=dtype, device=device)
         residual = torch.zeros(1, hidden, dtype=dtype, device=device)
@@ -97,6 +97,6 @@ class PeerSums:
         for _ in range(2 * peer_reduce.PLACES):
             self.reduce_norm(partial, residual, weight, 0.0)
         if not ends_in_time(self.stop):
-            return "nothing came from another rank"
+            return "no data arrived from another rank"
         expected = 2 * peer_reduce.PLACES * size * (size + 1) // 2
-        return "" if bool((residual == expected).all()) else "another number came than a rank sent"
+        return "" if bool((residual == expected).all()) else "received wrong numbers from a rank"

@@ -1,12 +1,12 @@
-// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu/library.py)
-// by GCC 11 or later.
+// CPU kernels in bfloat16 for processors with AVX-512 BF16, compiled at the first start (kernels/cpu/library.py) by GCC
+// 11 or later.
 //
-// Weights stay as checkpoints have them, one row for each output: nothing is packed, so they are in memory once. A
-// product of few rows takes the time of reading its weights. The hardware's prefetching does not follow rows of two
-// kilobytes well, so each tile of rows asks for the one after it: 1.3 times as fast at one row, 1.6 times at eight.
+// Weights stay as checkpoints have them, one row for each output: nothing is packed, so they are in memory once. A GEMM
+// of few rows takes the time of reading its weights. The hardware's prefetching does not follow rows of two kilobytes
+// well, so each tile of rows prefetches the next: 1.3 times as fast at one row, 1.6 times at eight.
 // Sums, norms, rotations, softmax and activations are float32.
 //
-// Threads are OpenMP's, and those of torch: the symbols are left to the libgomp that torch has loaded.
+// Threads are OpenMP's, shared with torch: the symbols are resolved by the libgomp that torch has loaded.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -61,8 +61,8 @@ void norm_row(const bf16* x, const bf16* weight, float eps, long size, bf16* out
   }
 }
 
-// out[r * M + m] = weights[r] . x[m], for R rows of weights and M of x; `ahead`: elements from a row to the one that
-// the next tile has in its place.
+// out[r * M + m] = weights[r] . x[m], for R rows of weights and M of x; `ahead`: elements from a row to the same row of
+// the next tile.
 template <int R, int M>
 void dot(const bf16* const* weights, const bf16* x, long size, long ahead, float* out) {
   __m512 sums[R][M];
@@ -88,14 +88,14 @@ using Dot = void (*)(const bf16* const*, const bf16*, long, long, float*);
 #define DOTS(R) {dot<R, 1>, dot<R, 2>, dot<R, 3>, dot<R, 4>, dot<R, 5>, dot<R, 6>, dot<R, 7>, dot<R, 8>}
 constexpr Dot kDots[4][kTile] = {DOTS(1), DOTS(2), DOTS(3), DOTS(4)};  // [rows of weights - 1][rows of x - 1]
 
-struct Product {
+struct Gemm {
   const bf16 *x, *weight, *bias, *residual;
   bf16* out;
   long rows, size, outputs;  // outputs: columns of out
   bool gated;
 };
 
-// gate = silu(gate) * up, of the 16 numbers that a tile has at most.
+// gate = silu(gate) * up, for the up to 16 numbers of a tile.
 void activate(float* gate, const float* up) {
   const __m512 x = _mm512_loadu_ps(gate);
   const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
@@ -103,11 +103,11 @@ void activate(float* gate, const float* up) {
   _mm512_storeu_ps(gate, _mm512_mul_ps(silu, _mm512_loadu_ps(up)));
 }
 
-// Columns [begin, end) of the result.
-void outputs_of(const Product& p, long begin, long end) {
+// Columns [begin, end) of the output.
+void outputs_of(const Gemm& p, long begin, long end) {
   float sums[4 * kTile] = {};
   const bf16* weights[4];
-  // As many rows of weights as the registers hold sums for; a gate and its up are two.
+  // Up to the number of weight rows whose sums fit in registers; a gate and its up are two.
   const long per_output = p.gated ? 2 : 1;
   const long most = (p.rows > 6 ? 3 : 4) / per_output;
   for (long n = begin, count; n < end; n += count) {
@@ -138,11 +138,11 @@ template <int D>
 void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, const int32_t* pages, long page_size,
             long page_stride, long begin, long end, float scale, float* scores) {
   const long length = end - begin, stride = (length + 15) / 16 * 16;
-  // visit(token, its line) for all tokens; a division costs as much as a line.
+  // visit(token, its cache row) for all tokens, page by page: a division costs as much as a row.
   const auto each = [&](const bf16* cache, const auto& visit) {
     for (long t = begin; t < end;) {
-      const bf16* line = cache + pages[t / page_size] * page_stride + t % page_size * D;
-      for (const long last = std::min(end, (t / page_size + 1) * page_size); t < last; t++, line += D) visit(t, line);
+      const bf16* row = cache + pages[t / page_size] * page_stride + t % page_size * D;
+      for (const long last = std::min(end, (t / page_size + 1) * page_size); t < last; t++, row += D) visit(t, row);
     }
   };
   each(k, [&](long t, const bf16* key) {
@@ -155,21 +155,21 @@ void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, c
     }
   });
   for (int g = 0; g < group; g++) {
-    float* line = scores + g * stride;
-    std::fill(line + length, line + stride, -std::numeric_limits<float>::infinity());
-    __m512 largest = _mm512_loadu_ps(line);
-    for (long t = 16; t < stride; t += 16) largest = _mm512_max_ps(largest, _mm512_loadu_ps(line + t));
+    float* row = scores + g * stride;
+    std::fill(row + length, row + stride, -std::numeric_limits<float>::infinity());
+    __m512 largest = _mm512_loadu_ps(row);
+    for (long t = 16; t < stride; t += 16) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + t));
     const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
     __m512 sum = _mm512_setzero_ps();
     for (long t = 0; t < stride; t += 16) {
-      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(line + t), top));
-      _mm512_storeu_ps(line + t, weight);
+      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(row + t), top));
+      _mm512_storeu_ps(row + t, weight);
       sum = _mm512_add_ps(sum, weight);
     }
     __m512 values[D / 16];
     for (auto& one : values) one = _mm512_setzero_ps();
     each(v, [&](long t, const bf16* value) {
-      const __m512 weight = _mm512_set1_ps(line[t - begin]);
+      const __m512 weight = _mm512_set1_ps(row[t - begin]);
       for (int i = 0; i < D / 16; i++) values[i] = _mm512_fmadd_ps(weight, load(value + 16 * i), values[i]);
     });
     const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
@@ -187,7 +187,7 @@ void minisgl_rms_norm(const bf16* x, const bf16* weight, float eps, long rows, l
   for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, eps, size, out + row * size);
 }
 
-// PlainKernels.linear: weight [outputs, size], or [2 * outputs, size] where `gated`; pointers that are null are not used.
+// PlainKernels.linear: weight [outputs, size], or [2 * outputs, size] if `gated`; null pointers are not used.
 void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, float eps, const bf16* bias,
                     const bf16* residual, int gated, long rows, long size, long outputs, bf16* out) {
   static thread_local std::vector<bf16> normed;
@@ -196,26 +196,26 @@ void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, 
     for (long row = 0; row < rows; row++) norm_row(x + row * size, norm_weight, eps, size, normed.data() + row * size);
     x = normed.data();
   }
-  const Product product = {x, weight, bias, residual, out, rows, size, outputs, gated != 0};
-  // Taken in turn: a thread that another program holds up gets less.
+  const Gemm gemm = {x, weight, bias, residual, out, rows, size, outputs, gated != 0};
+  // Blocks are scheduled dynamically: a thread that other programs slow down takes fewer.
   const long share = outputs / (16 * omp_get_max_threads());
   const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
 #pragma omp parallel for schedule(dynamic)
-  for (long n = 0; n < outputs; n += block) outputs_of(product, n, std::min(outputs, n + block));
+  for (long n = 0; n < outputs; n += block) outputs_of(gemm, n, std::min(outputs, n + block));
 }
 
-// Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is left in its place, k and v go to the caches.
+// Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is rotated in place, k and v go to the caches.
 void minisgl_rope_store(bf16* qkv, const bf16* q_norm, const bf16* k_norm, float eps, const float* cos_sin,
                         const int32_t* positions, const int32_t* slots, bf16* k_cache, bf16* v_cache, long tokens,
                         long q_heads, long kv_heads, long dim, long page_size) {
   const long width = (q_heads + 2 * kv_heads) * dim, half = dim / 2;
 #pragma omp parallel for if (tokens * width > kSerial)
   for (long token = 0; token < tokens; token++) {
-    bf16* line = qkv + token * width;
+    bf16* row = qkv + token * width;
     const float* cosines = cos_sin + positions[token] * dim;
     const long slot = slots[token], page = slot / page_size, offset = slot % page_size;
     for (long head = 0; head < q_heads + 2 * kv_heads; head++) {
-      bf16* x = line + head * dim;
+      bf16* x = row + head * dim;
       bf16* target = x;
       const long kv_head = (head - q_heads) % kv_heads;
       if (head >= q_heads) {
@@ -247,7 +247,7 @@ void minisgl_rope_store(bf16* qkv, const bf16* q_norm, const bf16* k_norm, float
   }
 }
 
-// Decode attention: q, whose lines are `q_stride` apart, over the pages of each sequence -> out [batch, q_heads, dim].
+// Decode attention: q, whose rows are `q_stride` apart, over the pages of each sequence -> out [batch, q_heads, dim].
 // Caches [num_pages, kv_heads, page_size, dim] are read in place. window 0: none. dim: 64, 128 or 256.
 void minisgl_decode_attention(const bf16* q, long q_stride, const bf16* k_cache, const bf16* v_cache,
                               const int32_t* page_table, long pages_per_row, const int32_t* rows,
@@ -270,18 +270,18 @@ void minisgl_decode_attention(const bf16* q, long q_stride, const bf16* k_cache,
   }
 }
 
-// Greedy sampling: out [2, rows] has the first place of each line's largest logit, then 1 where that is a finite number
-// and nothing in the line is NaN, else 0.
+// Greedy sampling: out [2, rows] has the first index of each row's largest logit, then 1 where that is finite and the
+// row has no NaN, else 0.
 void minisgl_argmax(const bf16* logits, long rows, long size, int32_t* out) {
 #pragma omp parallel for if (rows * size > 8 * kSerial)
   for (long row = 0; row < rows; row++) {
-    const bf16* line = logits + row * size;
+    const bf16* row_logits = logits + row * size;
     const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     __m512 largest = lowest;
     __mmask16 broken = 0;
     const auto part = [&](long i) {
       const __mmask16 inside = size - i >= 16 ? 0xffff : (1 << (size - i)) - 1;
-      const __m256i bits = _mm256_maskz_loadu_epi16(inside, line + i);
+      const __m256i bits = _mm256_maskz_loadu_epi16(inside, row_logits + i);
       const __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
       return _mm512_mask_mov_ps(lowest, inside, values);
     };

@@ -1,6 +1,6 @@
-"""The compiled kernels of `kernels.cpp`: built by the machine's C++ compiler at the first start and kept.
+"""The compiled kernels of `kernels.cpp`: built by the machine's C++ compiler at the first start and cached.
 
-A wheel cannot bring them for every processor, and a compiler needs two seconds.
+A wheel cannot carry them for every processor, and a compiler needs two seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP is the library's: it must be loaded before
+import torch  # noqa: F401  the library uses torch's OpenMP, which must be loaded before it
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
-_COMPILERS = ("c++", "g++")  # clang's OpenMP is another than torch's
+_COMPILERS = ("c++", "g++")  # clang's OpenMP is not the one that torch uses
 _COMPILE_S = 120.0
-_DIGEST_BYTES = 32  # SHA-256, behind a library that is kept
-_MOST_SAID = 500  # of a compiler's messages, the last characters
+_DIGEST_BYTES = 32  # SHA-256, at the end of a cached library
+_MAX_MESSAGE = 500  # characters: the end of what a compiler printed
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -94,20 +94,20 @@ def cpu_library() -> ctypes.CDLL | None:
 def _compilers() -> list[tuple[str, ...]]:
     """Commands of the compilers that are installed, best first: that of CXX, with its arguments, then the usual."""
     try:
-        wanted = shlex.split(os.environ.get("CXX", ""))
+        of_user = shlex.split(os.environ.get("CXX", ""))
     except ValueError:  # a quotation mark that is not closed
-        wanted = []
+        of_user = []
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for name, *arguments in filter(None, (wanted, *([name] for name in _COMPILERS))):
+    for name, *arguments in filter(None, (of_user, *([name] for name in _COMPILERS))):
         program = shutil.which(name)
         if program is not None:
-            # By what a link leads to: c++ and g++ are often the same.
+            # Keyed by the target of links: c++ and g++ are often the same.
             found.setdefault((os.path.realpath(program), *arguments), (program, *arguments))
     return list(found.values())
 
 
 def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
-    """That which is kept, where it can be loaded; else it is compiled, kept if that is possible, and loaded."""
+    """The cached library where it can be loaded; else it is compiled, cached if that is possible, and loaded."""
     kept = _kept_file(compiler)
     if kept is not None and _is_own(kept, stat.S_ISREG) and _is_whole(kept):
         try:
@@ -120,7 +120,7 @@ def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
             if kept is not None and _keep(built, kept):
                 with contextlib.suppress(_FailedError):
                     return _loaded(kept)
-            return _loaded(built)  # what is loaded needs its file no more
+            return _loaded(built)  # once loaded, its file is no longer needed
     except OSError as error:
         raise _FailedError(f"no folder to compile in: {error}") from error
 
@@ -150,16 +150,16 @@ def _run(*command: str) -> str:
             command, capture_output=True, text=True, errors="replace", check=True, timeout=_COMPILE_S
         )
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip()[-_MOST_SAID:] or f"exit status {error.returncode}"
-        raise _FailedError(f"{command[0]} cannot compile them: {said}") from error
+        message = error.stderr.strip()[-_MAX_MESSAGE:] or f"exit status {error.returncode}"
+        raise _FailedError(f"{command[0]} cannot compile them: {message}") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise _FailedError(f"{command[0]} cannot compile them: {error}") from error
     return found.stdout
 
 
 def _kept_file(compiler: tuple[str, ...]) -> Path | None:
-    """Where this compiler's library is kept, be it there or not; None: nowhere, since other users could write there, or
-    this one cannot."""
+    """Path of this compiler's library in the cache, whether it exists or not; None: it cannot be cached, since other
+    users could write there, or this one cannot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not cache.is_absolute():  # a user without a home
         return None
@@ -178,7 +178,7 @@ def _kept_file(compiler: tuple[str, ...]) -> Path | None:
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is there, no link, this user's, and nobody else may write it."""
+    """Whether it exists, is no link, belongs to this user, and no other user may write it."""
     try:
         found = path.lstat()
     except OSError:
@@ -196,15 +196,15 @@ def _is_whole(kept: Path) -> bool:
 
 
 def _keep(built: Path, kept: Path) -> bool:
-    """Puts a copy there in one step, with its digest: two starts at once bring the same. False where it cannot be
-    written."""
+    """Puts a copy with its digest at `kept` in one step, since two processes may start at once. False where it cannot
+    be written."""
     content = built.read_bytes()
     try:
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
             try:
                 copy.write(content + hashlib.sha256(content).digest())
                 copy.flush()
-                os.fsync(copy.fileno())  # else a machine that goes down may leave the name and nothing in it
+                os.fsync(copy.fileno())  # else a machine that goes down may leave an empty file
                 os.replace(copy.name, kept)
             except OSError:
                 os.unlink(copy.name)
@@ -216,6 +216,6 @@ def _keep(built: Path, kept: Path) -> bool:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home directory may be shared by machines."""
+    """The CPU flags, on which -march=native depends: a home directory may be shared by machines."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     return next((line for line in lines if line.startswith("flags")), "")

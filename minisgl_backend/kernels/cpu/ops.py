@@ -1,5 +1,5 @@
-"""`Ops` and `PlainKernels` on a CPU that multiplies bfloat16: the compiled kernels of `kernels.cpp` where they serve,
-torch elsewhere."""
+"""`Ops` and `PlainKernels` on a CPU with AVX-512 BF16: the compiled kernels of `kernels.cpp` where they apply, torch
+elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_backend.kv.layout import ONE, LayerKV
 
 
 class CpuOps(TorchOps):
-    """The contracts are those of `Ops`. Other number formats than bfloat16 are torch's."""
+    """See `Ops`. Number formats other than bfloat16 use torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -65,7 +65,7 @@ class CpuOps(TorchOps):
 
 
 class CpuPlainKernels(TorchPlainKernels):
-    """The contracts are those of `PlainKernels`. Other number formats than bfloat16 are torch's."""
+    """See `PlainKernels`. Number formats other than bfloat16 use torch."""
 
     def __init__(self, ops: CpuOps) -> None:
         super().__init__(ops)

@@ -1,6 +1,6 @@
-"""The file that remembers what was measured: JSON, the choice by number of rows of each kind of GEMM.
+"""The file that caches measured choices: JSON, for each kind of GEMM the choice by number of rows.
 
-A kind is a name in which all stands that a choice depends on: the device, versions of libraries, number format, shape.
+The name of a kind has everything that a choice depends on: the device, versions of libraries, number format, shape.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Choices = dict[str, str]  # by number of rows
 
 class ChoicesFile:
     def __init__(self, path: Path | None) -> None:
-        """path: None: nothing is remembered."""
+        """path: None: nothing is cached."""
         self._path = path
 
     def read(self, kind: str, allowed: re.Pattern[str]) -> Choices:
-        """What is remembered of a kind, and is allowed."""
+        """The cached choices of a kind that match `allowed`."""
         return {rows: choice for rows, choice in self._content().get(kind, {}).items() if allowed.fullmatch(choice)}
 
     def add(self, kind: str, choices: Choices) -> None:
-        """Of two processes that write at once one measures again later."""
+        """Adds choices. If two processes write at once, one of them measures again at its next start."""
         if self._path is None or not choices:
             return
-        with contextlib.suppress(OSError):  # a disk that cannot be written costs a measurement at the next start
+        with contextlib.suppress(OSError):  # without it, the next start measures again
             self._path.parent.mkdir(parents=True, exist_ok=True)
             known = self._content()
             content = json.dumps({**known, kind: {**known.get(kind, {}), **choices}}, indent=1)
@@ -42,7 +42,7 @@ class ChoicesFile:
                 raise
 
     def _content(self) -> dict[str, Choices]:
-        """All that is text; nothing where the file is missing or broken: it is a cache."""
+        """The file's well-formed content; empty where it is missing or broken, since it is a cache."""
         if self._path is None:
             return {}
         try:

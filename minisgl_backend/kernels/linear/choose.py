@@ -1,20 +1,21 @@
-"""Which kernel multiplies with a weight: one table for all weight formats, read from above.
+"""Which kernel computes a GEMM: one table for all weight formats, read from the top.
 
-A weight's kernels ask it for each new `LinearKey`, and `minisgl kernels` prints what it says; neither does it need
-Triton, nor a GPU. A new kernel is a row here and a branch of the class that launches it. Thresholds were measured on an
-H200 with benchmarks/kernels, norm and activation kernels counted in.
+A weight's kernels look up each new `LinearKey` in it, and `minisgl kernels` prints it; this needs neither Triton nor a
+GPU. A new kernel is a row here and a branch of the class that launches it. Thresholds were measured on an H200 with
+benchmarks/kernels, norm and activation kernels included.
 
 Which rows are `close`, so that they are measured against each other at start (measured.py), and which are not:
 
-- plain weights: none. Up to 64 rows thresholds were chosen inside chains of a whole layer's kernels, launched
-  dependently, where a kernel counts by what it leaves free for the next one as well; timed alone, others would win.
-  Of the row `cublaslt` algorithms are measured, not kernels (tuned.py).
-- FP8 and 4 bits, few rows: none, for the same reason, and since they read a half or a quarter of the bytes of all else.
-- FP8 of 33 rows or more, 4-bit gated weights of 65 to 256, with Marlin others of 129 to 256, INT8: those of libraries
-  and ours that the device has. Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would
-  have to be compiled first.
-- 4 bits, Machete: its tiles, since the one that its library takes was slower by half for some shapes, and from 257 rows
-  on dequantizing.
+- plain weights: none. Up to 64 rows, thresholds were chosen inside chains of a whole layer's kernels with PDL, where
+  the resources that a kernel leaves free for the next one count as well; timed in isolation, others would win.
+  For the row `cublaslt`, algorithms are measured and not kernels (tuned.py).
+- FP8 and 4 bits, few rows: none, for the same reason, and since they read a half or a quarter of the other kernels'
+  bytes.
+- FP8 with 33 rows or more, 4-bit gated weights with 65 to 256, other weights with Marlin and 129 to 256, INT8: the
+  kernels of libraries and ours that the device has. Where ours lost by far on Hopper (`fp8_many_rows`), it is not
+  measured: each shape would have to be compiled first.
+- 4 bits, Machete: its tiles, since the one that its library takes was slower by half for some shapes; from 257 rows on
+  also dequantizing.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, D
 from minisgl_backend.kernels.linear import machete_tiles
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
-LARGE_GATED = 120 << 20  # numbers of a gated weight from which on our kernel, with the activation alone, is faster
-LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
+LARGE_GATED = 120 << 20  # size of a gated weight from which on our kernel, fused with the activation only, is faster
+LARGE_LONG = 24 << 20  # likewise for a weight with at least as many inputs as outputs
 LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
-LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
-LEAST_TUNED_BYTES = 16 << 20  # of one weight: such a GEMM takes 8 us on an H200, of which tiles decide 0.3
-FP8_FEW_ROWS = 64  # up to which FP8 weights' bytes decide
-FP8_CLOSE_ROWS = 32  # of more, the kernels of libraries may be as fast as ours
-FP8_ROWWISE = (9, 0)  # capability from which torch multiplies FP8 with a scale for each row
-FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on Hopper
-FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
-INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
-INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
-# Kernels of vLLM with a layout of their own, the faster one first: capabilities from and up to which they are for.
+LEAST_VOCABULARY_IN = 2048  # inputs of the vocabulary GEMM, one row, from which on ours was measured to be faster
+LEAST_TUNED_BYTES = 16 << 20  # of one weight: this GEMM takes 8 us on an H200, of which tiles decide 0.3
+FP8_FEW_ROWS = 64  # up to this, a GEMM is bound by reading FP8 weights
+FP8_CLOSE_ROWS = 32  # above this, the kernels of libraries may be as fast as ours
+FP8_ROWWISE = (9, 0)  # least capability for which torch has an FP8 GEMM with a scale for each row
+FP8_BLOCK = (128, 128)  # outputs and inputs of a block in torch's block-scaled GEMM on Hopper
+FP8_ALIGNMENT = 16  # sizes of torch's `_scaled_mm` are multiples of it
+INT4_FEW_ROWS = 64  # up to this, 4-bit weights are dequantized in registers; above it, once in memory
+INT4_GATED_ROWS = 256  # likewise for gated weights, which are the largest
+# Kernels of vLLM with their own weight layout, the faster one first: least and greatest capability of each.
 SECOND_LAYOUTS: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
     {"machete": ((9, 0), (9, 0)), "marlin": ((8, 0), (99, 9))}
 )
-MARLIN_ROWS = range(17, 257)  # for which it was faster on an H100; at 512 dequantizing is
-MARLIN_CLOSE_ROWS = 128  # of more, dequantizing may be as fast
+MARLIN_ROWS = range(17, 257)  # row counts for which it was faster on an H100; at 512 dequantizing is
+MARLIN_CLOSE_ROWS = 128  # above this, dequantizing may be as fast
 # On an H100 it was faster from 17 rows up to all that were tried, 512, where dequantizing took 1.5 of its time and
-# cuBLAS with 16-bit weights 0.9. So both should meet near 3,000.
+# cuBLAS with 16-bit weights 0.9. So the two should break even near 3,000.
 MACHETE_ROWS = range(17, 2049)
 MACHETE_CLOSE_ROWS = range(257, 4097)
-INT8_ALIGNMENT = 8  # numbers that sizes of weights of cuBLAS' integer GEMM are multiples of
-SGL_ALIGNMENT = 16  # likewise of sgl-kernel's GEMMs of 8 bits
-# Capabilities from and up to which it has them.
+INT8_ALIGNMENT = 8  # weight sizes of cuBLAS' integer GEMM are multiples of it
+SGL_ALIGNMENT = 16  # likewise for sgl-kernel's 8-bit GEMMs
+# Least and greatest capability for which sgl-kernel has them.
 SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0), (9, 0))
-MEASURED_ROWS = (16, 8192)  # of which contenders are measured: powers of two from and up to these
-CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
-CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
+MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
+CPU_ROWS = 64  # largest for kernels.cpp: with more, torch's oneDNN is as fast, and faster on processors with AMX
+CPU_LANES = 32  # numbers of a register: the reduced dimension is a multiple of it
 
 
 class LinearKey(NamedTuple):
-    """What a kernel of epilogue(norm(x) @ weight.T) is chosen by: x [rows, size_in], weight [size_out, size_in]."""
+    """Key of the choice of a kernel for epilogue(norm(x) @ weight.T): x [rows, size_in], weight [size_out, size_in]."""
 
     rows: int
     size_out: int  # gate and up rows both count
@@ -73,10 +74,10 @@ class LinearKey(NamedTuple):
     bias: bool = False
     residual: bool = False
     activation: str | None = None  # layers.config.Activation, of a gated weight
-    unit_stride: bool = True  # the numbers of a row of x touch
-    into: bool = False  # the result's rows may be apart, and in another GPU's memory: no norm, no epilogue
-    block: tuple[int, int] | None = None  # outputs and inputs that a scale of the weight is for; None: one output
-    second_layout: str | None = None  # in which the weight is held as well, for the kernel of this name
+    unit_stride: bool = True  # the rows of x are contiguous
+    into: bool = False  # the result's rows may be strided, and in another GPU's memory: no norm, no epilogue
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of the weight; None: one per output
+    second_layout: str | None = None  # the kernel for which the weight is also held in a second layout
 
     @classmethod
     def of(
@@ -91,7 +92,7 @@ class LinearKey(NamedTuple):
         block: tuple[int, int] | None = None,
         second_layout: str | None = None,
     ) -> LinearKey:
-        """Of a call of `PlainKernels.linear` with a weight of size_out outputs."""
+        """The key of a call of `PlainKernels.linear` with a weight of size_out outputs."""
         rows, size_in = x.shape
         return cls(
             rows, size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
@@ -100,7 +101,7 @@ class LinearKey(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """How many numbers the weight has."""
+        """Number of elements of the weight."""
         return self.size_out * self.size_in
 
     def is_aligned(self, numbers: int) -> bool:
@@ -114,8 +115,8 @@ class LinearKey(NamedTuple):
 
 
 def _fits_small_rows(key: LinearKey, facts: DeviceFacts) -> bool:
-    """What small_rows.py asks for, whatever is faster: its tiles were chosen for numbers of two bytes, and a bias of
-    up rows is not added."""
+    """Whether small_rows.py supports a key at all: its tiles were chosen for numbers of two bytes, and it does not add
+    a bias of gated weights."""
     return (
         _on_gpu(key, facts)
         and key.rows <= MAX_ROWS
@@ -130,7 +131,7 @@ def _few_rows(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _vocabulary(key: LinearKey, facts: DeviceFacts) -> bool:
-    # Into another tensor it was not tried: the kernel's programs write two numbers each, which may have far to go.
+    # Not tried with `into`: the kernel's programs write two numbers each, possibly to another GPU's memory.
     measured = key.rows == 1 and key.size_in >= LEAST_VOCABULARY_IN and not key.into
     plain = not (key.activation or key.norm or key.residual)
     return _fits_small_rows(key, facts) and key.size_out > LARGEST_OUT and measured and plain
@@ -151,7 +152,7 @@ def _gated_sliced(key: LinearKey, facts: DeviceFacts) -> bool:
 def _gated_large(key: LinearKey, facts: DeviceFacts) -> bool:
     if not (_few_rows(key, facts) and key.activation) or key.residual or key.norm or key.weights < LARGE_GATED:
         return False
-    # With many rows, tiles of 128 outputs, one to a multiprocessor.
+    # With many rows, tiles of 128 outputs, one per multiprocessor.
     num_sms = facts.multiprocessors
     return key.rows <= 32 or 3 * num_sms // 4 <= key.size_out // 256 <= num_sms
 
@@ -169,7 +170,7 @@ def _long(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def is_tunable(size_out: int, size_in: int, dtype: torch.dtype) -> bool:
-    """Whether linear/tuned.py measures algorithms of cuBLASLt for such weights."""
+    """Whether linear/tuned.py measures algorithms of cuBLASLt for weights of this size."""
     large = size_out * size_in * dtype.itemsize >= LEAST_TUNED_BYTES
     return large and dtype in (torch.float16, torch.bfloat16) and size_out % 8 == 0 and size_in % 8 == 0
 
@@ -226,7 +227,7 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
-    # Not where a library is faster anyway: our kernel for that many rows would be compiled to be measured.
+    # Not where a library is faster anyway: our kernel would be compiled for this many rows just to be measured.
     alone = "vllm" not in facts.libraries or key.second_layout is None
     return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and alone
 
@@ -245,7 +246,7 @@ def _int4_many_close(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def layouts_on(facts: DeviceFacts) -> tuple[str, ...]:
-    """Of SECOND_LAYOUTS those whose kernels are for this device, and may be installed, the faster one first."""
+    """Those of SECOND_LAYOUTS whose kernels run on this device and may be installed, the faster one first."""
     if "vllm" not in facts.libraries or facts.capability is None:
         return ()
     return tuple(name for name, (least, most) in SECOND_LAYOUTS.items() if least <= facts.capability <= most)
@@ -268,7 +269,7 @@ def _machete_rival(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
 
 
 def is_int8_aligned(size_out: int, size_in: int) -> bool:
-    """Whether cuBLAS' integer GEMM takes such weights."""
+    """Whether cuBLAS' integer GEMM supports weights of this size."""
     return size_out % INT8_ALIGNMENT == 0 and size_in % INT8_ALIGNMENT == 0
 
 
@@ -297,11 +298,11 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("small_rows", "one row, a vocabulary: weights stream through registers", _vocabulary),
             _Row("small_rows", "one or two rows: bound by weights' bytes; norm and epilogue inside", _vector),
             _Row("small_rows", "the residual is added inside, which saves a kernel", _residual),
-            _Row("small_rows", "gated, few inputs: all weights of a program are on their way at once", _gated_sliced),
+            _Row("small_rows", "gated, few inputs: all weights of a program are in flight at once", _gated_sliced),
             _Row("small_rows", "gated, a large weight, normed before: the activation is inside", _gated_large),
             _Row("small_rows", "a small weight: launches and ramps cost more than its bytes", _small_weight),
-            # Behind a sum over ranks or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS
-            # is as fast. Behind attention, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
+            # After an all-reduce or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks; in isolation cuBLAS
+            # is as fast. For o_proj, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
             _Row("long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long),
             _Row("cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned),
             _Row("cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu),
@@ -361,20 +362,20 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
 
 
 class LinearChooser(Chooser[LinearKey]):
-    """The choices for weights of one format on one device: those of the table, and what was measured beside it."""
+    """The choices for weights of one format on one device: the table's, and the measured ones that override it."""
 
     def __init__(self, weight_format: str, facts: DeviceFacts) -> None:
         super().__init__(CANDIDATES, weight_format, facts)
         self.weight_format = weight_format
-        self._asked: dict[LinearKey, None] = {}  # with no rows
+        self._asked: dict[LinearKey, None] = {}  # keys with rows=0
         self._measured: dict[LinearKey, str] = {}  # by `representative`
 
     def asked(self, size_out: int, size_in: int) -> list[LinearKey]:
-        """As what weights of this shape were asked for until now: keys that differ in more than their rows."""
+        """The keys for which weights of this shape were used until now, without their rows."""
         return [key for key in self._asked if (key.size_out, key.size_in) == (size_out, size_in)]
 
     def prefer(self, key: LinearKey, kernel: str) -> None:
-        """Takes it for all keys with this representative that it contends for."""
+        """From now on, `kernel` is chosen for all keys with this representative for which it is a contender."""
         self._measured[key] = kernel
         self.kernel = lru_cache(maxsize=REMEMBERED)(self._kernel)
 
@@ -385,7 +386,7 @@ class LinearChooser(Chooser[LinearKey]):
 
 
 def representative(key: LinearKey) -> LinearKey:
-    """The key that is measured for this one: of as many rows, or up to twice as many."""
+    """The key whose measurement decides for this one: its rows are rounded up to `representative_rows`."""
     return key._replace(rows=representative_rows(key.rows))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper, and what torch gives cuBLAS there
-ALIGNMENT = 256  # bytes, of all addresses: what the library counts on unless it is told otherwise
+ALIGNMENT = 256  # bytes, of all addresses: what the library assumes by default
 
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32 = 0
@@ -33,7 +33,7 @@ _PLAIN_TILES = (
     "128x128 256x64 64x512 128x256 256x128 512x64 64x96 96x64 96x128 128x160 160x128 192x128 128x192 128x96 32x256 "
     "256x32"
 )
-# How many blocks share what they load: ids of 1x1, 2x1, 1x2 and 4x1 blocks, the only ones that ever won.
+# Clusters of blocks that share loads: ids of 1x1, 2x1, 1x2 and 4x1 blocks, the only ones that ever won.
 CLUSTERS = (2, 3, 5, 4)
 
 
@@ -62,9 +62,9 @@ def tile_sizes() -> dict[int, tuple[int, int]]:
 
 
 class CublasLt:
-    """The library that torch has loaded, and a handle on one device. Raises OSError where there is no such library.
+    """The library that torch has loaded, and a handle on one device. Raises OSError where there is none.
 
-    One workspace serves all GEMMs, so they must follow one another: on one stream, or on streams that wait.
+    One workspace serves all GEMMs, so they must not overlap: one stream, or streams that wait for each other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,12 +91,12 @@ class CublasLt:
             raise RuntimeError(f"{name} returned status {status}")
 
     def _create(self, create: str, destroy: str, *arguments: object) -> ctypes.c_void_p:
-        """An object of the library's, freed with this one."""
+        """Creates an object of the library, freed with this one."""
         return owned(self, self, create, destroy, *arguments)
 
 
 def owned(owner: object, lt: CublasLt, create: str, destroy: str, *arguments: object) -> ctypes.c_void_p:
-    """What `create` makes of the arguments, destroyed when `owner` is."""
+    """Handle that the library's `create` returns for the arguments; destroyed with `owner`."""
     handle = ctypes.c_void_p()
     lt.call(create, ctypes.byref(handle), *arguments)
     weakref.finalize(owner, getattr(lt.library, destroy), handle).atexit = False  # the device may be gone by then
@@ -104,10 +104,10 @@ def owned(owner: object, lt: CublasLt, create: str, destroy: str, *arguments: ob
 
 
 class Gemm:
-    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, of one type, all contiguous; but rows of
-    out may be `stride` numbers apart.
+    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, all of one dtype and contiguous, except
+    that the row stride of out may be `stride` numbers.
 
-    The library counts columns first, so for it this is out.T = weight @ x.T: its tiles are (outputs, rows).
+    The library is column-major, so for it this is out.T = weight @ x.T: its tiles are (outputs, rows).
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Gemm:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def suggestions(self, most: int) -> list[bytes]:
-        """The library's own candidates, the likeliest first."""
+        """The library's heuristic candidates, the most likely first."""
         results, found = (_Heuristic * most)(), ctypes.c_int()
         self._lt.call(
             "cublasLtMatmulAlgoGetHeuristic", self._lt.handle, self._description, self._weight, self._x, self._out,
@@ -143,7 +143,7 @@ class Gemm:
         return [bytes(result.algorithm) for result in results[: found.value] if result.state == 0]
 
     def tiles(self, algorithm: bytes) -> list[int]:
-        """The ids of tiles that this family of algorithms may have; `with_tile` says which it has for this GEMM."""
+        """Ids of tiles that this family of algorithms may have; `with_tile` tells which exist for this GEMM."""
         get, bytes_of_ids, written = "cublasLtMatmulAlgoCapGetAttribute", ctypes.c_size_t(), ctypes.c_size_t()
         chosen = _buffer(algorithm)
         self._lt.call(get, chosen, _TILES_OF_ALGORITHM, None, ctypes.c_size_t(0), ctypes.byref(bytes_of_ids))
@@ -152,7 +152,7 @@ class Gemm:
         return list(ids)
 
     def with_tile(self, algorithm: bytes, tile: int, cluster: int) -> bytes | None:
-        """`algorithm` with another tile and cluster and no split; None where the library has no such kernel."""
+        """`algorithm` with another tile and cluster and no split-K; None where the library has no such kernel."""
         changed = _buffer(algorithm)
         for (attribute, size), value in ((_TILE, tile), (_SPLIT, 1), (_REDUCTION, 0), (_CLUSTER, cluster)):
             number = ctypes.create_string_buffer(value.to_bytes(size, "little"), size)
@@ -161,7 +161,7 @@ class Gemm:
         return bytes(changed) if self.allows(bytes(changed)) else None
 
     def allows(self, algorithm: bytes) -> bool:
-        """Whether the library can compute this GEMM so, within the workspace."""
+        """Whether the library supports this GEMM with `algorithm`, within the workspace."""
         result = _Heuristic()
         status = self._lt.library.cublasLtMatmulAlgoCheck(
             self._lt.handle, self._description, self._weight, self._x, self._out, self._out, _buffer(algorithm),
@@ -170,7 +170,7 @@ class Gemm:
         return not status and result.state == 0 and result.workspace_bytes <= WORKSPACE_BYTES
 
     def out_alignment(self, algorithm: bytes) -> int:
-        """Bytes that the address of `out` and the distance of its rows have to be multiples of."""
+        """Bytes by which the address of `out` and its row stride must be aligned."""
         found = []
         for attribute in _ALIGNMENTS_OF_OUT:
             number, written = ctypes.c_uint32(), ctypes.c_size_t()
@@ -182,9 +182,9 @@ class Gemm:
         return max(found)
 
     def launcher(self, algorithm: bytes) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]:
-        """launch(weight, x, out, add): starts the GEMM on the current stream; `add` keeps what out holds.
+        """launch(weight, x, out, add): starts the GEMM on the current stream; `add` adds to what `out` holds.
 
-        RuntimeError where the library refuses, which `allows` tells beforehand.
+        RuntimeError where the library refuses; `allows` tells beforehand.
         """
         lt, matmul, pointer = self._lt, self._lt.library.cublasLtMatmul, ctypes.c_void_p
         chosen, workspace = _buffer(algorithm), pointer(lt.workspace.data_ptr())

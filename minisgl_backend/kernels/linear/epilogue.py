@@ -1,5 +1,5 @@
-"""What follows the sums of a GEMM in the Triton language: those of split inputs are added; then bias, activation,
-residual, and the store of the result."""
+"""Epilogues of GEMMs in the Triton language: reduction of split-K partial sums; then bias, activation, residual, and
+the store of the result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from minisgl_backend.kernels.activation import gate_mul
 
 @triton.jit
 def leave_part(acc, partial_ptr, counters_ptr, tile, split, o, o_ok, SIZE_OUT: tl.constexpr):
-    """Keeps this program's part of a tile, acc [outputs, rows] of its part of the inputs; how many came before it. The
-    last one adds all parts, in order: results do not depend on who that is."""
+    """Stores this program's partial sums of a tile, acc [outputs, rows], and returns how many programs arrived before
+    it. The last to arrive adds all parts in order, so that results do not depend on which one that is."""
     rows: tl.constexpr = acc.shape[1]
     slab = (split * SIZE_OUT + o)[:, None] * rows + tl.arange(0, rows)[None, :]
     tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
@@ -25,7 +25,7 @@ def sum_of_parts(
     partial_ptr, counters_ptr, tile, o, o_ok,
     SPLIT: tl.constexpr, SIZE_OUT: tl.constexpr, TILE_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_OUT, ROWS] of all parts that were left, and the counter as it was before."""
+    """Sum [TILE_OUT, ROWS] of the partial sums of all programs of a tile; resets the tile's counter."""
     tl.store(counters_ptr + tile, 0)
     acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
     for split in tl.static_range(SPLIT):
@@ -39,8 +39,8 @@ def store_outputs(
     acc, acc_up, bias_ptr, residual_ptr, out_ptr, o, o_ok, r, r_ok,
     SIZE_OUT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs o of rows r, of sums acc [outputs, rows] in float32; with GATED acc_up are those of the up half, whose
-    biases stand SIZE_OUT behind the gate's. Out and residual [rows, SIZE_OUT] have rows that touch."""
+    """Stores outputs o of rows r from acc [outputs, rows] in float32; with GATED, acc_up is the up half, whose biases
+    start SIZE_OUT after the gate's. Out and residual [rows, SIZE_OUT] are contiguous."""
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:

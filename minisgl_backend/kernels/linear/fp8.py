@@ -1,15 +1,15 @@
 """GEMMs with FP8 weights on GPUs that multiply FP8 (compute capability 8.9 and later).
 
-Activations are quantized by a kernel of their own, with the norm inside: where each program of the GEMM did it by
-itself, reading all of x twice, the GEMM took twice as long. Few rows are bound by the bytes of the weights:
-a kernel of the Triton language streams them past the matrix units, after the design of small_rows.py's `_linear_kernel`
-and with its epilogues. More are multiplied by torch's `_scaled_mm`, by sgl-kernel's where that was measured faster, or
-by fp8_many_rows.py where neither serves them.
+Activations are quantized by a separate kernel, with the norm inside: with quantization in each program of the GEMM,
+which then reads all of x twice, the GEMM took twice as long. GEMMs with few rows are bound by reading the weights: a
+Triton kernel streams them through the tensor cores, designed like small_rows.py's `_linear_kernel` and with its
+epilogues. More rows use torch's `_scaled_mm`, sgl-kernel's where that was measured faster, or fp8_many_rows.py where
+neither supports them.
 
-Hopper's matrix units add products of FP8 numbers with 14 bits (DeepSeek-V3, section 3.3.2); after PROMOTE inputs what
-they have is added to a sum in float32.
+Hopper's tensor cores accumulate FP8 with 14 bits (DeepSeek-V3, section 3.3.2); after PROMOTE inputs the partial sum is
+added to one in float32.
 
-`pdl`: programmatic dependent launch, whose rules stand in small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in small_rows.py.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-# Rows that are multiplied: of some other numbers of them cuBLAS refuses, and CUTLASS copies what it is given.
+# Rows are padded to a multiple of this: some other numbers cuBLAS refuses, and CUTLASS copies its input for.
 _MULTIPLES = {"scaled_mm_blocks": 16, "sgl_scaled_mm_blocks": 16}
-_BLOCKS_ALIGNMENT = 4  # blocks of inputs that rows of a weight's scales are multiples of in torch
+_BLOCKS_ALIGNMENT = 4  # torch needs rows of a weight's scales to be a multiple of this many blocks
 _MAX_SPLIT = 8
 PROMOTE = 256
 
 
 class TritonFp8Kernels(Fp8Kernels):
-    """The contracts are those of `Fp8Kernels`. Nothing synchronises with the device."""
+    """See `Fp8Kernels`. Nothing synchronises with the device."""
 
     def __init__(self, plain: TritonPlainKernels, device: torch.device) -> None:
-        """plain: of the same device, whose workspace is used: the kernels follow one another."""
+        """plain: of the same device; its workspace is shared, so the kernels must not overlap."""
         super().__init__(plain.ops)
         self._plain = plain
         facts = plain.ops.facts
@@ -122,7 +122,7 @@ class TritonFp8Kernels(Fp8Kernels):
         elif kernel == "sgl_scaled_mm_blocks":
             out = sgl.fp8_blockwise_scaled_mm(x8, scales, numbers, scale, x.dtype)[: len(x)]
         else:
-            raise ValueError(f"kernel is {kernel!r}; allowed: those of the table, but torch")
+            raise ValueError(f"kernel is {kernel!r}; allowed: those of the table except torch")
         if bias is not None:
             out += bias
         if residual is not None:
@@ -149,7 +149,7 @@ class TritonFp8Kernels(Fp8Kernels):
         x_scales: torch.Tensor | None = None,
         blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> torch.Tensor:
-        from minisgl_backend.kernels.moe.fp8 import moe  # which needs what is above
+        from minisgl_backend.kernels.moe.fp8 import moe  # that module imports this one
 
         return moe(
             x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale, residual, activation, x_scales,
@@ -158,8 +158,8 @@ class TritonFp8Kernels(Fp8Kernels):
 
 
 def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """torch's GEMM of FP8 in blocks of 128 x 128 and groups of 128, in bfloat16: cuBLAS 12.9 or later on Hopper. Both
-    sizes of the weight are whole blocks; x_scale's columns are contiguous."""
+    """torch's block-scaled FP8 GEMM (weights in blocks of 128 x 128, x in groups of 128), result in bfloat16: cuBLAS
+    12.9 or later on Hopper. Both sizes of the weight are whole blocks; x_scale's columns are contiguous."""
     from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
 
     scale = F.pad(scale, (0, -scale.shape[1] % _BLOCKS_ALIGNMENT))  # nothing to do for most models
@@ -172,7 +172,7 @@ def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tenso
 
 @cache
 def torch_has_blocks(device: torch.device) -> bool:
-    """Whether torch and its cuBLAS multiply blocks on this GPU, as a small GEMM says."""
+    """Whether torch and its cuBLAS have the block-scaled GEMM on this GPU: tries a small one."""
     one = torch.ones((128, 512), device=device).to(FP8)
     try:
         found = scaled_mm_blocks(
@@ -185,7 +185,7 @@ def torch_has_blocks(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How a GEMM is cut into programs: tiles of the weight, of which `split` programs share a row."""
+    """Tiling of a GEMM: tiles of the weight; `split` programs share each row (split-K)."""
 
     tile_out: int
     tile_in: int
@@ -203,8 +203,8 @@ def linear_shape(
     shared: int = LARGEST_SHARED,
     block_in: int | None = None,
 ) -> LinearShape:
-    """The cut that was fastest on an H100 in a chain of Qwen3-14B's GEMMs with 1, 8 and 64 rows. block_in: inputs that
-    have a scale of their own."""
+    """The tiling that was fastest on an H100 in a chain of Qwen3-14B's GEMMs with 1, 8 and 64 rows. block_in: inputs
+    that share a scale."""
     padded = max(16, triton.next_power_of_2(rows))
     tile_out, tile_in, split = 64, 128 if gated and padded > 32 else 256, 1
     most = num_sms * 4 / 5  # programs
@@ -217,8 +217,8 @@ def linear_shape(
         deepest = 5 if split == 1 and tile_in == 256 else 3
     else:
         deepest = 3 if gated or padded > 16 else 4 if split > 1 else 6
-    lines = tile_out * (2 if gated else 1) + padded
-    stages = stages_that_fit(deepest, tile_in * lines, shared)
+    tile_rows = tile_out * (2 if gated else 1) + padded
+    stages = stages_that_fit(deepest, tile_in * tile_rows, shared)
     return LinearShape(tile_out, tile_in, split, stages)
 
 
@@ -239,7 +239,7 @@ def linear(
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Fp8Kernels.linear`'s, for a few rows, see choose.py."""
+    """See `Fp8Kernels.linear`; for few rows, see choose.py."""
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = len(weight) // 2 if gated else len(weight)
     block_out, block_in = block or (0, 0)
@@ -273,8 +273,8 @@ def _linear_kernel(
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     IMPRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x and weight are FP8, with a scale for each row; or, where there is a BLOCK_IN, which TILE_IN divides, x has one
-    for each row and block, and the weight one for each block of outputs and inputs."""
+    """x and weight are FP8 with a scale for each row. With a BLOCK_IN, which TILE_IN divides, x has a scale for each
+    row and block of inputs, and the weight one for each block of outputs and inputs."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -321,7 +321,7 @@ def _linear_kernel(
                 acc_up += tl.dot(w_up, x) * (up_scale[:, None] * x_scale[None, :])
             else:
                 acc_up = tl.dot(w_up, x, acc_up, max_num_imprecise_acc=IMPRECISE)
-        if BLOCK_IN:  # of the next block, while its tiles are on their way
+        if BLOCK_IN:  # scales of the next block, while its tiles are in flight
             g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN
             x_scale = tl.load(x_scale_ptr + g * rows + r, mask=r_ok, other=0.0)
             w_scale = tl.load(w_scales + g, mask=o_ok, other=0.0)

@@ -1,8 +1,8 @@
-"""GEMMs of many rows with FP8 weights, in the Triton language: bound by the matrix units.
+"""GEMMs of many rows with FP8 weights, in the Triton language: compute-bound.
 
-The products of each block of inputs are scaled and added in float32, which also keeps Hopper's matrix units precise:
-they add products of FP8 numbers with 14 bits (DeepSeek-V3, section 3.3.2). On an H100, with 4,096 rows and Qwen3-14B's
-weights, 880 to 930 TFLOPS; cuBLAS 1,280 to 1,320. Tiles by descriptors (TMA), in programs that stay, were slower.
+The partial sums of each block of inputs are scaled and added in float32, which also keeps Hopper's tensor cores
+precise: they accumulate FP8 with 14 bits (DeepSeek-V3, section 3.3.2). On an H100, with 4,096 rows and Qwen3-14B's
+weights, 880 to 930 TFLOPS; cuBLAS 1,280 to 1,320. Persistent programs with TMA descriptors were slower.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
-_FEW_TILES = 512  # rows, up to which tiles of twice as many would be too few
-_TOGETHER = 8  # tiles of rows that follow one another, so that a weight's tile comes from the L2 cache
+_FEW_TILES = 512  # rows up to which tiles of twice the rows would be too few
+_TOGETHER = 8  # consecutive tiles of rows, so that a weight's tile comes from the L2 cache
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ManyRowsShape:
 
 
 def many_rows_shape(rows: int, block_in: int | None = None, shared: int = LARGEST) -> ManyRowsShape:
-    """The cut that was fastest on an H100 with 128, 256 and 4,096 rows."""
+    """The tiling that was fastest on an H100 with 128, 256 and 4,096 rows."""
     tile_rows, tile_out, tile_in, warps = (128, 128, 128, 8) if rows > _FEW_TILES else (64, 128, 128, 4)
     tile_in = tile_in if block_in is None else min(tile_in, block_in)
     stages = stages_that_fit(4, tile_in * (tile_rows + tile_out), shared)
@@ -79,7 +79,7 @@ def _many_rows_kernel(
     some = tl.minimum(row_tiles - first, TOGETHER)
     column = (task % (TOGETHER * out_tiles)) // some * TILE_OUT
     groups: tl.constexpr = (SIZE_IN + BLOCK_IN - 1) // BLOCK_IN if BLOCK_IN else 1
-    # Where a tile's outputs are of one block, its scale is a number, and scaling an operation less for each product.
+    # Where a tile's outputs belong to one block, its scale is a scalar, which saves an operation per partial sum.
     one_block: tl.constexpr = BLOCK_OUT >= TILE_OUT and BLOCK_OUT % TILE_OUT == 0
     r = (first + task % some) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     o = column + tl.arange(0, TILE_OUT)
@@ -104,7 +104,7 @@ def _many_rows_kernel(
                 acc += product * (x_scale * w_scale)[:, None]
             else:
                 acc += product * (x_scale[:, None] * w_scale[None, :])
-            # Of the next block, while its tiles are on their way.
+            # Scales of the next block, while its tiles are in flight.
             g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN
             x_scale = tl.load(x_scale_ptr + g * rows + r, mask=r_ok, other=0.0)
             w_scale = tl.load(w_scales + g) if one_block else tl.load(w_scales + g, mask=o_ok, other=0.0)

@@ -1,6 +1,6 @@
-"""Activations become FP8: a kernel with the norm inside, for a scale a token, one a group of inputs, or a given one.
+"""Quantizes activations to FP8 with the norm inside: a scale per token, per group of inputs, or a given one.
 
-`pdl`: programmatic dependent launch, whose rules stand in small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in small_rows.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST
 
-_WIDTH = 2048  # inputs of a program that needs no more of a row than its groups
+_WIDTH = 2048  # inputs of a program that only needs its own groups of a row (no norm)
 
 
 def quantize_tokens(
@@ -25,7 +25,7 @@ def quantize_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens]. norm_weight [size]: RMSNorm first.
 
-    x_scale: a number that all of them are, instead of one by a token's largest number.
+    x_scale: one scale for all tokens, instead of one from each token's largest number.
     """
     num_tokens, size = x.shape
     numbers = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
@@ -48,10 +48,10 @@ def quantize_groups(
     pdl: bool = False,
     multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens, groups of `group` inputs], whose columns
-    are contiguous: those of all tokens follow one another, as tiles of a GEMM and libraries read them.
+    """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens, groups of `group` inputs], which are
+    column-major, as tiles of a GEMM and libraries read them.
 
-    Both have rows of no meaning at the end, where num_tokens is not a multiple of `multiple`.
+    Where num_tokens is not a multiple of `multiple`, both are padded with undefined rows.
     """
     num_tokens, size = x.shape
     rows = triton.cdiv(num_tokens, multiple) * multiple
@@ -97,7 +97,7 @@ def _quantize_groups_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """NORM: a program has the whole row. rows: of the scales, to which there may be more than programs."""
+    """NORM: a program has the whole row. rows: of the scales, which may be more than the grid's."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -118,10 +118,10 @@ def _quantize_groups_kernel(
 @triton.jit
 def _normed(x, norm, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
     x = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps) * norm.to(tl.float32)
-    return x.to(dtype).to(tl.float32)  # as a norm by itself rounds
+    return x.to(dtype).to(tl.float32)  # rounded as by a separate norm
 
 
 @triton.jit
 def _to_fp8(x, LARGEST: tl.constexpr):
-    """A quotient by a rounded scale may be a little more than the format's largest number."""
+    """Clamps: a quotient by a rounded scale may be slightly above the format's largest number."""
     return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float8e4nv)

@@ -1,9 +1,9 @@
 """FP8 weights in plain torch: what CPUs run, and what the kernels for GPUs are tested against.
 
-Numbers are e4m3 without infinities (Micikevicius et al., 2022). Weights have a scale for each output, activations one
-for each token, made when they come, or one that the checkpoint gives. Or weights have one for each block of outputs and
-inputs, and activations one for each token and block of inputs, as DeepSeek-V3's technical report has it (2024, section
-3.3). Products of FP8 numbers are exact in float32, in which they are summed.
+Numbers are e4m3 without infinities (Micikevicius et al., 2022). Weights have a scale for each output, activations a
+dynamic one for each token, or a static one from the checkpoint. Or weights have one for each block of outputs and
+inputs, and activations one for each token and block of inputs (DeepSeek-V3 technical report, 2024, section 3.3). The
+product of two FP8 numbers is exact in float32, in which they are summed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from minisgl_backend.kernels.torch_ops import activate_mul
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of the format
-LEAST = 1e-10  # of a row's largest number: what is all zero has a scale, too
-_ROWS_AT_ONCE = 4096  # of a weight while it is quantized: in float32 it would take four times its memory
+LEAST = 1e-10  # lower bound of a row's largest number, so that a row of zeros has a scale, too
+_ROWS_AT_ONCE = 4096  # rows of a weight quantized at a time: all of it in float32 would take four times its memory
 
 
 def quantize_outputs(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ def _scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Fp8Weight(NamedTuple):
-    """What the arguments of `Fp8Kernels.linear` with these names say of a weight."""
+    """Arguments of `Fp8Kernels.linear` that describe a weight."""
 
     numbers: torch.Tensor  # there: weight
     scale: torch.Tensor
@@ -96,12 +96,12 @@ class Fp8Kernels:
     ) -> torch.Tensor:
         """As `PlainKernels.linear`: weight FP8 [size_out, size_in], scale float32 [size_out].
 
-        x_scale: one float32 number, of all activations; None: each token has its own. block: of outputs and inputs,
-        each of which has a scale [blocks of outputs, blocks of inputs]; activations have one for each token and block.
+        x_scale: one float32 number for all activations; None: one per token. block: outputs and inputs that share a
+        scale, which is then [blocks of outputs, blocks of inputs]; activations have one for each token and block.
         """
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        out = _product(x, weight, scale, x_scale, block)
+        out = _gemm(x, weight, scale, x_scale, block)
         if bias is not None:
             out += bias.float()
         if activation is not None:
@@ -130,29 +130,30 @@ class Fp8Kernels:
         """As `PlainKernels.moe`: weights FP8 as there, scales float32 [num_experts, outputs]. The implementation in
         torch synchronises with the device.
 
-        x_scales: float32 [2], of all activations before gate and up, and before down. blocks: of gate and up, and of
-        down; see `linear`.
+        x_scales: float32 [2], for all activations before gate_up, and before down. blocks: of gate_up, and of down; see
+        `linear`.
         """
         before, between = x_scales if x_scales is not None else (None, None)
         of_gate_up, of_down = blocks or (None, None)
         out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
         for expert in expert_ids.unique().tolist():
             tokens, choices = torch.where(expert_ids == expert)
-            gate_and_up = _product(x[tokens], gate_up[expert], gate_up_scale[expert], before, of_gate_up)
+            gate_and_up = _gemm(x[tokens], gate_up[expert], gate_up_scale[expert], before, of_gate_up)
             activated = activate_mul(gate_and_up, activation).to(x.dtype)
-            out[tokens, choices] = _product(activated, down[expert], down_scale[expert], between, of_down)
+            out[tokens, choices] = _gemm(activated, down[expert], down_scale[expert], between, of_down)
         summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
 
-def _product(
+def _gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     x_scale: torch.Tensor | None,
     block: tuple[int, int] | None,
 ) -> torch.Tensor:
-    """x [num_tokens, size_in], which is quantized, by FP8 weight [size_out, size_in]: float32 [num_tokens, size_out]"""
+    """Quantizes x [num_tokens, size_in], and multiplies it by FP8 weight [size_out, size_in]: float32 [num_tokens,
+    size_out]."""
     if block is not None:
         numbers, scales = quantize_groups(x, block[1])
         scales = scales.repeat_interleave(block[1], 1)[:, : x.shape[1]]

@@ -1,9 +1,8 @@
-"""GEMMs with 4-bit weights on GPUs, in the Triton language: weights become 16-bit numbers in registers.
+"""GEMMs with 4-bit weights on GPUs, in the Triton language: weights are dequantized to 16 bits in registers.
 
-One kernel for few rows and for some. A scale belongs to a group of inputs, so sums of a group are scaled where there
-are few rows (one multiplication for each sum), and weights themselves where there are more. Split sums, and `pdl`:
-see small_rows.py, whose rules hold. Of many rows the weight is dequantized, as much of it at once as stays in the L2
-cache, and multiplied by cuBLAS.
+One kernel serves few and some tens of rows. A scale belongs to a group of inputs: with few rows the sums of a group are
+scaled (one multiplication for each sum), with more rows the weights. Split-K and `pdl`: see small_rows.py, whose rules
+hold. For many rows the weight is dequantized in parts that stay in the L2 cache, and cuBLAS computes the GEMM.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 
 @dataclass(frozen=True)
 class Int4Shape:
-    """How one GEMM is cut into programs.
+    """Tiling of one GEMM.
 
     tile_out: outputs of a program, after gating. rows: of a program. x_first: x is the left operand of the tensor
-    core's GEMM, of 16 rows at least; else the weight is, of which four warps take 64 rows at least, with Hopper's
+    core's GEMM, which has at least 16 rows; else the weight is, of which four warps take at least 64 rows with Hopper's
     instructions. scaled: weights are scaled, not sums. early: steps of weights loaded before the kernel waits for the
-    one before it. step: words of an output at once, at most those of a plane; fewer need less shared memory.
+    previous one. step: words of an output per step, at most those of a plane; fewer need less shared memory.
     """
 
     tile_out: int
@@ -62,7 +61,7 @@ def int4_shape(
 
 
 def _measured(rows: int, size_out: int, gated: bool) -> Int4Shape:
-    """The best on an H100, of Qwen3-14B's weights; split: at most."""
+    """The best on an H100 for Qwen3-14B's weights; `split` is an upper bound."""
     half = 2 if gated else 1
     split = 1 if gated else 8
     if rows <= 8:
@@ -77,7 +76,7 @@ def _measured(rows: int, size_out: int, gated: bool) -> Int4Shape:
 
 
 def stage_bytes(tile: int, rows: int, step: int) -> int:
-    """Shared memory of a step: of `tile` outputs in 4 bits, and of x in 16."""
+    """Bytes of shared memory of a step: `tile` outputs in 4 bits, and x in 16."""
     return PLANES * step * (tile // 2 + 2 * rows)
 
 
@@ -93,7 +92,7 @@ def linear(
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """epilogue(x @ weight.T): as `Int4Kernels.linear`, of x whose rows are contiguous, without the norm."""
+    """epilogue(x @ weight.T): as `Int4Kernels.linear` without the norm; rows of x are contiguous."""
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = weight.size_out // 2 if gated else weight.size_out
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
@@ -117,7 +116,7 @@ def linear(
 
 
 def planes_together(weight: Int4Weight) -> int:
-    """How many planes of a block have one scale; a power of two."""
+    """How many planes of a block share a scale; a power of two."""
     return gcd(weight.group // weight.plane, PLANES)
 
 
@@ -130,8 +129,7 @@ def scales_of(
     scales_ptr, zeros_ptr, row, ok, at, SIZE_OUT, GROUP: tl.constexpr, PLANE: tl.constexpr, TOGETHER: tl.constexpr,
     ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Of the block that word `at` of an output belongs to: a scale and a zero point [outputs] for each TOGETHER
-    planes."""
+    """Scales and zero points [outputs] of the block with word `at` of an output, one for each TOGETHER planes."""
     first = at // PLANE * (8 * PLANE)
     found: tl.tuple = ()
     for chunk in tl.static_range(8 // TOGETHER):
@@ -150,7 +148,7 @@ def step_product(
     TOGETHER: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products with STEP words of each output, from word `at` on."""
+    """Accumulates the GEMM over STEP words of each output, from word `at` on."""
     c = tl.arange(0, STEP)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     c_tile = tl.broadcast_to(c[:, None] if X_FIRST else c[None, :], words.shape)
@@ -194,7 +192,7 @@ def step_product(
 
 @triton.jit
 def words_of(rows, c, ok, at, ASM: tl.constexpr):
-    """Words `at` + c of the outputs that begin at `rows`, and those next to them: see `planes`."""
+    """Words `at` + c of the outputs that begin at `rows`, and their neighbours: see `planes`."""
     if ASM:
         words = tl.load(rows + at + c, mask=ok, other=0)
         return words, words
@@ -212,7 +210,7 @@ def _linear_kernel(
     MIDDLE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PART: words of an output that a program takes."""
+    """PART: words of an output per program."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -250,7 +248,7 @@ def _linear_kernel(
         tl_cuda.gdc_wait()
     for at in tl.range(begin + EARLY * STEP, end, STEP):
         words, odd = words_of(word_rows, word_c, word_ok, at, ASM)
-        # The next step's scales are on their way while this one's are used.
+        # The next step's scales are in flight while this one's are used.
         after = at + STEP
         after_ok = column_ok & (j * 0 + after < end)
         following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)

@@ -1,5 +1,5 @@
-"""What the layouts of 4-bit weights for kernels of libraries have in common: groups that are cut, and eight numbers of
-neighbouring inputs in a word, as GPTQ's files have them."""
+"""Shared by the 4-bit weight layouts of library kernels: splitting of groups, and words of eight neighbouring inputs as
+in GPTQ's files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight, unpack
 
-LARGEST_GROUP = 128  # inputs with one scale: larger groups are cut
+LARGEST_GROUP = 128  # inputs with one scale: larger groups are split
 DTYPES = (torch.float16, torch.bfloat16)
-# vLLM's numbers of number formats: bits of the mantissa << 8 | bias << 17 | IEEE's kinds of infinities << 50.
+# vLLM's ids of number formats: mantissa bits << 8 | bias << 17 | kind of NaN and infinities << 50.
 UINT4 = 4 << 8 | 1 << 50
 UINT4_LESS_8 = UINT4 | 8 << 17
 _IN_WORD = 8
-_AT_ONCE = 1 << 25  # numbers that are repacked: a byte each, and a few more on the way
+_AT_ONCE = 1 << 25  # numbers repacked at a time: a byte each, and a few more for temporaries
 
 
 def kind(weight: Int4Weight) -> int:
@@ -24,18 +24,18 @@ def kind(weight: Int4Weight) -> int:
 
 
 def cut_group(weight: Int4Weight) -> int:
-    """Inputs with one scale, where groups larger than LARGEST_GROUP are cut."""
+    """Inputs with one scale, after groups larger than LARGEST_GROUP are split."""
     return math.gcd(weight.group, LARGEST_GROUP)
 
 
 def of_groups(values: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """[groups, size_out], of the weight's groups -> those of `cut_group` inputs; the same memory where none is cut."""
+    """[weight's groups, size_out] -> [groups of `cut_group` inputs, size_out]; the same memory where none is split."""
     times, count = weight.group // cut_group(weight), weight.size_in // cut_group(weight)
     return (values if times == 1 else values.repeat_interleave(times, 0))[:count]
 
 
 def words_by_output(weight: Int4Weight) -> torch.Tensor:
-    """int32 [size_out, size_in / 8]: number i of eight in bits 4 i."""
+    """int32 [size_out, size_in / 8]: number i of eight is in bits 4 i to 4 i + 3."""
     words = weight.words.new_empty((weight.size_out, weight.size_in // _IN_WORD))
     step = max(1, _AT_ONCE // weight.size_in)
     for start in range(0, weight.size_out, step):
@@ -45,7 +45,7 @@ def words_by_output(weight: Int4Weight) -> torch.Tensor:
 
 
 def in_words(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n], 0 to 15 -> int32 [..., n / 8]: number i of eight in bits 4 i."""
+    """uint8 [..., n], 0 to 15 -> int32 [..., n / 8]: number i of eight is in bits 4 i to 4 i + 3."""
     eights = numbers.contiguous().view(torch.int64)
     eights = (eights | eights >> 4) & 0x00FF00FF00FF00FF
     eights = (eights | eights >> 8) & 0x0000FFFF0000FFFF

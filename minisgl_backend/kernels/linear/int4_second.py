@@ -1,6 +1,6 @@
-"""Second layouts of 4-bit weights, for kernels of an installed vLLM: which there are, and whether one is to be trusted.
+"""Second layouts of 4-bit weights, for kernels of an installed vLLM: which there are, and trials of their results.
 
-A weight that such a kernel multiplies with is there twice, since this project's kernels are faster for few rows.
+A weight that one of these kernels serves is in memory twice, since this project's kernels are faster for few rows.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from minisgl_backend.kernels.linear.int4_torch import (
 
 log = logging.getLogger(__name__)
 
-_MOST_ERROR = 0.02  # of the trial, relative: rounding to bfloat16 gives 0.002
+_MOST_ERROR = 0.02  # relative error of the trial: rounding to bfloat16 gives 0.002
 _TRIAL_ROWS, _TRIAL_OUT, _TRIAL_IN, _TRIAL_GROUP = 24, 256, 256, 64
 
 
 class Repacker(Protocol):
     def repack(self, weight: Int4Weight) -> SecondLayout | None:
-        """None: the layout does not hold it. Synchronises with the device."""
+        """None: the layout cannot represent it. Synchronises with the device."""
 
 
 class Layout(NamedTuple):
     fits: Callable[[Int4Weight], bool]
     bytes: Callable[[Int4Weight], int]
     repacker: Callable[[Any, torch.device], Repacker]
-    compiled: frozenset[torch.dtype] = frozenset()  # whose machine code the library does not have for Hopper
+    compiled: frozenset[torch.dtype] = frozenset()  # dtypes for which the library has no machine code for Hopper
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
@@ -52,12 +52,12 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 def fitting_layouts(weight: Int4Weight) -> tuple[str, ...]:
-    """Those that hold a weight like this one, on whatever device."""
+    """Layouts that can represent a weight like this one, whatever the device."""
     return tuple(name for name, layout in LAYOUTS.items() if layout.fits(weight))
 
 
 def layout_of(weight: Int4Weight, device: torch.device, facts: DeviceFacts) -> tuple[Layout, Repacker] | None:
-    """The one that is the fastest on this device; None: there is none, and if a library was tried, why was said."""
+    """The fastest layout on this device; None: there is none. Where a library was tried, the log says why."""
     fitting = fitting_layouts(weight)
     for name in layouts_on(facts):
         if name in fitting:
@@ -69,7 +69,7 @@ def layout_of(weight: Int4Weight, device: torch.device, facts: DeviceFacts) -> t
 
 @cache
 def open_layout(name: str, device: torch.device, dtype: torch.dtype, has_zeros: bool) -> Repacker | None:
-    """For weights with scales in dtype, once its kernels have answered right; None: there is none, and why was said."""
+    """A layout for weights with scales in dtype, once a trial of its kernels was right; None: none, see the log."""
     operators = vllm_library.operators(name)
     if operators is None:
         return None
@@ -84,12 +84,12 @@ def open_layout(name: str, device: torch.device, dtype: torch.dtype, has_zeros: 
         if error <= _MOST_ERROR:
             return repacker
         refusal = f"its first call is wrong by {error:.3f}"
-    log.warning("%s of vllm is left alone, since %s; %s", name, refusal, vllm_library.REMEDY)
+    log.warning("%s of vllm is not used, since %s; %s", name, refusal, vllm_library.REMEDY)
     return None
 
 
 def trial_error(repacker: Repacker, device: torch.device, dtype: torch.dtype, has_zeros: bool) -> float:
-    """Of one GEMM by each of its kernels the largest, relative."""
+    """The largest relative error of one GEMM over all kernels of a layout."""
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> torch.Tensor:

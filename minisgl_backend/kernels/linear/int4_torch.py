@@ -4,10 +4,10 @@ A weight is scale * (number - zero point), with numbers of 0 to 15 and a scale (
 group of inputs; symmetric weights have the zero point 8. All formats of checkpoints are repacked into one layout while
 they are read (AWQ: Lin et al. 2023, GPTQ: Frantar et al. 2022).
 
-The layout is made for kernels: inputs are cut into blocks of 8 planes, of 16 or 32 inputs each, and an output has as
-many words of 32 bits in a block as a plane has inputs. Of inputs 2 i and 2 i + 1 of plane p, word 2 i + p // 4 holds
-the numbers, p % 4 nibbles from the bottom of its lower and of its upper half. So one shift and one logical operation
-make two neighbours, ready for a tensor core, out of two words that lie side by side; and a plane is contiguous in x.
+The layout is made for kernels: inputs are split into blocks of 8 planes of 16 or 32 inputs each, and in a block each
+output has one 32-bit word per input of a plane. Word 2 i + p // 4 holds inputs 2 i and 2 i + 1 of plane p: nibble p % 4
+of its lower and of its upper half. So one shift and one logical operation make two neighbours, ready for a tensor core,
+out of two adjacent words; and a plane is contiguous in x.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from minisgl_backend.kernels.torch_ops import activate_mul
 PLANES = 8
 MIDDLE = 8  # the zero point of symmetric weights
 _AT_ONCE = 1 << 18  # numbers
-LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores multiply 16 inputs at least
+LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores take at least 16 inputs
 
 
 class SecondLayout(Protocol):
-    """A weight once more, as the kernel of a library has it."""
+    """A second copy of a weight, in the layout of a library's kernel."""
 
     @property
     def layout(self) -> str:
@@ -37,7 +37,7 @@ class SecondLayout(Protocol):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Of the table in choose.py."""
+        """Names in the table of choose.py."""
 
     def linear(self, x: torch.Tensor, kernel: str) -> torch.Tensor:
         """x [rows, size_in] @ weight.T by one of `kernels`"""
@@ -45,10 +45,10 @@ class SecondLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Weight:
-    """One weight, or one for each expert, with a first dimension of experts everywhere."""
+    """One weight, or the weights of all experts, whose tensors then have experts as first dimension."""
 
     words: torch.Tensor  # int32 [size_out, padded inputs / 8]
-    scales: torch.Tensor  # [num_groups, size_out], of the model's number format; finite where inputs only fill a block
+    scales: torch.Tensor  # [num_groups, size_out], in the model's dtype; finite also for padding
     zeros: torch.Tensor | None = None  # uint8 [num_groups, size_out]; None: 8
     size_in: int
     group: int  # inputs with one scale
@@ -61,7 +61,7 @@ class Int4Weight:
 
     @property
     def padded(self) -> int:
-        """Inputs, with those that fill the last block; their numbers count for nothing."""
+        """Inputs including the padding of the last block, whose numbers are ignored."""
         return PLANES * self.words.shape[-1]
 
     def expert(self, index: int) -> Int4Weight:
@@ -85,7 +85,7 @@ def padded_inputs(size_in: int, plane: int) -> int:
 
 
 def num_groups(size_in: int, group: int, plane: int) -> int:
-    """With those of the inputs that fill the last block."""
+    """Groups including those of the last block's padding."""
     return -(-padded_inputs(size_in, plane) // group)
 
 
@@ -102,14 +102,14 @@ def pack(numbers: torch.Tensor, plane: int) -> torch.Tensor:
 
 
 def rows_at_once(matrix: torch.Tensor) -> Iterator[slice]:
-    """All of them on a GPU; on a CPU as many as have their results in its cache."""
+    """Slices of rows: all of them on a GPU; on a CPU as many as its cache holds."""
     rows, size = matrix.shape
     count = max(1, rows if matrix.is_cuda else _AT_ONCE // max(1, size))
     return (slice(start, start + count) for start in range(0, rows, count))
 
 
 def _packed(numbers: torch.Tensor, plane: int) -> torch.Tensor:
-    # Two neighbours in 16 bits, so that an operation is of two numbers, and of many in a register of a processor.
+    # Two neighbours in 16 bits, so that an operation works on two numbers, and on many in a SIMD register.
     pairs = numbers.contiguous().view(torch.int16).unflatten(-1, (-1, 2, PLANES // 2, plane // 2))
     lower, upper = (pairs[..., first, :] | pairs[..., first + 1, :] << 4 for first in (0, 2))  # nibbles of a byte
     words = torch.empty((*lower.shape[:-2], plane // 2, 2, 2), dtype=torch.int16, device=numbers.device)
@@ -149,12 +149,12 @@ class Int4Kernels:
         self.plain, self.ops = plain, plain.ops
 
     def second_layout_bytes(self, weight: Int4Weight) -> int:
-        """What `second_layout` of a weight takes; 0: there is none."""
+        """Bytes of `second_layout` of a weight; 0: there is none."""
         return 0
 
     def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
-        """That of the kernel that is fastest here for some row counts; None: there is none, or the weight has numbers
-        that it does not hold. Synchronises with the device."""
+        """A copy in the layout of the kernel that is fastest here for some row counts; None: there is none, or it
+        cannot represent the weight's numbers. Synchronises with the device."""
         return None
 
     def linear(

@@ -1,4 +1,4 @@
-"""`Int4Kernels` on a GPU: which rows take which way."""
+"""`Int4Kernels` on a GPU: which kernel serves how many rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from minisgl_backend.kernels.moe import int4 as moe_int4
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-SCRATCH_BYTES = 128 << 20  # of a dequantized part of a weight: with less, parts are too small for cuBLAS
+SCRATCH_BYTES = 128 << 20  # for a dequantized part of a weight: smaller parts would be too small for cuBLAS
 _TILE_OUT = 32
 
 
 class TritonInt4Kernels(Int4Kernels):
-    """The contracts are those of `Int4Kernels`. Nothing synchronises with the device."""
+    """See `Int4Kernels`. Nothing synchronises with the device."""
 
     def __init__(self, plain: TritonPlainKernels, device: torch.device) -> None:
-        """plain: of the same device, whose workspace is used: the kernels follow one another."""
+        """plain: of the same device; its workspace is shared, so the kernels must not overlap."""
         super().__init__(plain)
         self._triton = plain
         self._linear_chooser = linear_chooser("int4", plain.ops.facts)
@@ -107,7 +107,7 @@ class TritonInt4Kernels(Int4Kernels):
         )  # fmt: skip
 
     def _by_parts(self, x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-        """x @ weight.T, of as many outputs at once as there is scratch for."""
+        """x @ weight.T, dequantizing as many outputs at a time as fit into the scratch buffer."""
         out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
         step = max(_TILE_OUT, len(self._scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
         for start in range(0, weight.size_out, step):
@@ -160,7 +160,7 @@ class TritonInt4Kernels(Int4Kernels):
 
 
 def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch: torch.Tensor) -> torch.Tensor:
-    """[outputs of `rows`, size_in], which lies in scratch (uint8) where that has room."""
+    """[outputs of `rows`, size_in], in `scratch` (uint8) where it fits."""
     count, block = rows.stop - rows.start, PLANES * weight.plane
     size = count * weight.size_in * dtype.itemsize
     if size <= len(scratch):
@@ -182,7 +182,7 @@ def _dequantize_kernel(
     WIDTH: tl.constexpr, SIZE_IN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr,
     TOGETHER: tl.constexpr, TILE_OUT: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from `start` to `stop`, one block of inputs a program."""
+    """Outputs from `start` to `stop`, one block of inputs per program."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = start + tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     ok = row < stop

@@ -1,8 +1,8 @@
 """GEMMs with INT8 weights and INT8 activations: cuBLAS' integer GEMM by torch, or sgl-kernel's, on GPUs; float32
 elsewhere.
 
-Weights have a scale for each output, activations one for each token, made when they come (W8A8, as SmoothQuant has it:
-Xiao et al., 2023). Activations are quantized by torch, which is not tuned.
+Weights have a scale for each output, activations a dynamic one for each token (W8A8, as in SmoothQuant: Xiao et al.,
+2023). Activations are quantized by torch, which is not tuned.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 LARGEST = 127.0
-LEAST = 1e-10  # of a row's largest number: what is all zero has a scale, too
-_LEAST_ROWS = 32  # cuBLAS multiplies no fewer than 17
+LEAST = 1e-10  # lower bound of a row's largest number, so that a row of zeros has a scale, too
+_LEAST_ROWS = 32  # cuBLAS' integer GEMM needs at least 17
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ class Int8Weight(NamedTuple):
 
 
 class Int8Kernels:
-    """Made for each model; all its INT8 weights hold it."""
+    """GEMMs with INT8 weights. One object per model, shared by all its INT8 weights."""
 
     def __init__(self, plain: PlainKernels, device: torch.device) -> None:
         """plain: of the same device."""
@@ -101,7 +101,7 @@ class Int8Kernels:
 
 
 def int_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of integers: exact as int32, and as float32 up to 2**24."""
+    """x @ weight.T of integers: exact in int32, and in float32 up to 2**24."""
     rows = len(x)
     if not x.is_cuda or rows == 0 or not is_int8_aligned(*weight.shape):
         return F.linear(x.float(), weight.float())

@@ -1,8 +1,8 @@
-"""GEMMs with 4-bit weights by Machete, of vLLM's library: on Hopper, whose tensor cores it feeds from registers.
+"""GEMMs with 4-bit weights by Machete, from vLLM's library: on Hopper, whose tensor cores it feeds from registers.
 
-Described by Neural Magic, "Introducing Machete, a mixed-input GEMM kernel optimized for NVIDIA Hopper GPUs" (2024). It
-has a layout of its own, of tiles of 64 inputs by 128 outputs, which its operator makes. Scales are as this project has
-them, and zero points are numbers that are added behind the scale: -scale * zero point, rounded to x's number format.
+Described by Neural Magic, "Introducing Machete, a mixed-input GEMM kernel optimized for NVIDIA Hopper GPUs" (2024). Its
+operator makes its weight layout of tiles of 64 inputs by 128 outputs. Scales are as in this project; zero points are
+added after scaling: -scale * zero point, rounded to the dtype of x.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 from minisgl_backend.kernels.linear.machete_tiles import TILES, kernel_of
 
 LAYOUT = "machete"  # as a `LinearKey.second_layout`
-GROUPS = (64, 128)  # inputs with one scale, that its kernels have
-TILE_IN, TILE_OUT = 64, 128  # sizes of weights are multiples of these
+GROUPS = (64, 128)  # inputs with one scale that its kernels support
+TILE_IN, TILE_OUT = 64, 128  # weight sizes are multiples of these
 
-# Its schedules by kernel of the table. Two tiles are a cluster; of tiles of 16 rows, which lost, one would be.
+# Its schedules by kernel of the table. A cluster has two tiles (one for tiles of 16 rows, which were slower).
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {kernel_of(tile): f"{tile}_2x1x1_TmaMI__TmaCoop_streamK" for tile in TILES}
 )
 
 
 def fits_machete(weight: Int4Weight) -> bool:
-    """Whether its kernels take such weights."""
+    """Whether its kernels support a weight like this one."""
     return (
         weight.words.dim() == 2
         and weight.size_out % TILE_OUT == 0
@@ -41,7 +41,7 @@ def fits_machete(weight: Int4Weight) -> bool:
 
 
 def machete_bytes(weight: Int4Weight) -> int:
-    """Of a weight's copy in Machete's layout; scales are held once unless groups are cut."""
+    """Bytes of a weight's copy in Machete's layout; scales are only copied where groups are split."""
     numbers = weight.size_out * weight.size_in
     copies = (cut_group(weight) != weight.group) + (weight.zeros is not None)
     return numbers // 2 + copies * numbers // cut_group(weight) * weight.scales.element_size()
@@ -59,7 +59,7 @@ class MacheteWeight:
     kernels: tuple[str, ...] = tuple(SCHEDULES)
 
     def linear(self, x: torch.Tensor, kernel: str) -> torch.Tensor:
-        """x [rows, size_in] @ weight.T; partial sums are added in float32, in an order that is always the same."""
+        """x [rows, size_in] @ weight.T; partial sums are added in float32 in a fixed order."""
         out: torch.Tensor = self.operators.machete_mm(
             x.contiguous(), self.words, self.kind, None, self.scales, self.zeros, self.group, None, None,
             SCHEDULES[kernel],
@@ -75,7 +75,7 @@ class Machete:
         self._operators = operators
 
     def repack(self, weight: Int4Weight) -> MacheteWeight | None:
-        """The weight in Machete's layout; None: its kernels do not take it."""
+        """The weight in Machete's layout; None: its kernels do not support it."""
         if not fits_machete(weight):
             return None
         dtype, scales, zeros = weight.scales.dtype, of_groups(weight.scales, weight), None

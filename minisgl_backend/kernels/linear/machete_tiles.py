@@ -1,11 +1,11 @@
-"""Tiles of Machete, outputs x rows: which is taken for which GEMM, and which are measured against it."""
+"""Tiles of Machete, outputs x rows: the default for each GEMM, and those that are measured against it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# By the largest number of rows for which they contend; the last ones for more as well.
+# Contenders by the largest number of rows; the last entry also serves more rows.
 CONTENDERS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         32: ("128x32", "256x32", "128x64"),
@@ -19,13 +19,13 @@ TILES = tuple(dict.fromkeys(tile for tiles in CONTENDERS.values() for tile in ti
 
 
 def kernel_of(tile: str) -> str:
-    """As the table of choose.py names it."""
+    """Name of a tile in the table of choose.py."""
     return f"machete_{tile}"
 
 
 def first_tile(rows: int, size_out: int, size_in: int) -> str:
-    """What is taken unless another tile was measured faster: as vLLM has it, but for 33 to 64 rows, where its 128x16
-    was slow."""
+    """The tile unless another was measured faster: vLLM's choice, except for 33 to 64 rows, where its 128x16 was
+    slow."""
     if rows <= 32:
         return "128x32" if size_out <= 8192 and size_in <= 12288 else "256x32"
     if rows <= 64 or (rows <= 128 and size_out <= 8192 and size_in <= 4096):
@@ -38,5 +38,5 @@ def first_tile(rows: int, size_out: int, size_in: int) -> str:
 
 
 def contenders(rows: int) -> tuple[str, ...]:
-    """For up to this many rows, a power of two."""
+    """Tiles measured for this row count, a power of two."""
     return CONTENDERS[min(max(rows, min(CONTENDERS)), max(CONTENDERS))]

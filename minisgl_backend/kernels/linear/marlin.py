@@ -1,8 +1,8 @@
-"""GEMMs of some tens of rows with 4-bit weights by Marlin (Frantar et al. 2024, arXiv:2408.11743), of vLLM's library.
+"""GEMMs of some tens of rows with 4-bit weights by Marlin (Frantar et al. 2024, arXiv:2408.11743), from vLLM's library.
 
-Marlin has a layout of its own: tiles of 16 inputs by 64 outputs, in the order in which a warp takes them as operands. A
-weight that it multiplies with is there twice (`SecondLayout`), since this project's kernels are faster for few rows
-and, with cuBLAS, for many. Scales and zero points of the 64 outputs of a tile are permuted likewise.
+Marlin's weight layout has tiles of 16 inputs by 64 outputs, in the order in which a warp takes them as operands. Its
+weights are in memory twice (`SecondLayout`), since this project's kernels are faster for few rows and, with cuBLAS, for
+many. Scales and zero points of the 64 outputs of a tile are permuted likewise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from minisgl_backend.kernels.linear.int4_repack import (
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 
 LAYOUT = "marlin"  # as a `LinearKey.second_layout`, and the kernel of the table
-GROUPS = (32, 64, 128)  # inputs with one scale, that its kernels have
-TILE_IN, TILE_OUT = 128, 64  # sizes of weights are multiples of these
+GROUPS = (32, 64, 128)  # inputs with one scale that its kernels support
+TILE_IN, TILE_OUT = 128, 64  # weight sizes are multiples of these
 
 
 def fits_marlin(weight: Int4Weight) -> bool:
-    """Whether its kernels take such weights. Of one group its scales would have another order."""
+    """Whether its kernels support a weight like this one. With a single group its scales would have another order."""
     return (
         weight.words.dim() == 2
         and weight.size_out % TILE_OUT == 0
@@ -41,7 +41,7 @@ def fits_marlin(weight: Int4Weight) -> bool:
 
 
 def marlin_bytes(weight: Int4Weight) -> int:
-    """Of a weight's copy in Marlin's layout."""
+    """Bytes of a weight's copy in Marlin's layout."""
     numbers = weight.size_out * weight.size_in
     groups = numbers // cut_group(weight)
     return numbers // 2 + groups * weight.scales.element_size() + (0 if weight.zeros is None else groups // 2)
@@ -65,7 +65,7 @@ class MarlinWeight:
 
 
 class Marlin:
-    """Of one device. Its kernels follow one another, as they share what they wait on each other by."""
+    """Marlin on one device. Its kernels must not overlap, since they share a workspace of locks."""
 
     def __init__(self, operators: Any, device: torch.device) -> None:
         """operators: see `vllm_library.operators`."""
@@ -76,9 +76,9 @@ class Marlin:
         self._no_order = torch.empty(0, dtype=torch.int32, device=device)
 
     def repack(self, weight: Int4Weight) -> MarlinWeight | None:
-        """The weight in Marlin's layout; None: it does not hold it. Synchronises with the device."""
+        """The weight in Marlin's layout; None: it cannot represent it. Synchronises with the device."""
         if not fits_marlin(weight) or (weight.zeros is not None and int(weight.zeros.max()) > 15):
-            return None  # a zero point of 16 is one that GPTQ's first version stores as 15
+            return None  # a zero point of 16, which GPTQ's first version stores as 15
         words = self._operators.gptq_marlin_repack(
             words_by_output(weight).t().contiguous(), self._no_order, weight.size_in, weight.size_out, 4, False
         )
@@ -93,7 +93,7 @@ class Marlin:
         )
 
     def linear(self, x: torch.Tensor, weight: MarlinWeight) -> torch.Tensor:
-        """x [rows, size_in] @ weight.T; partial sums are added in float32, in an order that is always the same."""
+        """x [rows, size_in] @ weight.T; partial sums are added in float32 in a fixed order."""
         out: torch.Tensor = self._operators.marlin_gemm(
             x.contiguous(), None, weight.words, None, weight.scales, None, None, weight.zeros, None, None, self._locks,
             weight.kind, len(x), weight.size_out, weight.size_in, True, False, True, False,
@@ -102,11 +102,11 @@ class Marlin:
 
 
 def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """uint8 [groups, size_out] -> int32 [groups, size_out / 8], as Marlin reads them: of eight the even ones first."""
+    """uint8 [groups, size_out] -> int32 [groups, size_out / 8] in Marlin's order: the even ones of eight first."""
     eights = _tile_order(zeros).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)
     return in_words(eights.flatten(-3))
 
 
 def _tile_order(of_outputs: torch.Tensor) -> torch.Tensor:
-    """[..., size_out] -> Marlin's order: outputs 8 i + j of 64 at j * 8 + i, since a thread has those 8 apart."""
+    """[..., size_out] -> Marlin's order: output 8 i + j of 64 at 8 j + i, since a thread has every eighth output."""
     return of_outputs.unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3).contiguous()

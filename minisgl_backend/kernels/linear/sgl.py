@@ -1,7 +1,7 @@
-"""GEMMs of sgl-kernel (Apache-2.0), of CUTLASS: 8-bit numbers with scales of rows and outputs, or FP8 in blocks.
+"""CUTLASS GEMMs of sgl-kernel (Apache-2.0): 8 bits with scales of rows and outputs, or FP8 in blocks.
 
-Its wheels are built for one version of torch and of CUDA each, and fail in many ways where these are others. So nothing
-here is taken unless it was measured at start: see measured.py.
+Each of its wheels is built for one version of torch and of CUDA, and fails in many ways with others. So nothing here is
+used unless it was measured at start: see measured.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def fp8_scaled_mm(
 def fp8_blockwise_scaled_mm(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `fp8_scaled_mm`, of x in groups of 128 inputs and a weight in blocks of 128 x 128: x_scale [rows, groups],
-    whose columns are contiguous, scale [blocks of outputs, blocks of inputs]."""
+    """As `fp8_scaled_mm`, with x in groups of 128 inputs and the weight in blocks of 128 x 128: x_scale [rows, groups],
+    column-major; scale [blocks of outputs, blocks of inputs]."""
     import sgl_kernel
 
     out: torch.Tensor = sgl_kernel.fp8_blockwise_scaled_mm(x, weight.t(), x_scale, scale.t(), dtype)

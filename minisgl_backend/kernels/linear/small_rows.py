@@ -1,25 +1,24 @@
 """GEMMs with few rows (decode at small batch), bound by reading the weights, in the Triton language.
 
-A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here does what
-would otherwise be two or three kernels: the norm before the GEMM, the activation or the residual addition after it.
-The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of squares is gathered by the same loop
-that reads x. But in float16 the norm comes first, and `_linear_kernel` reads x twice: x * w_norm could be more than
-that format holds.
+A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here fuses two
+or three kernels: the norm before the GEMM, the activation or the residual addition after it. The norm needs no separate
+pass: y = (x * w_norm) @ W / rms(x), and the loop that reads x also adds up the squares. In float16 the norm comes first
+and `_linear_kernel` reads x twice, since x * w_norm could overflow.
 
-Three kernels. `_vector_kernel`, for one row, and two of large models, multiplies in registers and keeps whole weight
-rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are on their way
-at once, and each of its warps multiplies another slice of the inputs by tensor cores. `_linear_kernel` streams weights
-past tensor cores.
-GEMMs whose output is too narrow to fill the device are split along the input dimension, and the program that arrives
-last adds the partial sums in order, so that results do not depend on timing.
+There are three kernels. `_vector_kernel`, for one row (and two rows of large models), multiplies in registers and keeps
+whole weight rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are
+in flight at once, and each of its warps multiplies another slice of the inputs with tensor cores. `_linear_kernel`
+streams weights through tensor cores.
+GEMMs whose output is too narrow to fill the device are split along the input dimension (split-K), and the program that
+arrives last adds the partial sums in order, so that results do not depend on timing.
 
-With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
-it has started; the first two, and the third where `early` says so, then load weights before they wait for that one's
-results. Since every kernel lets the next one start before it waits itself, what a kernel reads before its wait must
-have been written before this chain of kernels began: before the last launch without `pdl`, which waits for all that was
-launched earlier. In a decode step that is the lookup of tokens and slots and the embedding. Everything else is read,
-and everything is written, after the wait. Pulling all weights into the L2 cache before the wait was tried: no gain,
-since memory is busy by then.
+With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the previous
+kernel has started; the first two, and the third where `early` says so, then load weights before they wait for the
+previous kernel's results. Every kernel lets the next one start before it waits itself. So what a kernel reads before
+its wait must have been written before this chain of kernels began: before the last launch without `pdl`, which waits
+for all earlier kernels. In a decode step that is the lookup of tokens and slots and the embedding. Everything else is
+read, and everything is written, after the wait. Prefetching all weights into the L2 cache before the wait was tried: no
+gain, since memory is busy by then.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
 from minisgl_backend.kernels.shared_memory import shared_memory
 
-# Of a GEMM by tensor cores. Triton 3.4 refuses fewer than 16; 3.5 compiles 8 too, tried without a GPU.
+# Least size of a tensor-core GEMM. Triton 3.4 refuses fewer than 16; 3.5 compiles 8 too, tried without a GPU.
 LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16
 
 
@@ -65,7 +64,8 @@ def linear(
     """epilogue(norm(x) @ weight.T), x [rows <= 64, size_in], weight [size_out, size_in], both contiguous.
 
     norm_weight [size_in]: RMSNorm of x first. bias [size_out]. residual [rows, size_out] is added to the result.
-    activation: weight holds gate rows, then as many up rows; returns activation(gate) * up, [rows, size_out / 2].
+    activation: the first half of weight is the gate, the second half up; returns activation(gate) * up, [rows,
+    size_out / 2].
     """
     gated = activation is not None
     rows, size_in = x.shape
@@ -145,9 +145,9 @@ def _vector_kernel(
         if NORM:
             norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
         if PDL and step == 0:
-            # Weights never change, so their first tile is on its way before the previous kernel has finished.
+            # Weights never change, so their first tile is loaded before the previous kernel has finished.
             tl_cuda.gdc_wait()
-        if RESIDUAL and step == 0:  # beside x, not after the sums
+        if RESIDUAL and step == 0:  # loaded together with x, not after the sums
             added = tl.load(residual_ptr + address, mask=out_ok, other=0.0).to(tl.float32)
         for row in tl.static_range(0, ROWS):
             x = tl.load(x_ptr + row * x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
@@ -181,7 +181,7 @@ def _sliced_kernel(
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are [slices, outputs or rows, inputs of a slice]: a GEMM of three dimensions gives each warp a slice."""
+    """Tiles are [slices, outputs or rows, inputs of a slice]: a batched tl.dot gives each warp a slice."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
@@ -219,7 +219,7 @@ def _sliced_kernel(
     acc_up = acc
     if GATED:
         acc_up = tl.sum(tl.dot(w_up, x, input_precision="ieee"), 0)
-    if NORM and not NORM_FIRST:  # the warps' sums meet behind the GEMM, which need not wait for them
+    if NORM and not NORM_FIRST:  # the warps' sums of squares are reduced after the GEMM, which need not wait for them
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
         acc = acc * scale[None, :]
         acc_up = acc_up * scale[None, :]
@@ -250,8 +250,8 @@ def _sliced_kernel(
 def _rows_of_x(
     x_ptr, norm_ptr, r, r_ok, i, i_ok, x_stride, scale, squares, NORM: tl.constexpr, NORM_FIRST: tl.constexpr
 ):  # fmt: skip
-    """Columns `i` of the rows, [inputs, rows]: times the norm's weights with NORM, and before that times `scale` with
-    NORM_FIRST; else their sums of squares are added to `squares`."""
+    """Columns `i` of the rows, [inputs, rows]. NORM: multiplied by the norm's weights. NORM_FIRST: multiplied by
+    `scale` before; otherwise their squares are added to `squares`."""
     x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
     if NORM:
         x32 = x.to(tl.float32)
@@ -300,7 +300,7 @@ def _linear_kernel(
         tl_cuda.gdc_wait()
     scale = squares
     if NORM_FIRST:
-        # A large activation times its norm weight may be more than float16 has, so the root mean square comes first.
+        # A large activation times its norm weight may overflow float16, so it is divided by the RMS first.
         for start in tl.range(0, SIZE_IN, TILE_IN):
             i = start + k
             x_ok = r_ok[:, None] & (i < SIZE_IN)[None, :]
@@ -318,7 +318,7 @@ def _linear_kernel(
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
-    # Last, so that memory is not idle while the first of them wait for x.
+    # Loaded last, so that memory is not idle while the first loads wait for x.
     for tile_early in tl.static_range(EARLY):
         i = begin + tile_early * TILE_IN + k
         i_ok = i < end
@@ -330,7 +330,7 @@ def _linear_kernel(
             acc_up = tl.dot(early[tile_early][1], x, acc_up, input_precision="ieee")
 
     if SPLIT > 1:
-        # The last program to arrive adds the parts in order. The sum of squares travels beside the outputs.
+        # The last program to arrive adds the parts in order. The sums of squares are stored next to the outputs.
         slab = (split * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
         tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
         squares_base = partial_ptr + SPLIT * SIZE_OUT * ROWS

@@ -1,6 +1,4 @@
-"""How small_rows.py's kernels cut a GEMM into programs, by its sizes: needs no Triton, so that it can be asked
-anywhere.
-"""
+"""Tilings of small_rows.py's kernels by the sizes of a GEMM. Needs no Triton, so that it works on any machine."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ MAX_SLICED_IN = 1024
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How one GEMM is cut into programs.
+    """Tiling of one GEMM.
 
-    `vector` chooses the kernel without tensor cores; more than one of `slices`, each of tile_in inputs, the one without
-    a loop, for inputs of up to slices * tile_in * split.
+    `vector` selects the kernel without tensor cores; slices > 1, each of tile_in inputs, the kernel without a loop, for
+    up to slices * tile_in * split inputs.
     """
 
     tile_out: int
@@ -30,8 +28,8 @@ class LinearShape:
     num_stages: int
     vector: bool = False
     slices: int = 1
-    # Of `_linear_kernel`: tiles of a program's weights that it loads before it waits. They stay in registers or shared
-    # memory until the others are done.
+    # `_linear_kernel`: tiles of weights that a program loads before it waits. They stay in registers or shared memory
+    # until the other tiles are done.
     early: int = 0
 
 
@@ -39,14 +37,14 @@ class LinearShape:
 def linear_shape(
     rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132, shared: int = LARGEST
 ) -> LinearShape:
-    """The cut that was measured best on an H200, inside a whole decode step: what a kernel leaves free of a
-    multiprocessor counts as much as its own time, since the next one's first weights are on their way there. See
+    """The tiling that was measured best on an H200 inside a whole decode step, where the resources that a kernel leaves
+    free count as much as its own time, since the next kernel's first weights are loaded into them. See
     benchmarks/kernels. `shared`: bytes of shared memory that a program may have."""
     shape = _measured_shape(rows, size_out, size_in, gated, num_sms)
     if shape.vector or shape.slices > 1:
         return shape
-    lines = shape.tile_out * (2 if gated else 1) + max(16, next_power_of_2(rows))
-    num_stages = stages_that_fit(shape.num_stages, 2 * shape.tile_in * lines, shared)
+    tile_rows = shape.tile_out * (2 if gated else 1) + max(16, next_power_of_2(rows))  # of the weight and of x
+    num_stages = stages_that_fit(shape.num_stages, 2 * shape.tile_in * tile_rows, shared)
     return shape if num_stages == shape.num_stages else replace(shape, num_stages=num_stages)
 
 
@@ -65,7 +63,7 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
         return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
     tile_in = 128
     if size_out >= 2048 and size_in >= 4096:
-        # 128 programs for 2,048 outputs: each has enough weights on their way, and there are few parts to add.
+        # 128 programs for 2,048 outputs: each has enough weights in flight, and there are few parts to add.
         split = 1
         while size_out // 64 * split * 4 < num_sms * 3 and split < 8 and size_in // (split * 2) >= tile_in:
             split *= 2
@@ -78,10 +76,10 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
 
 
 def long_shape(size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
-    """Of a GEMM of 3 to 16 rows by `_linear_kernel`, of at least as many inputs as outputs, in a chain of kernels in
-    which memory is idle before it, as it is while ranks sum what they have: measured inside of such a chain.
+    """Tiling of a GEMM of 3 to 16 rows by `_linear_kernel` with at least as many inputs as outputs, after a kernel that
+    leaves memory idle, as an all-reduce does: measured inside a chain with all-reduces.
 
-    Two programs on each multiprocessor of LARGEST shared memory, and weights on their way before the sum is there.
+    Two programs on each multiprocessor with LARGEST shared memory; weights are loaded before the sum arrives.
     """
     split = max(1, min(8, 2 * num_sms // -(-size_out // 64)))
     if size_in >= 8192:
@@ -95,7 +93,7 @@ def is_sliced(rows: int, size_in: int) -> bool:
 
 
 def _sliced_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape | None:
-    """Of the kernel without a loop, where it was measured to be faster."""
+    """Tiling of the kernel without a loop, where it was measured to be faster; else None."""
     if is_sliced(rows, size_in) and gated:
         return LinearShape(16, 128, 1, 4, 1, slices=8)
     if is_sliced(rows, size_in) and size_out >= 4096:
@@ -125,11 +123,11 @@ def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> Linear
         return LinearShape(2, 4096, 1, 4, 1, vector=True)  # fewer steps to wait for
     if rows == 1 and not gated and tile_in == 2048:
         if size_out >= 4096:
-            return LinearShape(4, 1024, 1, 4, 1, vector=True)  # of many programs, each needs fewer weights on their way
+            return LinearShape(4, 1024, 1, 4, 1, vector=True)  # many programs: each needs fewer weights in flight
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
     if gated or tile_in > 4096:
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
-    # All of an output's weights in registers: they are on their way before the kernel waits for the one before it.
+    # All of an output's weights in registers: they are loaded before the kernel waits for the previous one.
     return LinearShape(4 if tile_in == 2048 else 2, tile_in, 1, 8, 1, vector=True)
 
 

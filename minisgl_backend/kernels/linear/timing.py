@@ -1,4 +1,4 @@
-"""How long calls take on the device: what is measured at start to choose among kernels and algorithms."""
+"""Timing of calls on the device, by which kernels and algorithms are chosen at start."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
-COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
+COLD_BYTES = 200 << 20  # of weights read in rotation, so that none of them stays in the L2 cache
 TURNS = 5
 
 
 def cold(num_weights: int, weight_bytes: int) -> int:
-    """How many of as many equal weights are to be read in turn."""
+    """How many of `num_weights` equal weights to read in rotation, so that none stays in the L2 cache."""
     return min(num_weights, 1 + COLD_BYTES // weight_bytes)
 
 
 class GraphTimer:
-    """Calls captured as one graph, so that launching them takes no time of its own. Runs on the current stream."""
+    """Calls captured as one graph, so that launches take no time. Runs on the current stream."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -33,7 +33,7 @@ class GraphTimer:
         self._times: list[float] = []
         self.again()
         self.again()
-        self.first = min(self._times)  # the very first run may have to bring things to the device
+        self.first = min(self._times)  # the very first run may have to load kernels to the device
         self._times.clear()
 
     def again(self) -> None:
@@ -46,19 +46,20 @@ class GraphTimer:
 
     @property
     def median(self) -> float:
-        """Microseconds of one call, over all turns since the first two."""
+        """Microseconds of one call: median over all runs after the first two."""
         return statistics.median(self._times)
 
 
 def take_turns(timers: Sequence[GraphTimer]) -> None:
-    """Whatever disturbs one disturbs all."""
+    """Runs the timers alternately, so that what disturbs one disturbs all."""
     for _ in range(TURNS):
         for timer in timers:
             timer.again()
 
 
 class MeasuringStream:
-    """One stream for all measurements of a device: libraries keep workspaces for each. What is current waits for it."""
+    """One stream for all measurements of a device, since libraries keep a workspace per stream. The current stream
+    waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,21 +72,21 @@ class MeasuringStream:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.empty_cache()  # what is captured next would get none of the memory that is kept for this stream
+        torch.cuda.empty_cache()  # memory cached for this stream could not be used by later captures
 
     def recover(self) -> None:
-        """After a measurement that failed, for want of memory for one."""
-        torch.cuda.synchronize(self._device)  # raises what leaves the device of no use
+        """To be called after a measurement that failed, e.g. out of memory."""
+        torch.cuda.synchronize(self._device)  # raises errors that make the device unusable
         torch.cuda.empty_cache()
 
     def randn(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Not of torch's global generator, whose state belongs to the caller."""
+        """Random numbers from its own generator: the state of torch's global one belongs to the caller."""
         generator = torch.Generator(self._device).manual_seed(0)
         return torch.randn(rows, size, generator=generator, device=self._device).to(dtype)
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """By a norm, not by the largest difference: it may not depend on the single number that was rounded worst."""
+    """Compares by a norm, not by the largest difference, which depends on the single number that was rounded worst."""
     return bool(_norm(found - expected) < 1e-2 * _norm(expected))
 
 

@@ -8,12 +8,12 @@ of 161 (docs/performance.md has more). So candidates are the library's suggestio
 waves favours; all are measured, once for a device and a version of the library, then read from a file.
 
 GEMMs of prompts are measured too, of some numbers of rows, each of which stands for those near it: on an H100 at
-4,096 rows those of a rank of Qwen3-32B over two GPUs become 2 to 4% faster. Power, which limits such GEMMs after
-some milliseconds, is not seen in runs as short as these: tiles of 256 x 160 came first there when each candidate ran
+4,096 rows those of a rank of Qwen3-32B over two GPUs become 2 to 4% faster. Runs as short as these do not reach the
+power limit, which slows these GEMMs down after some milliseconds: tiles of 256 x 160 won there when each candidate ran
 for half a second.
 
-Only algorithms without atomics, so that results do not depend on timing. As with torch's choice, they may depend on the
-number of rows by a rounding, since some algorithms add partial sums and others do not.
+Only algorithms without atomics are used, so that results do not depend on timing. As with torch's choice, rounding may
+depend on the number of rows, since some algorithms add partial sums and others do not.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from minisgl_backend.kernels.linear.timing import GraphTimer, MeasuringStream, c
 
 log = logging.getLogger(__name__)
 
-ROWS_STEP = 16  # one choice serves so many numbers of rows
-PROMPT_ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)  # what steps with prompts have, or nearly
-LEAST_LONG = 1920  # rows: of so many and more, a choice serves those within
-NEAR = 1 / 16  # of the number that was measured
+ROWS_STEP = 16  # row counts up to the next multiple of it share a choice
+PROMPT_ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)  # typical rows of steps with prompts
+LEAST_LONG = 1920  # from this row count on, a choice serves all row counts within NEAR of the measured one
+NEAR = 1 / 16  # relative
 SUGGESTIONS = 8
-TILES, CLUSTERS_EACH = 12, 2  # that are measured beside the suggestions
-# Likewise, of at least LEAST_LONG rows: they fill the device in any case, and how well decides less.
+TILES, CLUSTERS_EACH = 12, 2  # measured in addition to the suggestions
+# Likewise for LEAST_LONG rows or more: they fill the device in any case, so tiles matter less.
 LONG_TILES = ((256, 160), (128, 256), (256, 128), (192, 192), (128, 192))
 LONG_CLUSTERS = (3, 5)
 WORTH = 0.98  # of torch's time: a smaller gain is noise
@@ -54,20 +54,20 @@ _ALGORITHM = re.compile(r"([0-9a-f]{128})?")  # 64 bytes; or nothing, where torc
 
 
 class _Key(NamedTuple):
-    """What a launch depends on beside its algorithm."""
+    """What a launch depends on, apart from its algorithm."""
 
     shape: Shape
     dtype: torch.dtype
     rows: int
-    stride: int  # numbers between the beginnings of two rows of the result
-    alignment: int  # bytes that the result's address is a multiple of, at most ALIGNMENT
+    stride: int  # row stride of the result, in numbers
+    alignment: int  # of the result's address in bytes, at most ALIGNMENT
 
 
 class TunedLinear:
-    """The choices of one device. `tune` first; what was not tuned, or gains nothing, is left to the caller."""
+    """The choices of one device. `tune` comes first; GEMMs that were not tuned, or gain nothing, are the caller's."""
 
     def __init__(self, device: torch.device, choices: Path | None) -> None:
-        """`choices`: the file that remembers them; None: they are measured anew."""
+        """`choices`: the file that caches them; None: they are measured at each start."""
         self._device = device
         self._file = ChoicesFile(choices)
         self._lt: CublasLt | None = None
@@ -77,10 +77,10 @@ class TunedLinear:
         self._launchers: dict[_Key, Launch | None] = {}  # None: not allowed
 
     def tune(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
-        """Chooses for weights [size_out, size_in] of one shape and type, and for each number of rows.
+        """Chooses for weights [size_out, size_in] of one shape and dtype, and for each number of rows.
 
-        Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered, and up to a second for thousands
-        of rows; synchronises with the device.
+        Takes some milliseconds for each ROWS_STEP of rows where nothing is cached, and up to a second for thousands of
+        rows; synchronises with the device.
         Where the library or the memory for measuring is missing, torch keeps these GEMMs: that is no error.
         """
         weight = weights[0]
@@ -105,7 +105,7 @@ class TunedLinear:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """x [rows, size_in] @ weight.T, added into `residual` where it is given; None: somebody else should."""
+        """x [rows, size_in] @ weight.T, added into `residual` where it is given; None: not tuned, the caller should."""
         if not self._algorithms:
             return None
         key = _Key((weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0], weight.shape[0], ALIGNMENT)
@@ -120,8 +120,8 @@ class TunedLinear:
         return out if self._launch(key, weight, x, out, residual is not None) else None
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-        """x [rows, size_in] @ weight.T, written to out [rows, size_out], whose rows may be further apart than that;
-        False: somebody else should."""
+        """x [rows, size_in] @ weight.T, written to out [rows, size_out], whose rows may be strided; False: not tuned,
+        the caller should."""
         if not self._algorithms or out.stride(1) != 1 or not _is_plain(x) or not _is_plain(weight):
             return False
         (rows, size_out), address = out.shape, out.data_ptr()
@@ -137,7 +137,7 @@ class TunedLinear:
             return False
         try:
             launch(weight, x, out, add)
-        except RuntimeError as error:  # the library's check does not promise that it will start; nothing was written
+        except RuntimeError as error:  # despite the library's check it may fail to launch; nothing was written
             log.warning("a GEMM of %d x %d, %d rows, is left to torch: %s", *key.shape, key.rows, error)
             self._launchers[key] = None
             return False
@@ -162,15 +162,15 @@ class TunedLinear:
         return self._lt
 
     def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
-        """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is. Those that fail
-        are left out."""
+        """The fastest algorithm in hexadecimal for each number of rows; "" where torch's is the fastest. Row counts
+        whose measurement fails are left out."""
         weight, best = weights[0], {}
         some = weights[: cold(len(weights), weight.nbytes)]
         with self.stream.current():
             for rows in reversed(steps):  # the largest first: the others fit into its memory
                 try:
                     best[str(rows)] = _fastest(lt, self.stream.randn(rows, weight.shape[1], weight.dtype), some)
-                except RuntimeError as error:  # out of memory is one of them
+                except RuntimeError as error:  # e.g. out of memory
                     self.stream.recover()
                     log.warning("GEMMs of %d x %d, %d rows, are left to torch: %s", *weight.shape, rows, error)
         return best
@@ -182,19 +182,19 @@ def prompt_rows(longest: int) -> list[int]:
 
 
 def measured_rows(rows: int) -> int:
-    """The number of rows whose choice serves so many; 0: none does."""
+    """The number of rows whose measured choice serves `rows`; 0: none does."""
     if rows < LEAST_LONG:
         return -(-rows // ROWS_STEP) * ROWS_STEP
     return next((size for size in PROMPT_ROWS if abs(rows - size) <= NEAR * size), 0)
 
 
 def _allowed(lt: CublasLt, key: _Key, algorithm: bytes) -> Launch | None:
-    """The launch of a GEMM by an algorithm that was chosen for a contiguous result."""
+    """Launcher of a GEMM by an algorithm that was chosen for a contiguous result; None where it does not fit `key`."""
     rows_touch = key.stride == key.shape[0]
     gemm = Gemm(lt, key.rows, *key.shape, key.dtype, None if rows_touch else key.stride)
     if not gemm.allows(algorithm):
         return None
-    if not rows_touch or key.alignment < ALIGNMENT:  # the library has promised it for an aligned result alone
+    if not rows_touch or key.alignment < ALIGNMENT:  # the library has only checked it for an aligned result
         needed = gemm.out_alignment(algorithm)
         if key.alignment % needed or key.stride * key.dtype.itemsize % needed:
             return None
@@ -247,13 +247,13 @@ def candidates(gemm: Gemm, num_sms: int) -> list[bytes]:
     known = (tile for tile in gemm.tiles(suggested[0]) if tile in sizes)
     costs = {tile: predicted_us(rows, size_out, size_in, sizes[tile], num_sms) for tile in known}
     likely = sorted((tile for tile in costs if math.isfinite(costs[tile])), key=costs.__getitem__)
-    # Most tiles have no kernel with most clusters, and asking takes time: not more is asked than is measured.
+    # Most tiles have no kernel with most clusters, and asking takes time: only what is measured is asked for.
     variants = (list(islice(_variants(gemm, suggested[0], tile, CLUSTERS), CLUSTERS_EACH)) for tile in likely)
     return list(dict.fromkeys([*suggested, *chain.from_iterable(islice(filter(None, variants), TILES))]))
 
 
 def _variants(gemm: Gemm, algorithm: bytes, tile: int, clusters: Sequence[int]) -> Iterator[bytes]:
-    """`algorithm` with this tile and each of these clusters that there is a kernel for."""
+    """`algorithm` with this tile and each of these clusters for which there is a kernel."""
     return filter(None, (gemm.with_tile(algorithm, tile, cluster) for cluster in clusters))
 
 
@@ -267,7 +267,7 @@ def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], 
         return math.inf
     blocks = -(-size_out // tile_out) * -(-rows // tile_rows)
     waves = -(-blocks // num_sms)
-    # A small tile loads more for each GEMM.
+    # A small tile loads more bytes per operation.
     compute = waves * 2 * tile_out * tile_rows * size_in / 6e6 * (1 + 24 / tile_out + 24 / tile_rows)
     idle = waves * num_sms / blocks if blocks >= num_sms else max(1.0, 0.8 * num_sms / blocks)
     return max(compute, size_out * size_in * 2 / 4.6e6 * idle)

@@ -1,9 +1,8 @@
-"""The library of an installed vLLM: where it is, and whether its operators are those that are known here.
+"""The library of an installed vLLM: where it is, and whether its operators have the known signatures.
 
-The package `vllm` is never imported. Of its files one library is loaded, which speaks torch's stable C interface: so
-neither vLLM's Python, nor what that depends on, nor the torch that vLLM pins has to be there. Its operators are taken
-only where they have the arguments that marlin.py and machete.py hand them; of other versions it is said that they are
-left alone.
+The package `vllm` is never imported. Only one of its libraries is loaded, which uses torch's stable C interface: so
+neither vLLM's Python, nor its dependencies, nor the torch that it pins has to be installed. Its operators are used only
+if their signatures are those that marlin.py and machete.py call; for other versions a warning is logged.
 """
 
 from __future__ import annotations
@@ -50,22 +49,22 @@ SIGNATURES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 def find_package() -> Path | None:
     """The folder of the installed package; None: there is none."""
     spec = None
-    with suppress(ImportError, ValueError):  # half removed, or somebody's stand-in
+    with suppress(ImportError, ValueError):  # half removed, or a stub
         spec = importlib.util.find_spec(PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     return Path(places[0]) if places else None
 
 
 def is_installed() -> bool:
-    """Whether the file is there; what it holds `operators` looks at."""
+    """Whether the library's file exists; `operators` checks its content."""
     folder = find_package()
     return folder is not None and (folder / LIBRARY).is_file()
 
 
 @cache
 def operators(kernel: str) -> Any | None:
-    """What has the operators of one of SIGNATURES as attributes; None: there is no vLLM, or another version of it,
-    which is said once."""
+    """Namespace with the operators of one of SIGNATURES as attributes; None: no vLLM, or another version of it, which
+    is logged once."""
     folder = find_package()
     if folder is None:
         return None
@@ -99,7 +98,7 @@ def _load(library: Path) -> str | None:
     try:
         torch.ops.load_library(str(library))
     except Exception as error:  # compiled libraries fail in many ways
-        return " ".join(str(error.__cause__ or error).split())[:300]  # torch says no more than that it could not
+        return " ".join(str(error.__cause__ or error).split())[:300]  # torch's own message has no reason
     return None
 
 

@@ -1,10 +1,10 @@
 """Pairs of (token, expert) sorted by expert and cut into tiles that belong to one expert each.
 
-vLLM and SGLang call it aligning to the block size. Nothing waits for the device: how many tiles there are is known
-there only, so their list has room for the most there can be.
+This is `moe_align_block_size` of vLLM and SGLang. The host does not wait for the device: only the device knows the
+number of tiles, so their list has room for the largest number possible.
 
-Counts of pairs, blocks and tiles are another in almost every step with a prompt part: no kernel is compiled for them,
-neither for their values nor for their divisors, while streams wait.
+The numbers of pairs, blocks and tiles differ in almost every step with a prompt part, so kernels are not specialized on
+their values or divisibility: a compilation would stall running streams.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.launch import pdl_options
 
 ALIGN_BLOCK = 128  # pairs that one program counts and sorts
-SCAN_EXPERTS = 8  # whose counts one program adds up
-FEW_BLOCKS = 32  # whose counts are added up at once; of more blocks, those of 512
-LAID_TILES = 32  # that one program lays out at once
+SCAN_EXPERTS = 8  # experts whose counts one program adds up
+FEW_BLOCKS = 32  # blocks whose counts are added up at once; with more blocks, those of 512
+LAID_TILES = 32  # tiles that one program lays out at once
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Tiles:
     """Which pairs each tile holds, on the device; int32."""
 
     order: torch.Tensor  # [num_pairs]  pairs sorted by expert, those of one expert by number
-    place: torch.Tensor  # [num_pairs]  of each pair in `order`
-    expert: torch.Tensor  # [max_tiles]  of each tile; -1: not used
+    place: torch.Tensor  # [num_pairs]  index of each pair in `order`
+    expert: torch.Tensor  # [max_tiles]  of each tile; -1: unused
     first: torch.Tensor  # [max_tiles]  index into `order`
     end: torch.Tensor  # [max_tiles]
     used: torch.Tensor  # [1]  the number of tiles that hold pairs; they come first
 
 
 def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool = False) -> Tiles:
-    """Sorts pairs by expert in three launches: counts by block, their sums over the blocks, then places and tiles.
+    """Sorts pairs by expert in three launches: counts by block, their prefix sums, then positions and tiles.
 
     expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see linear/small_rows.py.
     """
     pairs, device = expert_ids.numel(), expert_ids.device
     blocks = triton.cdiv(pairs, ALIGN_BLOCK)
-    most = -(-min(pairs, pairs // tile_pairs + num_experts) // 4) * 4  # addresses stay multiples of 16 bytes
+    most = -(-min(pairs, pairs // tile_pairs + num_experts) // 4) * 4  # addresses stay aligned to 16 bytes
     padded = max(SCAN_EXPERTS, triton.next_power_of_2(num_experts))
     counts = torch.empty((blocks, padded), dtype=torch.int32, device=device)
     totals = torch.empty(padded, dtype=torch.int32, device=device)
@@ -84,7 +84,7 @@ def _scan_kernel(
     counts_ptr, totals_ptr, blocks, EXPERTS_PADDED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Replaces the counts of a few experts by the sums over the blocks before; totals [experts]: over all blocks."""
+    """Replaces the counts of a few experts by their prefix sums over blocks; totals [experts]: over all blocks."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -106,7 +106,7 @@ def _place_kernel(
     BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Puts the pairs of each block into their places, those of one expert in their own order, and lays out tiles."""
+    """Writes the sorted position of each pair of a block (pairs of one expert stay in order), and lays out tiles."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -130,7 +130,7 @@ def _place_kernel(
         tl.store(used_ptr, tl.sum(tiles, 0))
     for start in tl.range(block * TILES, most, tl.num_programs(0) * TILES):
         t = start + tl.arange(0, TILES)
-        mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert a tile
+        mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert per tile
         expert = tl.sum(tl.where(mine, e[None, :] + 1, 0), 1) - 1
         begin = (ends - totals)[None, :] + (t[:, None] - tile_begin[None, :]) * TILE_PAIRS
         first = tl.sum(tl.where(mine, begin, 0), 1)

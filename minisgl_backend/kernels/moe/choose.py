@@ -1,6 +1,6 @@
-"""Which kernels compute a mixture of experts: one table for all weight formats, read from above.
+"""Which kernels compute a mixture of experts: one table for all weight formats, read from the top.
 
-As linear/choose.py, of which a row here may speak: where no kernel has the router inside, it is a GEMM like others.
+It works like linear/choose.py, which also chooses the router's GEMM where no kernel here includes the router.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
 
-MAX_FEW_TOKENS = 64  # of few_tokens.py
-MAX_EXPERTS = 256  # which one program ranks
-MAX_EARLY_SIZE = 8192  # of a line of weights, which a program of early_router.py holds in registers
-MIN_WIDE_PAIRS = 48  # of an expert, on average; of fewer, half a tile of grouped_tma.py would be empty
-WIDE_TILE_IN = 64  # of both its GEMMs, whose inputs are not padded
+MAX_FEW_TOKENS = 64  # for few_tokens.py
+MAX_EXPERTS = 256  # that one program can rank
+MAX_EARLY_SIZE = 8192  # numbers of a row of weights, which a program of early_router.py holds in registers
+MIN_WIDE_PAIRS = 48  # per expert, on average; with fewer, half a tile of grouped_tma.py would be empty
+WIDE_TILE_IN = 64  # inputs per step of both its GEMMs, whose inputs are not padded
 
 
 class ExpertsKey(NamedTuple):
-    """What kernels of a layer's experts are chosen by: x [tokens, hidden_size], gate_up [num_experts, 2 *
+    """Key by which the kernels of a layer's experts are chosen: x [tokens, hidden_size], gate_up [num_experts, 2 *
     intermediate_size, hidden_size]."""
 
     tokens: int
@@ -30,12 +30,12 @@ class ExpertsKey(NamedTuple):
     hidden_size: int
     intermediate_size: int  # of one expert, of one rank
     dtype: torch.dtype  # of x
-    routed: bool = False  # with the router before them, and norm and residual
-    o_proj_inputs: int = 0  # of the o_proj that is left to them, too; 0: it is not
+    routed: bool = False  # including the router, norm and residual
+    o_proj_inputs: int = 0  # inputs of the o_proj, where it is included, too; 0: it is not
     bias: bool = False
     activation: str = "silu"  # layers.config.Activation
-    unit_stride: bool = True  # the numbers of a row of x touch
-    aligned: bool = True  # weights begin at multiples of 16 bytes
+    unit_stride: bool = True  # the rows of x are contiguous
+    aligned: bool = True  # weights are aligned to 16 bytes
 
     @property
     def pairs(self) -> int:
@@ -48,7 +48,7 @@ def _on_gpu(key: ExpertsKey, facts: DeviceFacts) -> bool:
 
 
 def _early_router(key: ExpertsKey, facts: DeviceFacts) -> bool:
-    # Undivided logits may be more than float16 holds.
+    # Logits that are not yet divided by the RMS may overflow float16.
     fits = max(key.hidden_size, key.o_proj_inputs) <= MAX_EARLY_SIZE and key.num_experts <= MAX_EXPERTS
     one = key.tokens == 1 and key.o_proj_inputs > 0
     return _on_gpu(key, facts) and one and key.dtype == torch.bfloat16 and fits
@@ -88,10 +88,10 @@ _Row = Candidate[ExpertsKey]
 CANDIDATES: Table[ExpertsKey] = MappingProxyType(
     {
         PLAIN: (
-            _Row("early_router", "one token: the router runs beside o_proj, not behind it", _early_router),
+            _Row("early_router", "one token: the router runs in parallel with o_proj", _early_router),
             _Row("one_token", "one token: bound by weights' bytes; router, norm and residual inside", _one_token),
             _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
-            _Row("grouped_tma", "many pairs an expert: bound by the matrix units; tiles come by TMA", _grouped_tma),
+            _Row("grouped_tma", "many pairs per expert: compute-bound; tiles are loaded by TMA", _grouped_tma),
             _Row("grouped", "pairs sorted by expert, two grouped GEMMs", _on_gpu),
             _Row("torch", "torch's grouped GEMM, or one expert after the other", _always),
         ),
@@ -112,7 +112,7 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _Row("one_token", "one token: without matrix units; router, norm and residual inside", _one_token),
             _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
             _Row("grouped", "pairs sorted by expert; weights become bfloat16 in registers", _on_gpu),
-            _Row("torch", "an expert of those that were picked after the other, dequantized", _always),
+            _Row("torch", "one picked expert after the other, dequantized", _always),
         ),
     }
 )

@@ -1,12 +1,12 @@
-"""The end of attention and the router of a mixture of experts, for one token, in one kernel of the Triton language.
+"""o_proj and the router of a mixture of experts, for one token, in one kernel of the Triton language.
 
-A router's logits are W norm(r + O a): of the residual r and attention's result a, with the router's weights W and the
-output projection's O. By what the norm divides does not change which experts are the best, and without it the logits
-are (W n) r + (W n O) a, where n are the norm's weights. So with W n O multiplied out when the model is loaded, the
-router runs at the same time as that projection instead of behind it: a kernel less for which everything waits. Logits
-are divided by whoever needs the shares of the experts.
+A router's logits are W norm(r + O a), with residual r, attention output a, router weights W and o_proj weights O. The
+norm's division by the RMS does not change the order of the experts, and without it the logits are (W n) r + (W n O) a,
+where n are the norm's weights. So with W n O multiplied out when the model is loaded, the router runs in parallel with
+o_proj and not after it: one kernel less on the critical path. The kernel that computes the experts' weights divides the
+logits.
 
-[W n O, W n] is rounded to the model's numbers, as the states are that the router would read otherwise.
+[W n O, W n] is rounded to the model's dtype, like the hidden states that the router would read otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.launch import pdl_options
 
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
-NUMBERS = 8192  # of a program's weights; a program of the router has one expert's
+NUMBERS = 8192  # weights of a program; a program of the router has one expert's
 NUM_WARPS = 4
 
 
@@ -39,10 +39,10 @@ def output_and_logits(
     *,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + x @ o_proj.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
-    line: x [1, size_in], o_proj [hidden, size_in], residual [1, hidden], early as above, all in one number format.
+    """residual + x @ o_proj.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each row:
+    x [1, size_in], o_proj [hidden, size_in], residual [1, hidden], early as above, all of one dtype.
 
-    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+    pdl: programmatic dependent launch, whose rules are in linear/small_rows.py.
     """
     (hidden, size_in), num_experts, k = o_proj.shape, len(early), experts_per_token
     out = torch.empty_like(residual)
@@ -63,7 +63,7 @@ def _output_and_logits_kernel(
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, OUT_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first programs compute the logit of an expert each, the others a tile of the projection."""
+    """The first programs compute the logit of one expert each, the others a tile of o_proj."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)

@@ -1,13 +1,13 @@
 """A mixture of experts for a few tokens (a decode step of 2 to 64), in the Triton language: bound by reading the
 weights of the experts picked, and by the starts and ends of its kernels.
 
-Whoever has all logits plans the GEMMs in one program: it picks the experts, and gives each expert's tokens a tile of
-their own, so that an expert's weights are read once. Up to MAX_ROUTED_TOKENS the router's last program does so, and the
-first ones norm the tokens; of more, the plan is a kernel behind the router's product. Then come the two products and
-the sum.
+One program plans the GEMMs: it picks the experts from the logits, and gives each expert's tokens their own tile, so
+that an expert's weights are read once. Up to MAX_ROUTED_TOKENS tokens, the last program of the router's kernel plans,
+and the first ones norm the tokens; for more tokens the plan is a kernel after the router's GEMM. Then follow the two
+GEMMs and the sum.
 
-`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py, with the exception of one_token.py: the
-first GEMM lets the second start only after its own wait, so that this one may read the plan before it waits.
+`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py, with the exception of one_token.py: the
+first GEMM lets the second start only after its own wait, so that the second may read the plan before it waits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
 
-MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
-SLOTS = 16  # tokens of a tile, the fewest rows of a GEMM by tensor cores
+MAX_ROUTED_TOKENS = 8  # whose hidden states one program holds in registers together with a row of the router
+SLOTS = 16  # tokens of a tile, the fewest rows of a tensor-core GEMM
 MAX_PACKED_CHOICES = 15
-UNPICKED = tl.constexpr(15)  # of four bits, instead of a token's choice
+UNPICKED = tl.constexpr(15)  # four bits, in place of a token's choice
 
 
 @dataclass(frozen=True)
 class FewShape:
-    """How one GEMM is cut: outputs (after gating) a tile, inputs a step, warps, stages."""
+    """Tiling of one GEMM: outputs (after gating) per tile, inputs per step, warps, stages."""
 
     tile_out: int
     tile_in: int
@@ -43,8 +43,8 @@ class FewShape:
 
 
 def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
-    """The cuts of the GEMMs with gate_up and down that were measured best on an H200, 8 of 128 experts of
-    2,048 x 768. Narrow tiles of gate and up win from 3 tokens on, by 1 us of a layer at 4 and 2 us at 64."""
+    """The tilings of the GEMMs with gate_up and down that were measured best on an H200, 8 of 128 experts of
+    2,048 x 768. Narrow tiles of gate_up win from 3 tokens on, by 1 us per layer at 4 tokens and 2 us at 64."""
     gate_up = FewShape(32, 128, 4, 4) if num_tokens <= 2 else FewShape(16, 256, 2, 3)
     return gate_up, FewShape(64, 128, 4, 4)
 
@@ -53,11 +53,11 @@ def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
 class Plan:
     """Which pairs of (token, choice) each tile holds, on the device.
 
-    Packed, for up to MAX_ROUTED_TOKENS tokens, a tile is one number of 64 bits: the expert, and four bits for each
-    token with its choice of this expert, or UNPICKED. So whoever computes the tile waits for one load.
+    Up to MAX_ROUTED_TOKENS tokens it is packed: a tile is one 64-bit number with the expert, and four bits for each
+    token with the index of this expert among its choices, or UNPICKED. So a program waits for one load only.
     """
 
-    tiles: torch.Tensor  # int64 [max_tiles], packed, -1: not used. Else int32, the three below
+    tiles: torch.Tensor  # int64 [max_tiles], packed, -1: unused. Else int32, the three below
     weights: torch.Tensor  # float32 [num_tokens, k]
 
     @property
@@ -70,12 +70,12 @@ class Plan:
 
     @property
     def expert(self) -> torch.Tensor:
-        """[max_tiles], -1: not used. Not of a packed plan, like the others."""
+        """[max_tiles], -1: unused. Only if the plan is not packed, as `count` and `slots`."""
         return self.tiles[: self.max_tiles]
 
     @property
     def count(self) -> torch.Tensor:
-        """[max_tiles], pairs of the tile."""
+        """[max_tiles], number of pairs of each tile."""
         return self.tiles[self.max_tiles : 2 * self.max_tiles]
 
     @property
@@ -101,7 +101,7 @@ def mixture(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `PlainKernels.mixture`'s, for up to MAX_FEW_TOKENS tokens (choose.py)."""
+    """See `PlainKernels.mixture`; for up to MAX_FEW_TOKENS tokens (choose.py)."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
     gate_up_cut, down_cut = few_shapes(num_tokens)
     normed, plan = route(
@@ -142,13 +142,13 @@ def route(
     bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, Plan]:
-    """norm(x), of x [num_tokens, hidden], and which experts it goes to by router [num_experts, hidden] with bias
+    """norm(x) of x [num_tokens, hidden], and the plan of its experts by router [num_experts, hidden] with bias
     [num_experts]."""
     (num_tokens, hidden), num_experts, k = x.shape, len(router), experts_per_token
     pairs = num_tokens * k
     # An expert with any pairs has one tile, and another for each SLOTS more.
     most = min(pairs, num_experts + pairs // SLOTS if num_tokens > SLOTS else num_experts)
-    most = -(-most // 4) * 4  # addresses stay multiples of 16 bytes, for which kernels are compiled
+    most = -(-most // 4) * 4  # addresses stay aligned to 16 bytes, for which kernels are compiled
     if num_tokens <= MAX_ROUTED_TOKENS and k <= MAX_PACKED_CHOICES:
         tiles = torch.empty(most, dtype=torch.int64, device=x.device)
     else:
@@ -185,7 +185,7 @@ def _few_router_kernel(
     TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert's logits a program. The first programs norm a token each, the one that arrives last plans."""
+    """Each program computes one expert's logits. The first ones also norm a token each, the last to arrive plans."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
@@ -210,7 +210,7 @@ def _few_router_kernel(
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
     if NORM:
         token = expert
-        while token < num_tokens:  # once, but for fewer experts than tokens
+        while token < num_tokens:  # once, unless there are fewer experts than tokens
             _norm_token(x_ptr, norm_ptr, normed_ptr, token, eps, x_stride, SIZE_IN, SIZE_PADDED)
             token += tl.num_programs(0)
     if arrived == tl.num_programs(0) - 1:
@@ -257,10 +257,10 @@ def _plan(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr,
     RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """What a `Plan` holds, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, NaN
-    comes last: whatever the logits are, a token takes K different experts.
+    """Writes a `Plan` from logits [num_tokens, experts]. Of equal logits the lower expert comes first, and NaN comes
+    last: whatever the logits are, a token takes K different experts.
 
-    Logits are compared as integers, whose largest in a warp is one instruction.
+    Logits are compared as integers, whose maximum over a warp is one instruction.
     """
     t = tl.arange(0, TOKENS)[:, None]
     e = tl.arange(0, EXPERTS_PADDED)
@@ -291,7 +291,7 @@ def _plan(
         tiles = (count + SLOTS - 1) // SLOTS
         begin = tl.cumsum(tiles, 0) - tiles
         slots_ptr = tiles_ptr + 2 * most
-        slot = begin[None, :] * SLOTS + tl.cumsum(one, 0) - one  # an expert's tiles follow one another
+        slot = begin[None, :] * SLOTS + tl.cumsum(one, 0) - one  # an expert's tiles are consecutive
         tl.store(slots_ptr + slot, t * K + choice, mask=is_pair)
         for j in tl.static_range((TOKENS + SLOTS - 1) // SLOTS):
             tl.store(tiles_ptr + begin + j, e, mask=j < tiles)
@@ -306,10 +306,10 @@ def _plan(
 
 @triton.jit
 def read_tile(tiles_ptr, tile, most, K: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr):
-    """Of a plan with `most` tiles: the expert int64 (negative: not used), pairs int32 [SLOTS] and which of them are.
+    """Reads a tile of a plan with `most` tiles: expert int64 (negative: unused), pairs int32 [SLOTS], valid [SLOTS].
 
-    Written before the kernel before the second GEMM; by way of the L2 cache, since an earlier layer's may lie in
-    the nearer.
+    The plan was written two kernels before the second GEMM. It is read from the L2 cache, since L1 may still hold an
+    earlier layer's plan.
     """
     s = tl.arange(0, SLOTS)
     if PACKED:
@@ -332,8 +332,8 @@ def _few_product_kernel(
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """By pair. GATED: activation(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its
-    weight."""
+    """For each pair. GATED: activation(gate @ x) * (up @ x), with x of the pair's token. Else: down @ x, with x of the
+    pair, times the pair's weight."""
     if PDL:
         if GATED:
             tl_cuda.gdc_wait()

@@ -1,8 +1,8 @@
 """Mixtures of experts with FP8 weights, in the Triton language: grouped.py's two GEMMs, of FP8 numbers.
 
-Tokens are quantized once, and what is between the GEMMs again, by kernels of their own. With few pairs an expert the
-weights are the left operand of the matrix units, whose tiles have 64 rows at least; with many the pairs are.
-`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+Separate kernels quantize the tokens once, and the activations between the GEMMs. With few pairs per expert the weights
+are the left operand of the tensor cores, whose tiles have at least 64 rows; with many pairs, the pairs are.
+`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minisgl_backend.kernels.moe.grouped import MoeShape
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
-MANY_PAIRS = 64  # of a tile, from which on pairs are the left operand
-Cut = tuple[int, int, int, int]  # outputs a tile, inputs a step, warps, stages
+MANY_PAIRS = 64  # pairs of a tile from which on they are the left operand
+Cut = tuple[int, int, int, int]  # outputs per tile, inputs per step, warps, stages
 Block = tuple[int, int]
 Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x -> numbers, and a scale for each row
 
@@ -46,9 +46,9 @@ def moe(
     quantize: Quantize | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Fp8Kernels.moe`'s; nothing waits for the device.
+    """See `Fp8Kernels.moe`; nothing waits for the device.
 
-    quantize: of activations, where weights are other numbers of one byte, with a scale for each output.
+    quantize: quantizes activations, where weights have another one-byte dtype, with a scale for each output.
     """
     (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
     if pairs == 0:
@@ -68,8 +68,8 @@ def moe(
 
 
 def fp8_shape(pairs: int, num_experts: int, shared: int) -> MoeShape:
-    """The cut by the pairs of an expert. Up to 64 of them as an H100 measured (128 experts of 2,048 x 768, 8 a token);
-    for more, tiles whose sums and products fit into registers."""
+    """The tiling by the pairs of an expert. Up to 64 pairs as measured on an H100 (128 experts of 2,048 x 768, 8 per
+    token); for more, tiles whose accumulators fit into registers."""
     mean = pairs / num_experts
     if mean <= 32:
         tile_pairs, gate_up_out, down_out, warps = 16 if mean <= 16 else 32, 64, 64, 4
@@ -98,7 +98,7 @@ def _gemm(
     quantize: Quantize | None,
     pdl: bool,
 ) -> None:
-    """One of the two GEMMs, with x quantized before. activation: that with gate and up."""
+    """Quantizes x, then one of the two GEMMs: with an activation that with gate_up, else that with down."""
     tile_out, tile_in, num_warps, num_stages = cut
     block_out, block_in = block or (0, 0)
     if quantize is not None:
@@ -166,7 +166,7 @@ def _few_pairs_kernel(
                 acc_up += tl.dot(w_up, x) * (up_scale[:, None] * x_scale[None, :])
             else:
                 acc_up += tl.dot(w_up, x)
-        if BLOCK_IN:  # of the next block, while its tiles are on their way
+        if BLOCK_IN:  # scales of the next block, while its tiles are in flight
             g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN
             x_scale = tl.load(x_scale_ptr + g * x_rows + source, mask=i_ok, other=0.0)
             w_scale = tl.load(w_scales + g, mask=o_ok, other=0.0)
@@ -206,7 +206,7 @@ def _many_pairs_kernel(
     o = column + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
-    # Where a tile's outputs are of one block, its scale is a number, and scaling an operation less for each product.
+    # Where a tile's outputs belong to one block, its scale is a scalar, which saves an operation per partial sum.
     one_block: tl.constexpr = BLOCK_IN > 0 and BLOCK_OUT % TILE_OUT == 0 and (not GATED or SIZE_OUT % TILE_OUT == 0)
     row = column if one_block else o
     k = tl.arange(0, TILE_IN)
@@ -229,13 +229,13 @@ def _many_pairs_kernel(
             x = tl.load(x_lines + start, mask=i_ok[:, None] & j_ok[None, :], other=0.0)
             w_ok = o_ok[:, None] & j_ok[None, :]
         w = tl.load(weight_rows + start, mask=w_ok, other=0.0)
-        # The units sum FP8 with fewer bits than float32: one tile at a time.
+        # Tensor cores accumulate FP8 with fewer bits than float32, so each tile is added up separately.
         acc = _add_scaled(acc, tl.dot(x, w.T), x_scale, w_scale, one_block, BLOCK_IN)
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + start, mask=w_ok, other=0.0)
             acc_up = _add_scaled(acc_up, tl.dot(x, w_up.T), x_scale, up_scale, one_block, BLOCK_IN)
         if BLOCK_IN:
-            g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN  # of the next tiles
+            g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN  # scales of the next tiles
             x_scale = tl.load(x_scale_ptr + g * x_rows + source, mask=i_ok, other=0.0)
             w_scale = tl.load(w_scales + g) if one_block else tl.load(w_scales + g, mask=o_ok, other=0.0)
             if GATED:
@@ -266,7 +266,7 @@ def _scales_of(
     scale_ptr, expert, row, OUTPUTS: tl.constexpr, SIZE_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Of rows of an expert's weight: the scales of their first blocks of inputs, or their own."""
+    """Scales of rows of an expert's weight: those of their first block of inputs, or one per row."""
     if BLOCK_IN:
         groups: tl.constexpr = (SIZE_IN + BLOCK_IN - 1) // BLOCK_IN
         blocks: tl.constexpr = (OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT

@@ -1,8 +1,8 @@
-"""Mixture of experts, in the Triton language: which experts a token takes, and their MLPs as two grouped GEMMs.
+"""Mixture of experts, in the Triton language: expert routing, and the experts' MLPs as two grouped GEMMs.
 
-Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (align.py). How many
-tiles there are is known on the device only, so the grid has room for the most there can be and the rest return at once;
-hence it runs under CUDA graphs, in decode and in prefill. A lone token is computed by one_token.py, a few by
+Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (align.py). Only the
+device knows the number of tiles, so the grid is made for the largest number possible and unused programs return at
+once; hence it runs under CUDA graphs, in decode and in prefill. One token is computed by one_token.py, a few by
 few_tokens.py, many by grouped_tma.py.
 """
 
@@ -24,7 +24,7 @@ from minisgl_backend.kernels.moe.tiles import pairs_of_tile, products, rows_of_w
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
-MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is best
+MEAN_PAIRS = (12, 24, 48)  # pairs per expert: upper bounds of the ranges for which each tiling is best
 
 
 def route(
@@ -61,7 +61,7 @@ def _route_kernel(
     j = tl.arange(0, K_PADDED)
     ids = tl.zeros([K_PADDED], tl.int32)
     weights = tl.zeros([K_PADDED], tl.float32)
-    left = tl.where(e < EXPERTS, shares, -1.0)  # below every share, so that padding is never picked
+    left = tl.where(e < EXPERTS, shares, -1.0)  # padding is below every share and never picked
     for choice in tl.static_range(K):
         best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)  # NaN must not lead out of bounds
         ids = tl.where(j == choice, best, ids)
@@ -74,7 +74,7 @@ def _route_kernel(
 
 
 def token_counts(num_experts: int, experts_per_token: int) -> tuple[int, ...]:
-    """From each of these numbers of tokens on, a mixture takes kernels that fewer tokens did not need; ascending."""
+    """Token counts, ascending: each the smallest for which a mixture launches kernels that fewer tokens do not need."""
     pairs = [mean * num_experts for mean in (*MEAN_PAIRS, MIN_WIDE_PAIRS)] + [FEW_BLOCKS * ALIGN_BLOCK]
     last = {MAX_FEW_TOKENS, MAX_PDL_TOKENS, *(count // experts_per_token for count in pairs)}
     return tuple(sorted(count + 1 for count in last))
@@ -82,15 +82,15 @@ def token_counts(num_experts: int, experts_per_token: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """How the two GEMMs are cut. `gate_up` and `down`: (outputs a tile, inputs a step, warps, stages)."""
+    """Tilings of the two GEMMs. `gate_up` and `down`: (outputs per tile, inputs per step, warps, stages)."""
 
     tile_pairs: int
-    gate_up: tuple[int, int, int, int]  # the first counts outputs after gating: gate and up rows are twice as many
+    gate_up: tuple[int, int, int, int]  # the first counts outputs after gating; there are twice as many weight rows
     down: tuple[int, int, int, int]
 
 
 def moe_shape(pairs: int, num_experts: int, element_size: int = 2, shared: int = LARGEST) -> MoeShape:
-    """The cut that was measured best on an H200 (128 experts of 2,048 x 768, 8 a token), by the pairs of an expert.
+    """The tiling that was measured best on an H200 (128 experts of 2,048 x 768, 8 per token), by the pairs per expert.
 
     It has fewer stages where numbers of element_size bytes would need more than `shared` bytes of shared memory.
     """
@@ -128,11 +128,11 @@ def moe(
     pdl: bool = False,
     biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts; the contract is `PlainKernels.moe`'s.
+    """The weighted sum of each token's experts, see `PlainKernels.moe`.
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].
-    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+    pdl: programmatic dependent launch, whose rules are in linear/small_rows.py.
     """
     num_experts, hidden, size = down.shape
     k = expert_ids.shape[1]

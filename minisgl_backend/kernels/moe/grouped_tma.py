@@ -1,10 +1,10 @@
-"""The grouped GEMMs of a mixture of experts for many tokens, bound by the matrix units: tensor memory access (TMA).
+"""The grouped GEMMs of a mixture of experts for many tokens, compute-bound, with tensor memory access (TMA).
 
-Descriptors of the weights, and of the gated values between the two GEMMs, let one instruction of one thread bring a
-whole tile to shared memory. Programs stay and take one tile after the other; in the GEMM with down, the loads of the
-next tile begin before the last one's results are stored. All columns of one tile of pairs follow one another, so that
-the rows which they share come from the L2 cache. Half a tile is enough for what is left of an expert's pairs, where
-there is no more. Results stay in sorted order until they are summed.
+With TMA descriptors of the weights, and of the activations between the two GEMMs, one instruction of one thread loads a
+whole tile to shared memory. Programs are persistent; in the GEMM with down, the loads of the next tile begin before the
+previous one's results are stored. All columns of one tile of pairs are consecutive, so that the rows which they share
+come from the L2 cache. Where at most half a tile of an expert's pairs is left, half a tile is computed. Results stay in
+sorted order until they are summed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TILE_PAIRS = 128
 
 @dataclass(frozen=True)
 class WideShape:
-    """How one GEMM is cut into tiles."""
+    """Tiling of one GEMM."""
 
     tile_out: int  # of the GEMM with gate and up: after gating
     tile_in: int
@@ -51,18 +51,18 @@ def moe(
     *,
     biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """As of grouped.py, for what moe/choose.py leaves to this file."""
+    """As `grouped.moe`, for the cases that moe/choose.py gives to this file."""
     (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # in sorted order
     inner, outer = biases or (None, None)
     tiles = align(expert_ids.contiguous(), num_experts, TILE_PAIRS)
-    gate_up_product(x, gate_up, activated, tiles, k, activation, bias=inner)
-    down_product(activated, down, result, tiles, bias=outer)
+    gate_up_gemm(x, gate_up, activated, tiles, k, activation, bias=inner)
+    down_gemm(activated, down, result, tiles, bias=outer)
     return combine(result, k, residual, place=tiles.place, weights=expert_weights.contiguous())
 
 
-def gate_up_product(
+def gate_up_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -89,7 +89,7 @@ def gate_up_product(
     )  # fmt: skip
 
 
-def down_product(
+def down_gemm(
     activated: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -98,8 +98,8 @@ def down_product(
     *,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """out = down @ activated, both in sorted order: neither pairs nor their weights are looked up here, where that
-    would take a tenth of the time.
+    """out = down @ activated, both in sorted order: looking up pairs and their weights here would take a tenth of the
+    time.
 
     activated [num_pairs, size], weight [num_experts, hidden, size], out [num_pairs, hidden], bias [num_experts,
     hidden].
@@ -115,14 +115,14 @@ def down_product(
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """Of a matrix that is read in tiles of so many rows and columns."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # which older Tritons do not have
+    """TMA descriptor of a matrix that is read in tiles of `rows` x `columns`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # missing in older Tritons
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def _programs(device: torch.device, tasks: int) -> int:
-    """One for each multiprocessor: a tile takes most of its shared memory."""
+    """One program per multiprocessor: a tile takes most of its shared memory."""
     return min(tasks, DeviceFacts.of(device).multiprocessors or 4)
 
 

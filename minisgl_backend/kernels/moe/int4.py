@@ -1,7 +1,7 @@
 """Mixtures of experts with 4-bit weights, in the Triton language: few_tokens.py's and grouped.py's two GEMMs.
 
-Which pairs of (token, expert) a tile holds comes from the same plans; what a tile computes is linear/int4.py's product.
-`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+The same plans say which pairs of (token, expert) a tile holds; a tile is computed by linear/int4.py's `step_product`.
+`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_backend.kernels.moe.tiles import store_pairs, weighted
 
 @dataclass(frozen=True)
 class Int4Cut:
-    """How one GEMM is cut: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
+    """Tiling of one GEMM: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
 
     tile_out: int
     num_warps: int
@@ -55,7 +55,7 @@ _WIDE = (Int4Cut(64, 4, 2, scaled=True), Int4Cut(128, 4, 2, scaled=True))
 
 
 def moe_shape(pairs: int, num_experts: int) -> Int4MoeShape:
-    """The best on an H100 (128 experts of 2,048 x 768), by the pairs of an expert."""
+    """The tiling that was best on an H100 (128 experts of 2,048 x 768), by the pairs per expert."""
     mean = pairs / num_experts
     if mean <= 12:
         return FEW
@@ -74,13 +74,13 @@ def moe(
     shape: Int4MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Int4Kernels.moe`'s; nothing waits for the device."""
+    """See `Int4Kernels.moe`; nothing waits for the device."""
     num_experts, k, pairs = len(down.words), expert_ids.shape[1], expert_ids.numel()
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
     shape = shape or moe_shape(pairs, num_experts)
     tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
-    result = _products(x, tiles, expert_weights.contiguous(), gate_up, down, k, pairs, shape, activation, pdl)
+    result = _gemms(x, tiles, expert_weights.contiguous(), gate_up, down, k, pairs, shape, activation, pdl)
     return combine(result, k, residual, pdl)
 
 
@@ -101,17 +101,17 @@ def mixture(
     shape: Int4MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `PlainKernels.mixture`'s, for up to MAX_FEW_TOKENS tokens."""
+    """See `PlainKernels.mixture`; for up to MAX_FEW_TOKENS tokens."""
     k = experts_per_token
     normed, plan = few_tokens.route(
         x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl
     )
     shape = shape or (ONE if len(x) == 1 else FEW)
-    result = _products(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
+    result = _gemms(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
     return combine(result, k, residual, pdl)
 
 
-def _products(
+def _gemms(
     x: torch.Tensor,
     plan: Tiles | few_tokens.Plan,
     pair_weights: torch.Tensor,
@@ -123,7 +123,7 @@ def _products(
     activation: str,
     pdl: bool,
 ) -> torch.Tensor:
-    """By pair [pairs, hidden], times the pair's weight."""
+    """Both GEMMs: the output of each pair [pairs, hidden], times the pair's weight."""
     if isinstance(plan, Tiles):
         count, arguments = plan.expert.numel(), (plan.order, plan.expert, plan.first, plan.end)
         kind = "sorted"
@@ -154,11 +154,11 @@ def _products(
 def _pairs_of(
     order_ptr, expert_ptr, first_ptr, end_ptr, PLAN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Of this program's tile: the expert (negative: none), its pairs [ROWS], which of them there are, and where each
-    lies among all pairs in sorted order, or by number. See `few_tokens.Plan` and `align.Tiles`."""
+    """This program's tile: the expert (negative: none), its pairs [ROWS], which of them are valid, and the row of each
+    (sorted order, or number of the pair). See `few_tokens.Plan` and `align.Tiles`."""
     tile = tl.program_id(0)
     if PLAN == "sorted":
-        s = tl.arange(0, ROWS)  # first, as `pairs_of_tile` has not: machine code would be another
+        s = tl.arange(0, ROWS)  # comes first, unlike in `pairs_of_tile`: otherwise the machine code would differ
         expert = tl.load(expert_ptr + tile).to(tl.int64)
         place = tl.load(first_ptr + tile) + s
         ok = place < tl.load(end_ptr + tile)
@@ -178,7 +178,8 @@ def _experts_kernel(
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
     MIDDLE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATED: activation(x @ gate.T) * (x @ up.T), of the pair's token. Else: of the pair, and times its weight."""
+    """GATED: activation(x @ gate.T) * (x @ up.T), with x of the pair's token. Else: x @ down.T, with x of the pair,
+    times the pair's weight."""
     if PDL:
         if PLAN == "sorted":
             tl_cuda.gdc_launch_dependents()

@@ -1,8 +1,8 @@
 """Experts in MXFP4 for a few tokens and for many, in the Triton language: two grouped GEMMs.
 
-The kernels, and how their weights and inputs lie in memory, are in mxfp4_gemm.py.
+The kernels, and the layouts of their weights and inputs, are in mxfp4_gemm.py.
 
-`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from minisgl_backend.kernels.moe.align import align
 from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Weight
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 
-_SCALES_PADDED = 16  # the scales of a row are a multiple of it: tiles may read beyond the row's end
+_SCALES_PADDED = 16  # rows of scales are padded to a multiple of it: tiles may read beyond the row's end
 ARRANGED = 128  # inputs, four blocks
-ARRANGED_PAIRS = 64  # of a tile, from which on inputs are arranged
-MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is best
-LARGEST_SCALE = 128  # of E8M0: 2^126 times it has to be a bfloat16
+ARRANGED_PAIRS = 64  # pairs of a tile from which on inputs are arranged
+MEAN_PAIRS = (12, 24, 48)  # pairs per expert: upper bounds of the ranges for which each tiling is best
+LARGEST_SCALE = 128  # E8M0: 2^126 times the scale has to fit into a bfloat16
 
 
 @dataclass(frozen=True)
-class ProductShape:
-    """How one GEMM is cut: outputs a tile (rows of the weight), inputs a step, warps, stages.
+class GemmShape:
+    """Tiling of one GEMM: outputs per tile (rows of the weight), inputs per step, warps, stages.
 
-    At least 4 bytes of scales a thread and step: else they are not fetched ahead.
+    At least 4 bytes of scales per thread and step: otherwise they are not prefetched.
     """
 
     tile_out: int
@@ -43,38 +43,38 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class Mxfp4Shape:
-    """How the two GEMMs of a mixture are cut; pairs of (token, expert) a tile."""
+    """Tilings of the two GEMMs of a mixture, and pairs of (token, expert) per tile."""
 
     tile_pairs: int
-    gate_up: ProductShape
-    down: ProductShape
+    gate_up: GemmShape
+    down: GemmShape
 
 
 def few_shape(num_tokens: int) -> Mxfp4Shape:
-    """For few_tokens' plan. Measured best on an H100, 4 of 32 experts of 2,880 x 2,880."""
+    """Tiling for the plan of few_tokens. Measured best on an H100, 4 of 32 experts of 2,880 x 2,880."""
     if num_tokens <= 8:
-        return Mxfp4Shape(few_tokens.SLOTS, ProductShape(64, 256, 4, 4), ProductShape(64, 256, 4, 3))
+        return Mxfp4Shape(few_tokens.SLOTS, GemmShape(64, 256, 4, 4), GemmShape(64, 256, 4, 3))
     if num_tokens <= 32:
-        return Mxfp4Shape(few_tokens.SLOTS, ProductShape(128, 256, 4, 3), ProductShape(64, 256, 4, 4))
-    return Mxfp4Shape(few_tokens.SLOTS, ProductShape(128, 128, 4, 3), ProductShape(128, 256, 4, 3))
+        return Mxfp4Shape(few_tokens.SLOTS, GemmShape(128, 256, 4, 3), GemmShape(64, 256, 4, 4))
+    return Mxfp4Shape(few_tokens.SLOTS, GemmShape(128, 128, 4, 3), GemmShape(128, 256, 4, 3))
 
 
 def grouped_shape(pairs: int, num_experts: int, element_size: int = 2, shared: int = LARGEST) -> Mxfp4Shape:
-    """By the pairs of an expert, likewise. Small tiles for numbers of four bytes, and no large ones where a program has
-    less than Hopper's bytes of `shared` memory."""
+    """Tiling for sorted pairs, by the pairs per expert; measured likewise. Tiles are small for numbers of four bytes,
+    and not large where `shared` memory is smaller than Hopper's."""
     if element_size > 2:
-        return _alike(16, ProductShape(64, 128, 4, 2))
+        return _alike(16, GemmShape(64, 128, 4, 2))
     few, some, many = (mean * num_experts for mean in MEAN_PAIRS)
     if pairs <= few:
-        return _alike(16, ProductShape(128, 128, 4, 4))
+        return _alike(16, GemmShape(128, 128, 4, 4))
     if pairs <= some:
-        return _alike(32, ProductShape(128, 128, 4, 4))
+        return _alike(32, GemmShape(128, 128, 4, 4))
     if pairs <= many or shared < LARGEST:
-        return _alike(64, ProductShape(128, 128, 4, 3))
-    return _alike(128, ProductShape(256, 128, 8, 3))
+        return _alike(64, GemmShape(128, 128, 4, 3))
+    return _alike(128, GemmShape(256, 128, 8, 3))
 
 
-def _alike(tile_pairs: int, cut: ProductShape) -> Mxfp4Shape:
+def _alike(tile_pairs: int, cut: GemmShape) -> Mxfp4Shape:
     return Mxfp4Shape(tile_pairs, cut, cut)
 
 
@@ -93,7 +93,7 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
 
 
 def _spread(number: torch.Tensor) -> torch.Tensor:
-    """The sign 9 bits above the lowest, as far as it is in a bfloat16 from the three others."""
+    """Spreads a 4-bit number: its sign 9 bits above the lowest bit, the distance that they have in a bfloat16."""
     return (number & 8) << 6 | number & 7
 
 
@@ -110,7 +110,7 @@ def moe(
     shape: Mxfp4Shape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Mxfp4Kernels.moe`'s, with weights of `pack`; nothing waits for the device."""
+    """See `Mxfp4Kernels.moe`, with weights of `pack`; nothing waits for the device."""
     (num_experts, hidden, quarter), k, pairs = down[0].shape, expert_ids.shape[1], expert_ids.numel()
     size = 4 * quarter
     if pairs == 0:
@@ -141,8 +141,8 @@ def moe(
 
 
 def _arranged(x: torch.Tensor) -> torch.Tensor:
-    """x [num_tokens, size] with the inputs of a place next to each other in each 128: [num_tokens, size padded to
-    128s], undefined in the padding."""
+    """x [num_tokens, size] reordered within each 128 inputs, so that those with the same index in their blocks are
+    adjacent: [num_tokens, size padded to a multiple of 128], undefined in the padding."""
     num_tokens, size = x.shape
     padded = triton.cdiv(size, ARRANGED) * ARRANGED
     out = torch.empty((num_tokens, padded), dtype=x.dtype, device=x.device)
@@ -170,7 +170,7 @@ def mixture_of_few(
     shape: Mxfp4Shape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Mxfp4Kernels.mixture`'s, for few tokens (choose.py), with weights of `pack`."""
+    """See `Mxfp4Kernels.mixture`; for few tokens (choose.py), with weights of `pack`."""
     (_, hidden, quarter), k, num_tokens = down[0].shape, experts_per_token, len(x)
     size, shape = 4 * quarter, shape or few_shape(num_tokens)
     normed, plan = few_tokens.route(
@@ -195,10 +195,10 @@ def mixture_of_few(
 
 
 def _options(
-    x: torch.Tensor, weight: Weight, cut: ProductShape, tile_pairs: int, k: int, pdl: bool
+    x: torch.Tensor, weight: Weight, cut: GemmShape, tile_pairs: int, k: int, pdl: bool
 ) -> dict[str, int | bool]:
-    """What both kernels are launched with. Numbers of two bytes are made by machine instructions, which Triton's
-    interpreter does not know."""
+    """Launch arguments of both kernels. Two-byte dtypes use inline assembly, which Triton's interpreter does not
+    support."""
     return {
         "K": k, "SCALES": weight[1].shape[-1], "PAIRS": tile_pairs, "TILE_OUT": cut.tile_out, "TILE_IN": cut.tile_in,
         "MACHINE": x.device.type == "cuda" and x.element_size() == 2, "num_warps": cut.num_warps,

@@ -1,15 +1,15 @@
 """GEMMs of experts in MXFP4, in the Triton language: an expert's weights times the tokens of a tile.
 
-Weights become bfloat16 in registers, exactly: a number of four bits is moved to where a bfloat16 has its sign, the end
-of its exponent and the start of its mantissa, which makes it 2^-126 of what it is; one multiplication brings it to its
-size. Weights are the first operand of the matrix units, which may come from registers; tokens are the second.
+Weights are converted to bfloat16 in registers, exactly: the bits of a 4-bit number are moved to the sign, the low
+exponent bits and the high mantissa bit of a bfloat16, which gives 2^-126 of its value; one multiplication restores the
+value. Weights are the first operand of the tensor cores, which may come from registers; tokens are the second.
 
-So that integers become operands without an exchange between threads and with few instructions, `pack` lays blocks out
-anew: 16 bits, the e-th of a block, hold the numbers e, 8 + e, 16 + e and 24 + e. The first is where a bfloat16 has it,
-the next two are 3 and 6 bits lower, and the last is in the bits that are left.
+So that weights become operands without an exchange between threads and with few instructions, `pack` reorders blocks:
+16-bit word e of a block holds the numbers e, 8 + e, 16 + e and 24 + e. The bits of the first are where a bfloat16 has
+them, those of the next two are 3 and 6 bits lower, and the last takes the remaining bits.
 
-Inputs of one place of four blocks are apart: 16 bytes each, half of what memory reads at once. That counts where tokens
-are many; theirs are arranged before (`mxfp4.py`), and between the two GEMMs by the first.
+The inputs with one index in four blocks are not adjacent: 16 bytes each, half of a memory transaction. With many tokens
+that matters, so inputs are rearranged first (`mxfp4.py`), and the first GEMM writes its outputs in that order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.moe import few_tokens
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile
 
-# Of two integers of 16 bits, their four numbers as bfloat16, two by two: sign in bit 15, the others in bits 8 to 6, and
-# multiplied by 2^126 times the scale.
+# Two 16-bit words to their eight numbers as packed bfloat16: sign in bit 15, the other bits in bits 8 to 6, multiplied
+# by 2^126 times the scale.
 _TO_BFLOAT16 = tl.constexpr(
     """
     {
@@ -51,7 +51,7 @@ _TO_BFLOAT16 = tl.constexpr(
 
 @triton.jit
 def spread_bits(words, place: tl.constexpr):
-    """Of one number of each 16 bits, in uint32: its sign in bit 15, the others in bits 8 to 6."""
+    """Number `place` of each 16-bit word, as uint32: its sign in bit 15, its other bits in bits 8 to 6."""
     if place < 3:
         return (words << (3 * place)) & 0x81C081C0
     else:
@@ -60,7 +60,7 @@ def spread_bits(words, place: tl.constexpr):
 
 @triton.jit
 def _number(words, place: tl.constexpr, scale):
-    """What the machine instructions make of one place, in float32."""
+    """What the assembly computes for number `place` of each word, in float32."""
     bits = spread_bits(words.to(tl.uint32) & 0xFFFF, place)
     value = (bits << 16).to(tl.float32, bitcast=True)
     return value * (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -68,8 +68,8 @@ def _number(words, place: tl.constexpr, scale):
 
 @triton.jit
 def _dequantize(words, scales, MACHINE: tl.constexpr):
-    """words int16 [rows, 8 * blocks], scales uint8 [rows, blocks] -> the numbers at four places, each of the shape
-    of words."""
+    """words int16 [rows, 8 * blocks], scales uint8 [rows, blocks] -> the four numbers of each word, four tensors of the
+    shape of words."""
     rows: tl.constexpr = words.shape[0]
     count: tl.constexpr = words.shape[1]
     factors = (scales.to(tl.int16) + 126) << 7  # bits of bfloat16
@@ -88,7 +88,7 @@ def _dequantize(words, scales, MACHINE: tl.constexpr):
 
 @triton.jit
 def _arranged_place(i):
-    """Where the i-th input of a token is among arranged ones."""
+    """Index of the i-th input of a token after rearranging."""
     return (i // 128) * 128 + (i % 32 // 8) * 32 + (i % 128 // 32) * 8 + i % 8
 
 
@@ -106,7 +106,7 @@ def _product(
     SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     ARRANGED: tl.constexpr, MACHINE: tl.constexpr,
 ):  # fmt: skip
-    """weight rows times tokens: float32 [TILE_OUT, PAIRS]. x_rows: pointers [PAIRS]. row int64 [TILE_OUT]."""
+    """Weight rows @ tokens: float32 [TILE_OUT, PAIRS]. x_rows: pointers [PAIRS]. row int64 [TILE_OUT]."""
     acc = tl.zeros([TILE_OUT, PAIRS], tl.float32)
     e = tl.arange(0, TILE_IN // 4)
     numbers = weight_ptr + row[:, None] * (SIZE_IN // 4) + e[None, :]
@@ -200,8 +200,8 @@ def few_kernel(
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     PACKED: tl.constexpr, MACHINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """By pair. GATED: activation(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its
-    weight. The plan is read, and what starts early waits, as in few_tokens.py."""
+    """For each pair. GATED: activation(gate @ x) * (up @ x), with x of the pair's token. Else: down @ x, with x of the
+    pair, times the pair's weight. Reads the plan and waits for the previous kernel as in few_tokens.py."""
     if PDL:
         if GATED:
             tl_cuda.gdc_wait()

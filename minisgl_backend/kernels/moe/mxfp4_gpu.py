@@ -1,4 +1,4 @@
-"""Experts in MXFP4 on GPUs that multiply bfloat16: which kernel computes how many."""
+"""Experts in MXFP4 on GPUs with bfloat16: which kernel serves how many tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
 
 class TritonMxfp4Kernels(Mxfp4Kernels):
-    """The contracts are those of `Mxfp4Kernels`. Nothing synchronises with the device but `pack`."""
+    """See `Mxfp4Kernels`. Only `pack` synchronises with the device."""
 
     plain: TritonPlainKernels
 
@@ -21,7 +21,7 @@ class TritonMxfp4Kernels(Mxfp4Kernels):
         self._kernel = experts_chooser("mxfp4", plain.ops.facts).kernel
 
     def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
-        """Raises ConfigError for scales above two, or that are no number: kernels make no larger weights."""
+        """Raises ConfigError for scales above 2 or NaN, which the kernels cannot represent."""
         if int(scales.max()) > mxfp4.LARGEST_SCALE:
             raise ConfigError(
                 f"a scale of the MXFP4 weights is 2^{int(scales.max()) - 127}; allowed on a GPU: at most "

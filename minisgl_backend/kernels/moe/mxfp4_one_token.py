@@ -1,9 +1,9 @@
 """Experts in MXFP4 for one token, in the Triton language: bound by reading the weights of the experts picked.
 
-one_token.py's chain: its router, which norms the token as well, then a GEMM with gate and up whose programs find
-their expert themselves, and one with down that sums the experts up in a fixed order. Matrix units bring nothing to one
-token: a thread has the 16 bytes of a block and multiplies them with 32 inputs. A number becomes a float32 by its bits
-alone, which is 2^-126 of it, or less than the smallest normal number; so inputs are multiplied by a large power of two.
+The chain of one_token.py: its router, which also norms the token, then a GEMM with gate_up whose programs find their
+expert themselves, and one with down that sums the experts in a fixed order. Tensor cores do not help for one token: a
+thread has the 16 bytes of a block and multiplies them with 32 inputs. Moving bits makes a float32 of 2^-126 times the
+number, which may be subnormal; so inputs are multiplied by a large power of two.
 
 Weights are those of `mxfp4.pack`. `pdl`: as in one_token.py.
 """
@@ -27,18 +27,18 @@ from minisgl_backend.kernels.moe.one_token import expert_of_key, keys, logit_of_
 
 @dataclass(frozen=True)
 class OneTokenShape:
-    """How a GEMM is cut: rows of the weight a tile, blocks of 32 inputs a step, warps of a program."""
+    """Tiling of a GEMM: rows of the weight per tile, blocks of 32 inputs per step, warps per program."""
 
     tile_out: int
     blocks: int
     num_warps: int
 
 
-# Of gate and up measured best on an H100, 4 of 32 experts of 2,880 x 2,880.
+# That of gate_up was measured best on an H100, 4 of 32 experts of 2,880 x 2,880.
 GATE_UP, DOWN = OneTokenShape(8, 32, 1), OneTokenShape(4, 32, 4)
-GATE_UP_PROGRAMS = 3200  # of all experts, at most: each finds its expert once, for a tile of gpt-oss or a few of others
-UP = tl.constexpr(2.0**60)  # of inputs
-EXACT = tl.constexpr(2.0**66)  # of sums: 126 - 60
+GATE_UP_PROGRAMS = 3200  # over all experts, at most: a program finds its expert once, for one tile (gpt-oss) or a few
+UP = tl.constexpr(2.0**60)  # factor of inputs
+EXACT = tl.constexpr(2.0**66)  # factor of sums: 126 - 60
 
 
 def mixture(
@@ -59,7 +59,7 @@ def mixture(
     most_programs: int = GATE_UP_PROGRAMS,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Mxfp4Kernels.mixture`'s, for one token, with weights of `mxfp4.pack`."""
+    """See `Mxfp4Kernels.mixture`; for one token, with weights of `mxfp4.pack`."""
     (num_experts, hidden, quarter), k = down[0].shape, experts_per_token
     normed = x if norm_weight is None else torch.empty_like(x)
     logits = one_token.route(
@@ -90,7 +90,7 @@ def mixture(
 
 @triton.jit
 def _add(acc, words, x_ptr, c, c_ok, start, place: tl.constexpr, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
-    """acc [choices, rows, blocks, 4] plus the two numbers at one place of each word, uint32, times their inputs."""
+    """acc [choices, rows, blocks, 4] plus two numbers (`place`) of each uint32 word times their inputs."""
     e = tl.arange(0, BLOCKS * 8)
     i = start + (e // 8) * 32 + place * 8 + e % 8
     ok = c_ok[:, None] & (i < SIZE_IN)[None, :]
@@ -104,7 +104,7 @@ def _add(acc, words, x_ptr, c, c_ok, start, place: tl.constexpr, SIZE_IN: tl.con
 
 @triton.jit
 def _load_words(weight_ptr, row, row_ok, start, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
-    """uint32 [choices, rows, 4 * blocks] of row int64 [choices, rows] from the input `start` on; the first to leave the
+    """uint32 [choices, rows, 4 * blocks] of row int64 [choices, rows] from the input `start` on; evicted first from the
     L2 cache."""
     word = start // 8 + tl.arange(0, 4 * BLOCKS)
     ok = row_ok[:, :, None] & (word < SIZE_IN // 8)[None, None, :]
@@ -117,7 +117,7 @@ def _sums(
     words, x_ptr, c, c_ok, scale_ptr, row, row_ok, start,
     SIZE_IN: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """words times the inputs of each choice and scales: float32 [choices, rows, blocks], 2^-66 of it."""
+    """words times the inputs of each choice and scales, times 2^-66: float32 [choices, rows, blocks]."""
     choices: tl.constexpr = words.shape[0]
     rows: tl.constexpr = words.shape[1]
     words = tl.reshape(words, (choices, rows, BLOCKS, 4))
@@ -139,7 +139,7 @@ def _gate_up_kernel(
     SCALES: tl.constexpr, BLOCKS: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[choice] = activation(gate @ x) * (up @ x) for each expert of the token. Rows of gate and up take turns."""
+    """out[choice] = activation(gate @ x) * (up @ x) for each expert of the token. Rows of gate and up alternate."""
     choice = tl.program_id(0)
     if PDL:
         tl_cuda.gdc_wait()
@@ -178,7 +178,7 @@ def _down_kernel(
     each has the rows of one."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    # Logits were written before the kernel before this one.
+    # Logits were written by an earlier kernel than the previous one.
     picked, others = pick_all(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, K, K_PADDED, WARPS)
     c = tl.arange(0, K_PADDED)
     top = logit_of_key(tl.max(picked, 0))

@@ -1,8 +1,8 @@
 """Experts in MXFP4, in plain torch: what CPUs run, and what the kernels for GPUs are tested against.
 
-MXFP4 (OCP Microscaling Formats 1.0): numbers of four bits, E2M1, in blocks of 32 along the inputs, and a power of two
-for each block, E8M0. Of a byte the lower half is the earlier number. Rows of gate and up take turns, as checkpoints of
-gpt-oss have them.
+MXFP4 (OCP Microscaling Formats 1.0): 4-bit numbers, E2M1, in blocks of 32 along the inputs, and a power of two for each
+block, E8M0. The lower half of a byte is the earlier number. Rows of gate and up alternate, as in checkpoints of
+gpt-oss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl_backend.kernels.torch_ops import activate_mul
 
 BLOCK = 32  # numbers that share a scale
 BLOCK_BYTES = BLOCK // 2
-SCALE_BIAS = 127  # of E8M0
+SCALE_BIAS = 127  # exponent bias of E8M0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Weight = tuple[
@@ -26,7 +26,7 @@ Biases = tuple[torch.Tensor, torch.Tensor | None]
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """blocks uint8 [..., blocks, 16], scales uint8 [..., blocks] -> [..., 32 * blocks]. Exact in float32 and bfloat16,
-    but for the smallest and largest scales."""
+    except for the smallest and largest scales."""
     numbers = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = torch.ldexp(numbers[halves.int()], scales.int().unsqueeze(-1) - SCALE_BIAS)
@@ -37,11 +37,11 @@ class Mxfp4Kernels:
     """Experts with MXFP4 weights, by torch. Made for each model; all its MXFP4 weights hold it."""
 
     def __init__(self, plain: PlainKernels) -> None:
-        """plain: of the same device, which routers are multiplied with."""
+        """plain: of the same device; computes the routers' GEMMs."""
         self.plain = plain
 
     def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
-        """The weight of a checkpoint, as `moe` takes it."""
+        """A checkpoint's weight in the layout of `moe`."""
         return blocks, scales
 
     def moe(
@@ -55,9 +55,9 @@ class Mxfp4Kernels:
         activation: str = "silu",
         biases: Biases | None = None,
     ) -> torch.Tensor:
-        """As `PlainKernels.moe`, but that rows of gate and up take turns, in weight and bias: gate_up of `pack` from
-        [num_experts, 2 * size, hidden], down from [num_experts, hidden, size]. The implementation in torch
-        synchronises with the device."""
+        """As `PlainKernels.moe`, except that rows of gate and up alternate, in weight and bias: gate_up is `pack` of
+        [num_experts, 2 * size, hidden], down of [num_experts, hidden, size]. The implementation in torch synchronises
+        with the device."""
         inner, outer = biases or (None, None)
         out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
         for expert in expert_ids.unique().tolist():

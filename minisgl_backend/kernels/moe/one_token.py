@@ -1,14 +1,14 @@
 """A mixture of experts for one token, in the Triton language: bound by reading the weights of the experts picked.
 
-Three kernels from the hidden state to the hidden state. The first computes the router's logits of the normed state, and
-writes a copy of them for each choice; or early_router.py has done so already, beside the GEMM before. Every program
-of the other two finds its experts in a copy for itself: that takes less time than to wait for one that finds them for
-all, but a copy for all would be where they wait for each other. The second norms on its way. The third adds the experts
-up, and the residual, where it computes them, in a fixed order.
+Three kernels from hidden state to hidden state. The first computes the router's logits of the normed state, and writes
+a copy of them for each choice; or early_router.py has done so already, in parallel with o_proj. Every program of the
+other two picks its experts itself, which is faster than waiting for one program that picks for all; the copies keep
+programs from contending for one address. The second kernel also norms. The third computes the experts' outputs, and
+adds them and the residual in a fixed order.
 
-`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py, with one exception made on purpose. The
-second kernel lets the third start only after its own wait. So what the first one wrote is there when the third starts:
-it knows its experts, and fetches weights while the second still runs.
+`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py, with one deliberate exception: the second
+kernel lets the third start only after its own wait. So the third can read what the first wrote as soon as it starts: it
+knows its experts, and loads weights while the second still runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from minisgl_backend.kernels.launch import pdl_options
 
 
 @dataclass(frozen=True)
-class ProductShape:
-    """How one GEMM is cut into programs: outputs (after gating) a tile, inputs a step, warps."""
+class GemmShape:
+    """Tiling of one GEMM: outputs (after gating) per tile, inputs per step, warps."""
 
     tile_out: int
     tile_in: int
@@ -34,8 +34,8 @@ class ProductShape:
 
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
-GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), ProductShape(2, 2048, 8)
-# The most programs of all experts together: as many as run at once. Each looks up its expert once, for two tiles.
+GATE_UP, DOWN, ROUTE = GemmShape(4, 2048, 4), GemmShape(8, 256, 8), GemmShape(2, 2048, 8)
+# Largest number of programs over all experts, so that all run at once. Each picks its expert once, for two tiles.
 GATE_UP_PROGRAMS = 800
 
 Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `PlainKernels.moe`
@@ -57,7 +57,7 @@ def mixture(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `PlainKernels.mixture`'s, for one token."""
+    """See `PlainKernels.mixture`; for one token."""
     logits = route(x, router, experts_per_token, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl)
     return experts(
         x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
@@ -105,8 +105,8 @@ def experts(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`mixture` behind the router: logits [k, num_experts] are k copies of a token's; not `divided`: yet to be, as
-    the norm divides x."""
+    """`mixture` after the router: logits [k, num_experts] are k copies of a token's logits. `divided`: False where
+    they still have to be divided by the RMS of x."""
     (num_experts, hidden, size), k = down.shape, len(logits)
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -139,7 +139,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr,
     TILE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """K copies of a lone token's logits, a few experts a program."""
+    """K copies of a single token's logits, a few experts per program."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     o = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -173,12 +173,12 @@ GONE = tl.constexpr(-2147483648)  # below the key of any expert
 
 @triton.jit
 def order_keys(logit, e, EXPERTS: tl.constexpr):
-    """Integers that are all different and in the order of experts: a larger logit first, of equal ones the lower
-    expert, and NaN last. Of the experts e, whose logits are 16 bits wide, in float32: as such they leave
-    the lower bits alone, which hold the expert.
+    """Distinct integers in the order of experts: a larger logit first, of equal ones the lower expert, and NaN last.
+
+    The logits of experts e are 16-bit numbers in float32, so their lower bits are unused and hold the expert.
     """
     known = tl.where(logit == logit, logit, -float("inf"))
-    known = tl.where(known == 0.0, 0.0, known)  # -0.0 too, whose bits are another integer's
+    known = tl.where(known == 0.0, 0.0, known)  # also -0.0, whose bits are those of another integer
     bits = known.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -256) | (255 - e)
     return tl.where(e < EXPERTS, key, GONE)
@@ -186,13 +186,13 @@ def order_keys(logit, e, EXPERTS: tl.constexpr):
 
 @triton.jit
 def expert_of_key(key):
-    """Of one of `order_keys`."""
+    """The expert of an `order_keys` key."""
     return (255 - (key & 255)).to(tl.int64)
 
 
 @triton.jit
 def logit_of_key(key):
-    """Likewise, in float32: -inf for what was NaN, and for what is no expert."""
+    """The logit of an `order_keys` key, in float32; -inf for NaN and for padding."""
     ordered = key & -256
     bits = tl.where(ordered < 0, (ordered ^ 0x7FFFFFFF) & -256, ordered)
     return tl.where(key == GONE, -float("inf"), bits.to(tl.float32, bitcast=True))
@@ -200,16 +200,16 @@ def logit_of_key(key):
 
 @triton.jit
 def keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, WARPS: tl.constexpr):
-    """`order_keys` [warps, experts] of a copy, and again for each warp: the best is found without any other warp."""
+    """`order_keys` [warps, experts] of a copy, the same for each warp, which then picks the best without the others."""
     e = tl.arange(0, EXPERTS_PADDED)
-    # Not from the nearer cache, where an earlier layer's may lie; and once, which a volatile load is sure to be.
+    # Not from L1, which may still hold an earlier layer's logits; and volatile, so that it is loaded exactly once.
     logit = tl.load(logits_ptr + copy * EXPERTS + e, mask=e < EXPERTS, other=0.0, volatile=True).to(tl.float32)
     return order_keys(logit, e, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
 
 
 @triton.jit
 def pick(key, choice):
-    """The expert, int64, that is a token's `choice`, of 0 and more; from `keys`."""
+    """The expert, int64, that is a token's choice number `choice` (from 0 on), by `keys`."""
     best = tl.max(key, 1)
     for _ in tl.range(choice):
         key = tl.where(key == best[:, None], GONE, key)
@@ -264,7 +264,7 @@ def _gate_up_kernel(
         o_ok = o < SIZE_OUT
         at = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN + i[None, :]
         ok = o_ok[:, None] & i_ok[None, :]
-        # The first to leave the L2 cache: nobody reads these again in this step, but states and norms are read again.
+        # Evicted first from the L2 cache: these are not read again in this step, but states and norms are.
         gate = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
@@ -279,7 +279,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def shares_of_picked(below, others, ok, RENORMALIZE: tl.constexpr):
-    """Of the experts picked, from their logits and those of all experts [warps, experts], less the largest each."""
+    """Weights of the picked experts, from their logits and those of all experts [warps, experts], both minus the
+    largest logit."""
     share = tl.where(ok, tl.exp(below), 0.0)
     if RENORMALIZE:
         return share / tl.sum(share, 0)
@@ -300,7 +301,7 @@ def _down_kernel(
         tl_cuda.gdc_launch_dependents()
     c = tl.arange(0, K_PADDED)
     c_ok = c < K
-    # Logits were written before the kernel before this one.
+    # Logits were written by an earlier kernel than the previous one.
     picked, logits = pick_all(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, K, K_PADDED, WARPS)
     expert = expert_of_key(picked)
     top = logit_of_key(tl.max(picked, 0))

@@ -1,7 +1,7 @@
-"""Which experts a token takes, where more than a softmax decides, in one kernel of the Triton language.
+"""Expert routing by more than a softmax, in one kernel of the Triton language.
 
-That is sigmoids, groups of experts, a correction bias, a factor of the shares (DeepSeek-V2 and V3, GLM-4.5, Llama 4):
-in torch a chain of a dozen kernels.
+Sigmoid scores, groups of experts, a correction bias, a scaling factor (DeepSeek-V2 and V3, GLM-4.5, Llama 4): in torch
+a chain of a dozen kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.plain import BEST_OF_GROUP, ExpertChoice
 
-MAX_EXPERTS = 1024  # whose scores a warp holds in registers
+MAX_EXPERTS = 1024  # a warp holds their scores in registers
 
 
 def choose_experts(
@@ -49,8 +49,8 @@ def _score_router_kernel(
     SIGMOID: tl.constexpr, BY_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program; experts are [groups, experts of a group]. PAIRS: with a correction bias, by which a group
-    counts with its two best experts."""
+    """One token per program; experts are [groups, experts of a group]. PAIRS: a group's score is the sum of its two
+    best experts, which is so with a correction bias."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -80,7 +80,7 @@ def _score_router_kernel(
             picked = tl.min(tl.where((open_groups > 0) & (of_group >= best), group, GROUPS_PADDED), 0)
             open_groups = tl.where(group == picked, 0, open_groups)
         value = tl.where(open_groups[:, None] > 0, -float("inf"), value)
-    # In one dimension: a reduction over two is two.
+    # In one dimension: a reduction over two dimensions would be two reductions.
     LINE: tl.constexpr = GROUPS_PADDED * SIZE_PADDED
     value, scores, e = tl.reshape(value, [LINE]), tl.reshape(scores, [LINE]), tl.reshape(e, [LINE])
     left = tl.reshape(ok.to(tl.int32), [LINE])

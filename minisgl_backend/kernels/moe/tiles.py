@@ -1,8 +1,8 @@
-"""What kernels of experts do with a tile of pairs of (token, expert), as device functions: which pairs it has, which
-rows of an expert's weight, their products, and where the results go.
+"""Device functions for a tile of pairs of (token, expert): its pairs, its rows of an expert's weight, the GEMM, and the
+store of the results.
 
-Tiles are those of align.py, or a plan of few_tokens.py. Two kinds of kernels use them: with pairs as rows of the matrix
-units, or, of few pairs, as their columns (PAIRS_FIRST is false).
+Tiles are those of align.py, or a plan of few_tokens.py. Pairs are the rows of the tensor cores' GEMM, or, where they
+are few, its columns (PAIRS_FIRST is false).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.language.extra import cuda as tl_cuda
 
 @triton.jit
 def pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, PAIRS: tl.constexpr):
-    """Of a tile of `align.Tiles`, all [PAIRS]: pairs, their places in sorted order, and which of them there are."""
+    """A tile of `align.Tiles`, all [PAIRS]: pairs, their positions in sorted order, and which of them are valid."""
     place = tl.load(first_ptr + tile) + tl.arange(0, PAIRS)
     ok = place < tl.load(end_ptr + tile)
     return tl.load(order_ptr + place, mask=ok, other=0), place, ok
@@ -22,10 +22,11 @@ def pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, PAIRS: tl.constexpr):
 
 @triton.jit
 def rows_of_weight(expert, column, SIZE_OUT: tl.constexpr, TILE_OUT: tl.constexpr, GATED: tl.constexpr):
-    """Of output `column` of an expert and those after it: these outputs [TILE_OUT], rows of a weight
-    [experts, SIZE_OUT, ...], and which of them there are.
+    """For TILE_OUT outputs of an expert from `column` on: the outputs [TILE_OUT], their rows of a weight
+    [experts, SIZE_OUT, ...], and which rows are valid.
 
-    GATED: of [experts, 2 * SIZE_OUT, ...], for one GEMM with both halves: TILE_OUT gate rows, then the same up rows.
+    GATED: rows of [experts, 2 * SIZE_OUT, ...], for one GEMM with both halves: TILE_OUT gate rows, then the same up
+    rows.
     """
     o = column + tl.arange(0, TILE_OUT)
     if GATED:
@@ -43,7 +44,7 @@ def products(
     x_ptr, x_row, x_ok, x_stride, weight_ptr, weight_row, row_ok,
     SIZE_IN: tl.constexpr, TILE_IN: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T of rows of both, float32 [rows of x, rows of the weight]. WAIT: for the kernel before this one, once
+    """x @ weight.T of rows of both, float32 [rows of x, rows of the weight]. WAIT: waits for the previous kernel once
     the addresses are known."""
     acc = tl.zeros([x_row.shape[0], weight_row.shape[0]], tl.float32)
     k = tl.arange(0, TILE_IN)
@@ -69,7 +70,7 @@ def weighted(acc, pair_weight_ptr, pair, ok, PAIRS_FIRST: tl.constexpr):
 
 @triton.jit
 def store_pairs(acc, out_ptr, row, ok, o, SIZE_OUT: tl.constexpr, PAIRS_FIRST: tl.constexpr):
-    """Outputs o of pairs to these rows of out [rows, SIZE_OUT]."""
+    """Stores outputs o of pairs to rows `row` of out [rows, SIZE_OUT]."""
     if PAIRS_FIRST:
         address = row.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
         mask = ok[:, None] & (o < SIZE_OUT)[None, :]

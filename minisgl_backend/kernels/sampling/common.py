@@ -1,6 +1,6 @@
-"""What the sampling kernels of several stages need: the order of tokens, their weights, and how programs of a row meet.
+"""Shared by the stages of sampling: the order of tokens, their weights, and how the programs of a row synchronise.
 
-The stages in their order: see launch.py.
+launch.py lists the stages in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILTERS = tl.constexpr(layout.FILTERS)
 SMALL_TOP_K = tl.constexpr(layout.SMALL_TOP_K)
 MOST_ANSWERED = tl.constexpr(layout.MOST_ANSWERED)
 
-# Columns of the workspace's state, one line for each row of a step.
+# Columns of the workspace's state, one entry for each row of a step.
 MAX_COLUMN, LOW_COLUMN, HIGH_COLUMN, MASS_COLUMN, NUM_FLOATS = (tl.constexpr(column) for column in range(5))
 BORDER_COLUMN, DONE_COLUMN, NARROW_COLUMN, NUM_LONGS = (tl.constexpr(column) for column in range(4))
 
@@ -44,7 +44,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def arrives_last(counters_ptr, line, programs):
-    """True for the program of a row that comes last; it sees what the others have stored."""
+    """True for the last program of a row to arrive; it sees what the others have stored."""
     tl.debug_barrier()
     last = tl.atomic_add(counters_ptr + line, 1, sem="acq_rel") == programs - 1
     if last:
@@ -64,7 +64,7 @@ def load_logits(logits_line, edited_line, is_edited, token, VOCAB: tl.constexpr)
 
 @triton.jit
 def ordered_bits(x):
-    """float32 as int32 of the same order; both zeros are one."""
+    """float32 -> int32 in the same order; 0.0 and -0.0 are equal."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -72,7 +72,7 @@ def ordered_bits(x):
 
 @triton.jit
 def packed_key(x, token, ID_BITS: tl.constexpr):
-    """int64 that orders tokens: by logit, of equal logits the lower token id is the greater."""
+    """int64 that orders tokens by logit; of equal logits the lower token id has the greater key."""
     return (ordered_bits(x).to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - token).to(tl.int64)
 
 
@@ -89,18 +89,18 @@ def key_logit(key, ID_BITS: tl.constexpr):
 
 @triton.jit
 def min_p_bound(row_params, flags, largest, inverse):
-    """Below it min-p drops tokens."""
+    """The logit / temperature below which min-p drops tokens."""
     lowest = -float("inf")
     if (flags & _USES_MIN_P) != 0:
-        # Written as a multiply-add, so that it is one in every kernel.
+        # An explicit fma, so that every kernel rounds it in the same way.
         lowest = tl.fma(largest, inverse, tl.log(tl.load(row_params + _MIN_P).to(tl.float32, bitcast=True)))
     return lowest
 
 
 @triton.jit
 def relative_probability(x, largest, inverse):
-    """To the largest logit's. The same to the bit in every kernel, since nothing here makes a multiply-add: a border is
-    then the same whichever tokens were weighed in which kernel."""
+    """Probability divided by that of the largest logit. Bit for bit the same in every kernel, since the compiler can
+    form no fma here: the border does not depend on which kernel weighed which tokens."""
     return tl.exp((x - largest) * inverse)
 
 
@@ -114,7 +114,7 @@ def token_weights(x, largest, inverse, lowest_z, counts):
 
 @triton.jit
 def row_is_complete(top_k, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr):
-    """sampling_layout.is_complete"""
+    """See `layout.is_complete`."""
     complete = (top_k > 0) & (top_k <= SMALL_TOP_K)
     if VOCAB <= CANDIDATES:
         complete = top_k >= 0
@@ -123,7 +123,7 @@ def row_is_complete(top_k, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr):
 
 @triton.jit
 def kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
-    """The k-th largest of the groups' maxima, k from 1 on."""
+    """The k-th largest of the groups' maxima, 1 <= k."""
     ordered = tl.sort(groups, descending=True)
     chosen = tl.arange(0, GROUPS_PADDED) == k - 1
     return tl.max(tl.where(chosen, ordered, -float("inf")), 0)
@@ -131,7 +131,7 @@ def kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
 
 @triton.jit
 def append_candidates(x, token, wanted, line, keys_ptr, collected_ptr, ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Adds the keys of the wanted tokens to the candidates of a row, in any order; counts those that do not fit too."""
+    """Adds the keys of the selected tokens to a row's candidates, in any order; also counts those that do not fit."""
     count = tl.sum(wanted.to(tl.int32), 0)
     if count > 0:
         place = tl.atomic_add(collected_ptr + line, count, sem="relaxed") + tl.cumsum(wanted.to(tl.int32), 0) - 1
@@ -141,9 +141,9 @@ def append_candidates(x, token, wanted, line, keys_ptr, collected_ptr, ID_BITS: 
 
 @triton.jit
 def take_count(collected_ptr):
-    """The number of candidates, which starts at zero again.
+    """Reads the number of candidates and resets it to zero.
 
-    By an atomic operation, whose result every thread of the program gets. A load would be each thread's own, and those
-    that come after the store would find 0.
+    An atomic exchange, whose result every thread of the program gets. With a load and a store, a thread that loads
+    after another's store would read 0.
     """
     return tl.atomic_xchg(collected_ptr, 0)

@@ -1,6 +1,6 @@
-"""Last stage of sampling: temperature, noise, argmax over what is left; and the count for the penalties.
+"""Last stage of sampling: temperature, noise, argmax over the tokens that are left; and the counts for penalties.
 
-The Gumbel-max trick: argmax(logit / temperature + noise) has the softmax's distribution, so that nothing is normalised.
+The Gumbel-max trick: argmax(logit / temperature + noise) has the softmax's distribution, so nothing is normalised.
 The noise is a hash of (seed, position, token id), which sampling/gumbel.py explains; a temperature of 0 has none. For
 most rows this is the only kernel, inside the captured graph.
 """
@@ -43,7 +43,7 @@ def sample_kernel(
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     ID_BITS: tl.constexpr, THIS_IS_EXTENDED: tl.constexpr, PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Temperature, noise and argmax: of the rows that temperature alone decides, or of others without a token."""
+    """Temperature, noise and argmax: of the rows that need nothing else, or of the others that have no token yet."""
     wait_for_previous(PDL)
     piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
@@ -165,7 +165,8 @@ def gumbel_noise(token, key0, key1, COMPILED: tl.constexpr):
 
 @triton.jit
 def gumbel_score(x, inverse, token, key0, key1, COMPILED: tl.constexpr):
-    """Of logits float32; rounded in the same way by every kernel, whatever else it does with x * inverse."""
+    """Logit / temperature + noise, float32; rounded in the same way by every kernel, whatever else it does with
+    x * inverse."""
     return tl.fma(x, inverse, gumbel_noise(token, key0, key1, COMPILED))
 
 
@@ -178,7 +179,7 @@ def _log2(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def write_token(out_ptr, out_stride, line, token, sound, counts_line, flags):
-    """The row's token, and one more of it for the penalties."""
+    """Stores the row's token, and counts it for the penalties."""
     tl.store(out_ptr + line, token)
     tl.store(out_ptr + out_stride + line, sound.to(tl.int32))
     if (flags & PENALTIES) != 0:

@@ -1,9 +1,9 @@
-"""First stage of sampling: the logits of rows that ask for it are changed, in a float32 copy of their own.
+"""First stage of sampling: penalties, grammar masks and rules, applied to a float32 copy of the rows that need them.
 
-In order: the repetition penalty (of CTRL, Keskar et al. 2019: divides a positive logit, multiplies another one), the
-frequency and the presence penalty (as OpenAI's API defines them), the grammar's mask; then what adds to single tokens:
-logit bias, bad words, min_tokens, all of them rules as sampling/logits_processors.py says. Where rules leave nothing of
-what the grammar allows, the grammar wins.
+In order: the repetition penalty (CTRL, Keskar et al. 2019: divides positive logits, multiplies the others), the
+frequency and the presence penalty (as OpenAI's API defines them), the grammar's mask; then what is added to single
+tokens: logit bias, bad words and min_tokens, which are rules (sampling/logits_processors.py). Where rules forbid every
+token that the grammar allows, the grammar wins.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def rules_kernel(
                 token = start + tl.arange(0, SLICE)
                 x = tl.load(edited_line + token, mask=token < VOCAB, other=-float("inf"), cache_modifier=".cg")
                 best = tl.maximum(best, tl.max(tl.where(x != x, float("inf"), x), 0))
-            if best == -float("inf"):  # where rules leave nothing of what the grammar allows, the grammar wins
+            if best == -float("inf"):  # rules forbid every token that the grammar allows: the grammar wins
                 logits_line = logits_ptr + line.to(tl.int64) * logits_stride
                 bits_line = mask_bits_ptr + mask_index.to(tl.int64) * ((VOCAB + 31) // 32)
                 for start in range(0, VOCAB, SLICE):

@@ -1,14 +1,14 @@
-"""Second stage of sampling: which tokens min-p, top-k and top-p leave, found as a border and without sorting a row.
+"""Second stage of sampling: min-p, top-k and top-p. They find the border of the tokens to keep, without sorting a row.
 
-In order: min-p (Nguyen et al. 2024), top-k, top-p (Holtzman et al. 2019) on what top-k left. Min-p needs the largest
-logit alone. The other two keep all tokens from a border on, by logit and then by token id, and four kernels close in on
-it; launch.py says what each does.
+In order: min-p (Nguyen et al. 2024), top-k, top-p (Holtzman et al. 2019) on what top-k left. Min-p only needs the
+largest logit. The other two keep all tokens from a border on, by logit and then by token id, and four kernels close in
+on it; launch.py says what each does.
 
 The search is the multi-pivot search of FlashInfer's sorting-free sampling, down to a bracket with few tokens in it.
 `collect_kernel` reads the row a last time: tokens above the bracket are kept in any case, so that it draws from them at
 once. `settle_kernel` searches the keys of those in the bracket, int64 of a logit and a token id, with weights that are
-integers, so that the border is exact, draws from what that keeps, and takes the better of both tokens. Two ways lead
-past this. Where a row's few candidates are all that it can sample, they are sorted. Where there are too many, or a
+integers, so that the border is exact, draws from what that keeps, and takes the better of both tokens. There are two
+exceptions. Where the few candidates are all that a row can sample, they are sorted. Where there are too many, or a
 large top-k and a top-p need two borders, the row is read again and again, and `sample_kernel` draws its token.
 """
 
@@ -54,7 +54,7 @@ from minisgl_backend.kernels.sampling.common import (
 )
 from minisgl_backend.kernels.sampling.draw import gumbel_score, noise_keys, write_token
 
-_WAYS = tl.constexpr(4)  # into which a step to the exact border cuts what is left
+_WAYS = tl.constexpr(4)  # parts into which each step of the search for the exact border cuts what is left
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def stats_kernel(
         for part in range(piece, SLICES, programs):
             token = part * SLICE + tl.arange(0, SLICE)
             x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
-            x = tl.where(x != x, float("inf"), x)  # such a row is unsound
+            x = tl.where(x != x, float("inf"), x)  # a row with NaN is unsound
             maxima = tl.max(tl.reshape(x, [GROUPS, SLICE // GROUPS]), 1)
             tl.store(maxima_ptr + (wide_line * SLICES + part) * GROUPS + tl.arange(0, GROUPS), maxima)
             smallest = tl.minimum(smallest, tl.min(tl.where(x > -float("inf"), x, float("inf")), 0))
@@ -122,7 +122,7 @@ def search_kernel(
 ):  # fmt: skip
     """Makes the bracket PIVOTS + 1 times narrower, unless it is narrow enough already.
 
-    Sums are float32 here: what they leave open stays inside.
+    Sums are float32 here: a pivot that their rounding leaves undecided stays inside the bracket.
     """
     wait_for_previous(PDL)
     piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -201,7 +201,7 @@ def search_kernel(
 
 @triton.jit
 def _by_thread(x, SLICE: tl.constexpr, THREADS: tl.constexpr):
-    """The last axis is what a thread loads at once, the first the loads it makes."""
+    """Reshapes a slice to [loads of a thread, threads, numbers of one load]."""
     each: tl.constexpr = min(8, SLICE // THREADS)
     return tl.reshape(x, [SLICE // (each * THREADS), THREADS, each])
 
@@ -213,7 +213,7 @@ def collect_kernel(
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     CHUNK: tl.constexpr, ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tokens in the bracket; of those above it the weight and the best score, since they are kept in any case.
+    """Collects the tokens in the bracket. Those above it are kept in any case: it stores their weight and best score.
 
     `settle_kernel` goes on; both in one would leave room for few programs on a multiprocessor.
     """
@@ -258,7 +258,7 @@ def collect_kernel(
                 total_above += tl.sum(tl.where(x >= high, weights, 0), 0)
                 score = gumbel_score(x, inverse, token, key0, key1, COMPILED)
                 score = tl.where(kept & (x >= high), score, -float("inf"))
-                # Tokens of a place ascend, so that of equal scores the lowest stays.
+                # At each index tokens ascend, so that of equal scores the lowest token stays.
                 winner = tl.where(score > best, token, winner)
                 best = tl.maximum(score, best)
             top_here = tl.max(best, 0)
@@ -276,8 +276,8 @@ def settle_kernel(
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The exact border, one program for each row, and the token of a row with few candidates: the best of those that
-    the border keeps and of what is above them all."""
+    """Finds the exact border, one program for each row, and the token of a row with few candidates: the best of those
+    that the border keeps and of the tokens above the bracket."""
     wait_for_previous(PDL)
     line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
@@ -393,14 +393,14 @@ def settle_kernel(
 
 @triton.jit
 def _limit(total, top_p):
-    """Top-p keeps tokens until their weights have come to this."""
+    """The sum of weights at which top-p stops keeping tokens."""
     return tl.maximum((total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _border_in(keys, weights, above, limit, low, high):
-    """The largest key from which on all weights, `above` included, come to the limit; `low` where none does."""
-    # The border is one of the keys. Few logits lie in a bracket, so that they leave half as many bits to search.
+    """The largest key for which its weight and those of all larger keys, plus `above`, reach `limit`; else `low`."""
+    # The border is one of the keys. The logits of a bracket are close together, which halves the bits to search.
     last = tl.max(keys, 0)
     if last > LOWEST_KEY:
         first = tl.min(tl.where(keys > LOWEST_KEY, keys, last), 0)
@@ -421,7 +421,7 @@ def _weight_from(
     logits_line, edited_line, is_edited, border, largest, inverse, lowest_z, counts, ID_BITS: tl.constexpr,
     VOCAB: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a whole row from a key on."""
+    """Sum of the weights of all tokens of a row whose key is at least `border`."""
     total = tl.full((), 0, tl.int64)
     for start in range(0, VOCAB, SLICE):
         token = start + tl.arange(0, SLICE)

@@ -4,22 +4,21 @@ The vocabulary is cut into slices. Kernels run on a grid of (programs of a row, 
 rows are few, and several where they are many. What the programs of a row find is put together by the one that arrives
 last. Rows that do not need a kernel leave it at once. In order, by modules:
 
-    sampling_edits    edit     penalties and grammar masks, into float32 logits of their own
-                      rules    what adds to single tokens
-    sampling_filters  stats    the largest logit, and the largest of each of some 512 groups. The k-th largest of these
-                               is at most the k-th largest logit, and only few logits are above it
-                      search   top-p and large top-k: how much probability is above each of 8 pivots; three such
-                               rounds, or fewer, bring the border into a narrow bracket
-                      collect  the tokens in that bracket; the best score of those above it, which are all kept, and
-                               their weight
-                      settle   the exact border among the tokens collected, found in the registers of one program for
-                               each row, and the row's token: the best of both
-    sampling_draw     sample   temperature, Gumbel noise and argmax, of all other rows: what top-k and top-p leave
-                               alone, and the few whose border `settle` found by reading the row again
+    edits    edit     penalties and grammar masks, into a float32 copy of the logits
+             rules    what is added to single tokens: logit bias, bad words, min_tokens
+    filters  stats    the largest logit, and the largest of each of some 512 groups. The k-th largest of these is at
+                      most the k-th largest logit, and only few logits are above it
+             search   top-p and large top-k: how much probability is above each of 8 pivots; up to three rounds bring
+                      the border into a narrow bracket
+             collect  the tokens in that bracket; the best score and the weight of those above it, which are all kept
+             settle   the exact border among the tokens collected, found in the registers of one program for each row,
+                      and the row's token: the best of those kept
+    draw     sample   temperature, Gumbel noise and argmax, for all other rows: those without top-k and top-p, and the
+                      few whose border `settle` found by reading the row again
 
-Rows that temperature alone decides need the last of them only, which has a program for each slice there. Beside the
-stages: log-probabilities of the raw logits (sampling_logprobs), what several stages need (sampling_common), and here
-the functions that launch them.
+Rows with a temperature and no other option only need the last kernel, which then has a program for each slice. Apart
+from the stages: log-probabilities of the raw logits (logprobs), what several stages need (common), and here the
+functions that launch them.
 
 Probabilities are summed as integers (exp(z - max) in units of 2**-40), so that a border does not depend on the order of
 summation. Tokens are ranked by logit and then by token id, the lower one first. What is kept is therefore exactly what
@@ -52,7 +51,7 @@ _MOST_TOP = tl.constexpr(32)  # alternatives of log-probabilities, at most
 
 
 class SamplingWorkspace:
-    """What the slices of a row leave for each other. Counters return to zero after every launch."""
+    """Buffers through which the programs of a row share results. Counters return to zero after every launch."""
 
     def __init__(
         self,
@@ -87,11 +86,11 @@ class SamplingWorkspace:
         self.no_masks = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
 
     def programs_of_a_row(self, n: int) -> int:
-        """Where n rows are sampled together; each has as many slices as the others, or one less."""
+        """Programs of each row where n rows are sampled together; they share the slices evenly."""
         return triton.cdiv(self.slices, triton.cdiv(self.slices * n, self.programs))
 
     def sizes(self) -> dict[str, int]:
-        """What the kernels are compiled for."""
+        """Constants that the kernels are compiled for."""
         return {
             "VOCAB": self.vocab_size,
             "SLICE": self.slice,
@@ -102,14 +101,14 @@ class SamplingWorkspace:
 
 @dataclass(frozen=True)
 class EditInputs:
-    """What changes logits before they are sampled from; all on the device."""
+    """Inputs of penalties, rules and grammar masks; all on the device."""
 
     tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  of every row, by position
-    counts: torch.Tensor  # int16 [max_rows, vocab_size]  see sampling_layout.IN_PROMPT
+    counts: torch.Tensor  # int16 [max_rows, vocab_size]  see layout.IN_PROMPT
     rule_counts: torch.Tensor  # int32 [max_rows, 2]  rules without a prefix, and all rules
     rules: torch.Tensor  # int32 [max_rows, NUM_RULE_COLUMNS, max_rules]  those without a prefix first
     prefixes: torch.Tensor  # int32 [max_rows, max_prefix_tokens]
-    mask_index: torch.Tensor | None = None  # int32 [n]  line of mask_bits, or -1
+    mask_index: torch.Tensor | None = None  # int32 [n]  row of mask_bits, or -1
     mask_bits: torch.Tensor | None = None  # int32 [k, ceil(vocab_size / 32)]  1: allowed
 
 
@@ -155,7 +154,7 @@ def sample_extended(
     """Samples the rows that need more than temperature; the others keep what `out` has.
 
     Shapes are those of `sample_plain`. `flags`: all bits of the rows' FLAGS column, GRAMMAR where there are masks;
-    `searches`: some ranked row is not `sampling_layout.is_complete`. `out` int32 [2, n or more].
+    `searches`: some ranked row is not `layout.is_complete`. `out` int32 [2, n or more].
     """
     n, w = logits.shape[0], workspace
     whole_grid, sizes = (w.slices, n), w.sizes()
@@ -188,10 +187,11 @@ def sample_extended(
         wide = {**launch, "num_warps": 2 * num_warps}
         reading = {**wide, "maxnreg": _REGISTERS}
         if searches:
-            for turn in range(w.rounds):
+            for search_round in range(w.rounds):
                 search_kernel[grid](
-                    *common, w.sums, w.values, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
-                    PIVOTS=w.pivots, CANDIDATES=w.candidates, THREADS=min(w.slice, 32 * wide["num_warps"]), **reading,
+                    *common, w.sums, w.values, w.floats, w.longs, w.counters, *strides, **sizes,
+                    FIRST=search_round == 0, PIVOTS=w.pivots, CANDIDATES=w.candidates,
+                    THREADS=min(w.slice, 32 * wide["num_warps"]), **reading,
                 )  # fmt: skip
         collect_kernel[grid](
             *common, positions, w.totals, w.values, w.tokens, w.keys, w.floats, w.counters, *strides,
@@ -212,25 +212,25 @@ def sample_extended(
 
 def pack_logprobs(
     logits: torch.Tensor,
-    lines: torch.Tensor,
+    logits_rows: torch.Tensor,
     token_ids: torch.Tensor,
     top: int,
     workspace: SamplingWorkspace,
     num_warps: int = 4,
 ) -> torch.Tensor:
-    """Log-probabilities of one token of each of some lines of `logits`, and the `top` most likely tokens there.
+    """For some rows of `logits`: the log-probability and rank of one token, and the `top` most likely tokens.
 
-    logits [n, vocab_size], lines int32 [k], token_ids int32 [n], both by line. Returns int32 [k, 3 + 2 * top], see
-    sampling.logprobs.pack. Equal logits: the lower token id first.
+    logits [n, vocab_size]; logits_rows int32 [k], which rows; token_ids int32 [n], one for each row of logits. Returns
+    int32 [k, 3 + 2 * top], see sampling.logprobs.pack. Equal logits: the lower token id first.
     """
-    w, k = workspace, lines.shape[0]
+    w, k = workspace, logits_rows.shape[0]
     if top > _MOST_TOP.value:
         raise ValueError(f"top is {top}; allowed: at most {_MOST_TOP.value}")
     top = min(top, w.vocab_size)
     out = torch.empty(k, 3 + 2 * top, dtype=torch.int32, device=logits.device)
     step = w.floats.shape[0]
     for start in range(0, k, step):
-        part, out_part = lines[start : start + step], out[start : start + step]
+        part, out_part = logits_rows[start : start + step], out[start : start + step]
         grid = (w.slices, part.shape[0])
         logprob_stats_kernel[grid](
             logits, part, w.maxima, w.values, w.minima, w.floats, w.counters, logits.stride(0), top, **w.sizes(),

@@ -1,4 +1,4 @@
-"""Where a row's sampling parameters stand, and which kernels they need: shared by the host and the kernels."""
+"""Layout of a row's sampling parameters, and which kernels they need: shared by the host and the kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ NUM_PARAMS = 10
 RANDOM, USES_MIN_P, RANKED, PENALTIES, RULES, GRAMMAR, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(8))
 EDITS = PENALTIES | RULES | GRAMMAR  # logits are changed before they are sampled from
 FILTERS = USES_MIN_P | RANKED  # unlikely tokens are dropped
-EXTENDED = EDITS | FILTERS  # temperature alone does not decide
+EXTENDED = EDITS | FILTERS  # the row needs more than temperature
 
-# Beside the bits of FLAGS, of a whole step: some ranked row is not `is_complete`.
+# Follows the bits of FLAGS, for a whole step: some ranked row is not `is_complete`.
 SEARCHES = 1 << 8
-# What rows need of the kernels, as it is captured. Kernels of which a row needs nothing leave it at once, so that few
-# sets serve all steps: whether logits are edited, and how far filters go. The last has all kernels.
+# The sets of kernels that are captured as CUDA graphs. A kernel leaves a row that does not need it at once, so few sets
+# serve all steps: whether logits are edited, and how far filters go. The last has all kernels.
 SAMPLING_GRAPHS = tuple(
     edits | filters for edits in (0, EDITS) for filters in (0, USES_MIN_P, RANKED, RANKED | SEARCHES) if edits | filters
 )
 
-# Top-k of up to so many tokens is selected from the maxima of groups, without a search for the border.
+# Up to this top-k, tokens are selected from the maxima of groups, without a search for the border.
 SMALL_TOP_K = 128
-# Tokens near the border that one program holds; a vocabulary of no more needs no search either.
+# Tokens near the border that one program holds; a vocabulary that is not larger needs no search either.
 CANDIDATES = 2048
 
-# Token counts of penalties, int16: this bit where the prompt has the token, below it how often the answer has it.
+# Token counts of penalties, int16: this bit is set for a token of the prompt, the lower bits count it in the output.
 IN_PROMPT = 1 << 14
 MOST_ANSWERED = IN_PROMPT - 1  # counted no further
 
@@ -36,5 +36,5 @@ NUM_RULE_COLUMNS = 5
 
 
 def is_complete(top_k: int, vocab_size: int) -> bool:
-    """True where the few most likely tokens are all that a ranked row can sample, so that no search is needed."""
+    """True where a ranked row can only sample the few most likely tokens, so that no search is needed."""
     return vocab_size <= CANDIDATES or 0 < top_k <= SMALL_TOP_K

@@ -1,8 +1,8 @@
-"""Log-probabilities of the raw logits, beside sampling: the token's, its rank, and the most likely tokens.
+"""Log-probabilities of the raw logits: that of the sampled token, its rank, and the most likely tokens.
 
-The logarithm of the sum of exponentials is put together from each slice's maximum and sum, as in an online softmax
-(Milakov and Gimelshein 2018). The `top` most likely are chosen as for a small top-k: a bound from the maxima of groups,
-then the few tokens from it on are sorted.
+The log-sum-exp is put together from each slice's maximum and sum, as in an online softmax (Milakov and Gimelshein
+2018). The `top` most likely tokens are selected as for a small top-k: the maxima of groups give a lower bound, and the
+few tokens above it are sorted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def logprob_stats_kernel(
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of the sum of exponentials, and a bound below the `top` largest logits."""
+    """The log-sum-exp, and a lower bound of the `top` largest logits."""
     piece, item = tl.program_id(0), tl.program_id(1)
     wide_item = item.to(tl.int64)
     line = tl.load(lines_ptr + item).to(tl.int64)
@@ -103,7 +103,7 @@ def logprob_collect_kernel(
             tl.store(out_line + 3 + c, key_token(keys, ID_BITS), mask=c < top)
             value = key_logit(keys, ID_BITS) - log_total
             tl.store(out_line + 3 + top + c, value.to(tl.int32, bitcast=True), mask=c < top)
-        else:  # many equal logits: the row is read again for each place
+        else:  # many equal logits: the row is read again for each rank
             before = tl.full((), 1 << 62, tl.int64)
             for place in range(0, top):
                 best = tl.full((), LOWEST_KEY, tl.int64)

@@ -2,7 +2,7 @@
 
 Its inputs are the staging buffer's own rows and lengths, so an upload is all that a replay needs; everything from the
 token gather to the token scatter is inside. It samples by temperature alone. Behind it, for few rows, the kernels of
-all other options are captured as well (`sampling_layout.SAMPLING_GRAPHS`): launched one by one they would take the host
+all other options are captured as well (`sampling.layout.SAMPLING_GRAPHS`): launched one by one they would take the host
 longer than the device.
 """
 

@@ -73,7 +73,7 @@ def test_mixture(num_tokens: int, complete: bool, layer: tuple[Weight, Weight, d
         normed = PLAIN.ops.rms_norm(x, more["norm_weight"], 1e-6) if complete else x
         ids, shares = PLAIN.route(PLAIN.linear(normed, router, bias=more.get("router_bias")), K, True)
         biases, activation = more.get("biases"), more.get("activation", "silu")
-        cut = mxfp4.ProductShape(32, 128, 4, 2)
+        cut = mxfp4.GemmShape(32, 128, 4, 2)
         shape = mxfp4.Mxfp4Shape(64, cut, cut) if complete else None  # with arranged inputs, as of many tokens
         found = mxfp4.moe(normed, ids, shares, *packed, more.get("residual"), activation, biases, shape=shape)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)

@@ -149,11 +149,11 @@ def test_a_trial_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.flags.fill_(0)
     memory.receipts.fill_(1)
     memory.logits[0, 1] = 2.0
-    assert first._trial() == "other logits came than a rank sent"
+    assert first._trial() == "received wrong logits from a rank"
     monkeypatch.setattr(peer_logits, "ends_in_time", lambda stop: False)
     memory.flags.fill_(1)
     memory.receipts.fill_(0)
-    assert first._trial() == "nothing came from another rank"
+    assert first._trial() == "no data arrived from another rank"
 
 
 @pytest.mark.parametrize(("rank", "opened", "num_bytes"), [(0, [1, 2], 4 * 256 * 2 + 24), (2, [0], 32)])
