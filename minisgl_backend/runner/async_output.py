@@ -1,6 +1,6 @@
-"""The way back: sampled tokens and log-probabilities from the device to a StepResult.
+"""Asynchronous output: sampled tokens and log-probabilities from the device to a StepResult.
 
-Copies run on a stream of their own, so that the next step need not wait for them, and the host waits for a step only in
+Copies run on their own stream, so that the next step need not wait for them, and the host waits for a step only in
 `PendingStep.result`.
 """
 
@@ -22,8 +22,8 @@ class Sampled:
     """What one step sampled, on the device."""
 
     # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
-    # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none. Of a
-    # proposer's step [num_proposed, num_proposing or more].
+    # The output of a graph includes its padding. After the n tokens follows the soundness of chunks that sample none.
+    # For a proposer's step [num_proposed, num_proposing or more].
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None  # int32 [k, 3 + 2 * top], see logprobs.pack
 
@@ -34,8 +34,8 @@ class Computed:
 
     step: StepTensors
     logits: torch.Tensor | None  # [n, vocab_size]; None where nothing is sampled
-    token_ids: torch.Tensor | None  # int32 [2, n or more], where a graph has sampled by temperature alone
-    sound: torch.Tensor | None = None  # int32 [num_checked]  of chunks that sample nothing
+    token_ids: torch.Tensor | None  # int32 [2, n or more], where a graph has sampled with the temperature only
+    sound: torch.Tensor | None = None  # int32 [num_checked]  for chunks that sample nothing
     prompt_logprobs: tuple[torch.Tensor, ...] = ()
     pooled: Pooled | None = None
 
@@ -43,7 +43,7 @@ class Computed:
 class PendingStep:
     """A launched step. It keeps the device tensors alive until their copies are done."""
 
-    unsampled: Computed | None = None  # what waits for grammar masks
+    unsampled: Computed | None = None  # the step's logits, while it waits for grammar masks
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PendingStep:
         event: torch.cuda.Event | None,
         pooled: Pooled | None = None,
     ) -> None:
-        """`copies`: tokens, log-probabilities if there are any, pooled values if any, those of the prompts."""
+        """`copies`: tokens, log-probabilities if any, pooled values if any, prompt log-probabilities."""
         self._step = step
         self._pooled = pooled
         self._sources = sources
@@ -61,15 +61,15 @@ class PendingStep:
         self._event = event
 
     def wait(self) -> None:
-        """Waits for the end of the step, and looks at nothing of it. Errors of the device surface here."""
+        """Waits for the end of the step without reading its results. Device errors surface here."""
         if self._event is not None:
             self._event.synchronize()
         self._sources = []
 
     def result(self) -> StepResult:
-        """Waits for the step's tokens. On rank 0: other ranks know no log-probabilities."""
+        """Waits for the step's tokens. On rank 0: other ranks have no log-probabilities."""
         self.wait()
-        # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
+        # A graph's outputs are copied with their padding, since a slice would need another kernel.
         step, plan = self._step, self._step.plan
         if plan.num_proposed:
             proposed = self._copies[0].numpy()[:, : plan.num_proposing]
@@ -77,7 +77,7 @@ class PendingStep:
         found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
         failed: list[int] = []
         if len(plan.draft_tokens):
-            # What is computed behind a wrong draft may be anything.
+            # Whatever is computed after a rejected draft is ignored, even if it is unsound.
             found = found.copy()
             found[1, : step.num_sampled] |= ~plan.accepted(found[0, : step.num_sampled])
         if not found[1].all():
@@ -93,11 +93,11 @@ class PendingStep:
         )
 
     def _logprobs(self) -> dict[int, Logprobs]:
-        wanted = self._step.logprobs
-        if not wanted:
+        requested = self._step.logprobs
+        if not requested:
             return {}
-        lines = self._copies[1].numpy()
-        return {index: unpack(line, top) for (index, top), line in zip(wanted, lines, strict=True)}
+        packed = self._copies[1].numpy()
+        return {index: unpack(row, top) for (index, top), row in zip(requested, packed, strict=True)}
 
     def _pooled_vectors(self) -> dict[int, Float32Array]:
         if self._pooled is None:
@@ -138,14 +138,14 @@ class UnsampledStep:
 
 
 class ResultReader:
-    """Brings results back. One for each runner."""
+    """Copies results to the host. One per runner."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_copy: torch.cuda.Event | None = None
 
     def start(self, computed: Computed, sampled: Sampled) -> PendingStep:
-        """Starts the copies of what the current stream computes."""
+        """Starts copying the results that the current stream computes."""
         step, pooled = computed.step, computed.pooled
         sources = [sampled.token_ids, *([] if sampled.logprobs is None else [sampled.logprobs])]
         sources += [*([] if pooled is None else [pooled.values]), *computed.prompt_logprobs]
@@ -167,5 +167,5 @@ class ResultReader:
             torch.cuda.current_stream().wait_event(self._last_copy)
 
 
-def _unpack_all(request: PromptLogprobsRequest, lines: Int32Array) -> list[Logprobs]:
-    return [unpack(line, request.top) for line in lines]
+def _unpack_all(request: PromptLogprobsRequest, packed: Int32Array) -> list[Logprobs]:
+    return [unpack(row, request.top) for row in packed]

@@ -1,7 +1,6 @@
 """From a step plan to device tensors: `build_host` on the host, `upload` to the device.
 
-The host part is NumPy on whole arrays, with loops only over what is rare in a step: admitted sequences and prefill
-chunks.
+The host part is vectorised in NumPy, with loops only over the few admitted sequences and prefill chunks of a step.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class BatchBuilder:
     def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
         self._table = table
         self._sampling = sampling
-        self._poolings: dict[int, PoolingParams] = {}  # by row, where there is one
-        self._miscounted: set[int] = set()  # rows whose penalties may have counted what was sampled behind wrong drafts
+        self._poolings: dict[int, PoolingParams] = {}  # by row, for pooling requests
+        self._miscounted: set[int] = set()  # rows whose penalties may have counted tokens sampled after rejected drafts
         self._prompts = PromptLayout(table.page_size, table.max_pages_per_row, table.num_groups)
         self.staging = Staging(table.max_rows, table.device)
 
@@ -49,11 +48,11 @@ class BatchBuilder:
         prompt_sizes: Sequence[int] = (),
         sampling_sizes: Container[int] = (),
     ) -> HostBatch:
-        """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
+        """All host decisions of a step: what the sampler needs, padding, the filled staging buffer.
 
-        `graph_sizes`: decode batches that have a captured graph, ascending; `prompt_sizes`: tokens of lone prompts
-        whose passes are captured, likewise; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
-        RowError where a request cannot be served after all; nothing has happened on the device or on another rank then.
+        `graph_sizes`: decode batch sizes that have a captured graph, ascending; `prompt_sizes`: token counts of single
+        prompts that have one, ascending; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
+        RowError where a request cannot be served after all, before anything happens on the device or another rank.
         """
         if plan.num_proposed:
             return self._build_proposing(plan, graph_sizes)
@@ -79,7 +78,7 @@ class BatchBuilder:
         if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
             needs = self._sampling.metadata_of(plan, sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
-            if prompt_size and not needs.prompt_logprobs:  # for which all lines of the hidden states are needed
+            if prompt_size and not needs.prompt_logprobs:  # which need the hidden states of all tokens
                 return self._stage_prompt(plan, StepDecisions(prompt_size=prompt_size), needs, penalised)
         prefill = prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
@@ -94,13 +93,13 @@ class BatchBuilder:
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
 
     def _build_proposing(self, plan: StepPlan, graph_sizes: Sequence[int]) -> HostBatch:
-        """A step of the proposer: nothing of what the model samples by changes."""
+        """A step of the proposer, which leaves the sampling state of the model unchanged."""
         prefill = prefill_arrays(plan) if plan.prefill else None
         size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
         return self._stage(plan, prefill, _sampled(plan, prefill), StepDecisions(graph_size=size), NOTHING, ())
 
     def _recounts(self, plan: StepPlan) -> tuple[PenaltyReset, ...]:
-        """Of the rows that decode, of which tokens may have been counted that are none of theirs."""
+        """Resets for the decoding rows whose penalties may have counted rejected tokens."""
         rows, lengths = plan.decode_rows, plan.decode_lengths
         if len(plan.draft_tokens):
             first = plan.draft_tokens < 0
@@ -114,7 +113,7 @@ class BatchBuilder:
         return tuple(resets)
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
-        """The same on a rank that computes what rank 0 decided, and keeps nothing of what only sampling needs."""
+        """`build_host` on other ranks: they follow rank 0's decisions, and need nothing for sampling."""
         if decisions.prompt_size:
             return self._stage_prompt(plan, decisions, NOTHING, ())
         prefill = prefill_arrays(plan) if plan.prefill else None
@@ -223,11 +222,11 @@ class BatchBuilder:
         )
 
     def send_prompt(self, host: HostBatch) -> None:
-        """Uploads a lone prompt that takes a captured pass, which may be launched then; `follow_prompt` comes next."""
+        """Uploads a single prompt for its captured pass, which may be launched then; `follow_prompt` comes next."""
         self.staging.send(host.staged)
 
     def follow_prompt(self, host: HostBatch) -> StepTensors:
-        """Brings the row table up to date behind a pass that reads nothing of it."""
+        """Updates the row table after a captured pass, which does not read it."""
         arrays, (admitted,) = self.staging.arrays(host.staged), host.plan.admitted
         num_pages = len(host.plan.page_ids) // self._table.num_groups
         pages = self._prompts.pages(arrays["prompt"], host.decisions.prompt_size, num_pages)
@@ -253,8 +252,8 @@ class BatchBuilder:
         )
 
     def prompt_tensors(self, size: int) -> PromptTensors:
-        """What the captured pass of a lone prompt of up to `size` tokens reads, with one token on the padding page in
-        it: what such passes are captured on."""
+        """Inputs of the captured pass of a single prompt of up to `size` tokens, filled for the capture: one token on
+        the padding page."""
         words = self.staging.first(self._prompts.num_words(size))
         words.copy_(torch.from_numpy(self._prompts.padding(size)))
         return self._prompts.views(words, size)
@@ -276,16 +275,16 @@ class BatchBuilder:
         return replace(inputs, has_drafts=True) if sees_others else inputs
 
     def padded_inputs(self, rows: Int32Array, lengths: Int32Array, size: int) -> DecodeInputs:
-        """As `decode_inputs`, padded to `size` entries; `pad` has made the device's padding."""
+        """As `decode_inputs`, padded to `size` entries; `pad` fills the padding on the device."""
         return self.decode_inputs(*self._padded(rows, lengths, size))
 
     def pad(self, count: int) -> None:
-        """On the device, the entries of the decode part behind the first `count` are padding from here on."""
+        """Makes the entries of the decode part after the first `count` padding, on the device."""
         self.staging.rows[count:].fill_(self._table.padding_row)
         self.staging.lengths[count:].fill_(1)
 
     def padding_inputs(self, size: int) -> DecodeInputs:
-        """A decode part that is all padding, with the staging buffer filled to match: what graphs are captured on."""
+        """A decode part that is all padding, with the staging buffer filled accordingly, to capture graphs with."""
         rows = np.full(size, self._table.padding_row, dtype=np.int32)
         self.staging.rows.fill_(self._table.padding_row)
         self.staging.lengths.fill_(1)
@@ -339,16 +338,16 @@ class BatchBuilder:
 
 
 def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Row, position and line of the hidden states of every token to be sampled, in result order."""
+    """Row, position and index into the hidden states of every token to be sampled, in result order."""
     if prefill is None:
         return plan.decode_rows, plan.decode_lengths, EMPTY
     samples = np.array([chunk.samples for chunk in plan.prefill], dtype=bool)
     first_decode = prefill.num_tokens
-    decode_lines = np.arange(first_decode, first_decode + len(plan.decode_rows), dtype=np.int32)
+    decode_indices = np.arange(first_decode, first_decode + len(plan.decode_rows), dtype=np.int32)
     return (
         np.concatenate([prefill.rows[samples], plan.decode_rows]),
         np.concatenate([prefill.ends[samples], plan.decode_lengths]),
-        np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_lines]),
+        np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_indices]),
     )
 
 

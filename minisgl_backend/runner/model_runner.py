@@ -1,7 +1,7 @@
 """Executes step plans on one device: prepare, execute, and a PendingStep to wait on.
 
-One runner for each tensor-parallel rank; every rank executes the same plans in the same order, and rank 0's sampled
-tokens are everyone's.
+One runner per tensor-parallel rank. Every rank executes the same plans in the same order; rank 0 samples, and the
+others take its tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ModelRunner:
         Args:
             graphs: captures the decode step, and serves the steps without a prefill part that fit its sizes.
             pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
-            longest_prefill: tokens of the longest prefill that GEMMs are measured for, and for the sizes of `graphs`.
-            proposer: its layers are in the pool behind the model's; `proposer_graphs` captures its passes.
+            longest_prefill: GEMMs are measured for prefills of up to this many tokens and for the sizes of `graphs`.
+            proposer: its layers follow the model's in the pool; `proposer_graphs` captures its passes.
         """
         self._model = model
         self.attention = attention
@@ -101,7 +101,7 @@ class ModelRunner:
         with torch.inference_mode():
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
-            if proposer is not None:  # first: the model's captured passes may have it look on
+            if proposer is not None:  # before the model's captures, which may include `observe`
                 proposer.bind(pool.part(num_layers, len(proposer.spec.kv_places)), self._builder)
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
@@ -120,7 +120,7 @@ class ModelRunner:
 
     @property
     def cache_windows(self) -> tuple[Window, ...]:
-        """Of each cache group, in tokens; None: all tokens are kept."""
+        """Window of each cache group, in tokens; None: all tokens are kept."""
         return self.attention.spec.cache_windows
 
     @property
@@ -130,17 +130,17 @@ class ModelRunner:
 
     @property
     def sparse_step_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens, ascending, that long steps with a prefill part are captured for; () where none is."""
+        """Token counts, ascending, for which long steps with a prefill part are captured; () where none is."""
         return self._pieces.sparse_sizes if self._pieces else ()
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank's part of the model, and of its proposer."""
+        """Bytes of this rank's part of the model and its proposer."""
         parameters = [*self._model.parameters(), *([] if self._proposer is None else self._proposer.parameters())]
         return sum(parameter.nbytes for parameter in parameters)
 
     def close(self) -> None:
-        """Frees the captured graphs, which may hold collectives: before the ranks part."""
+        """Frees the captured graphs. They may hold collectives, so this comes before the process group is destroyed."""
         captured: list[GraphRunner | PiecewiseRunner | DeviceProposer | None]
         captured = [self._graphs, self._pieces, self._proposer]
         self._graphs = self._pieces = None
@@ -153,7 +153,7 @@ class ModelRunner:
         return self.upload(self.build(plan))
 
     def build(self, plan: StepPlan) -> HostBatch:
-        """What the host decides about a step, before anything is on the device."""
+        """Decides on the host how to execute a step, before anything is on the device."""
         sizes, sampling_sizes = ((), ()) if self._graphs is None else (self._graphs.sizes, self._graphs.sampling_sizes)
         if plan.num_proposed:
             assert self._proposer is not None, "its steps are planned where there is one"
@@ -188,7 +188,7 @@ class ModelRunner:
     def execute(self, batch: AnyBatch) -> PendingStep | UnsampledStep:
         """Launches the step and returns at once (on the CPU: when it is done).
 
-        A step with grammars is launched up to its logits: `sample` goes on once their masks are there.
+        A step with grammars is launched up to its logits; `sample` continues once their masks are there.
         """
         if isinstance(batch, ProposerBatch):
             assert self._proposer is not None, "its steps are planned where there is one"
@@ -209,12 +209,12 @@ class ModelRunner:
 
     def no_masks(self, num_sampled: int) -> GrammarMasks:
         """Masks that allow everything."""
-        lines = np.arange(num_sampled, dtype=np.int32)
-        return lines, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
+        indices = np.arange(num_sampled, dtype=np.int32)
+        return indices, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
 
     def grammar_bitmask(self, count: int) -> Int32Array:
-        """Pinned buffer for `count` grammar bitmask rows, which `sample` uploads without copying them first."""
-        return self._masks.lines(count)
+        """Pinned buffer for `count` grammar bitmask rows, which `sample` uploads without another copy."""
+        return self._masks.bitmask_rows(count)
 
     @torch.inference_mode()
     def sample(self, pending: UnsampledStep, masks: GrammarMasks | None) -> None:
@@ -238,7 +238,7 @@ class ModelRunner:
         return hidden if logits_indices is None else hidden[logits_indices]
 
     def _run_prompt(self, host: HostBatch) -> tuple[StepTensors, torch.Tensor]:
-        """A lone prompt's step, and the hidden states of its last token, [1, hidden_size]."""
+        """The step of a single prompt, and the hidden state of its last token, [1, hidden_size]."""
         assert self._pieces is not None, "a prompt's size comes from the captured passes"
         hidden = self._pieces.run_prompt(host.decisions.prompt_size)
         step = self._builder.follow_prompt(host)
@@ -279,19 +279,19 @@ class ModelRunner:
         return hidden
 
     def _observe(self, rows: torch.Tensor, positions: torch.Tensor, aux: AuxStates | None) -> None:
-        """A proposer that looks on is told of these tokens, int32 [num_tokens] each; `aux`: of as many or more."""
+        """Passes tokens, int32 [num_tokens] each, and their `aux` states (may be padded) to an observing proposer."""
         if self._proposer is not None and aux is not None:
             self._proposer.observe(rows, positions, aux.out[: len(rows)])
 
     def _logits(self, step: StepTensors, hidden: torch.Tensor) -> Computed:
-        """From hidden states to all that sampling needs."""
+        """From hidden states to logits and the other inputs of sampling."""
         prompt_logprobs = tuple(self._prompt_logprobs(step, hidden))
         if step.logits_indices is not None and self._logits_indices(step) is None:
-            hidden = hidden[step.logits_indices]  # else they are all that there is
+            hidden = hidden[step.logits_indices]  # otherwise `hidden` only has these
         logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
         sound, end_of_checked = None, step.num_sampled + len(step.checked_rows)
         if step.checked_rows and self._tp.rank == 0:
-            # NaN in a chunk's keys and values is NaN in the hidden state of its last token, which sees all.
+            # NaN in a chunk's keys and values also reaches the hidden state of its last token, which attends to all.
             sound = torch.isfinite(hidden[step.num_sampled : end_of_checked]).all(dim=1).to(torch.int32)
         pooled = self._pooled(step, hidden[end_of_checked:]) if step.pooled else None
         return Computed(step, logits, None, sound, prompt_logprobs, pooled)
@@ -303,7 +303,7 @@ class ModelRunner:
         )
 
     def _sample(self, computed: Computed, masks: GrammarMasks | None) -> PendingStep:
-        """What is left of a step whose logits are being computed."""
+        """Launches the rest of a step whose logits are being computed."""
         sampled = self._sample_rows(computed, masks)
         if computed.sound is not None:
             checked = torch.stack([torch.zeros_like(computed.sound), computed.sound])
@@ -316,7 +316,7 @@ class ModelRunner:
             return Sampled(self._no_tokens(0), None)
         inputs, packed = step.sampling, None
         if step.drafts is not None and step.decisions.resamples:
-            # Bad words look at the tokens before: the graph has written what temperature alone would sample.
+            # Bad words read earlier tokens, and the graph has overwritten drafts with what it sampled.
             self._table.write_tokens(*step.drafts)
         if token_ids is not None and step.decisions.sampling_graph:
             self._replay_sampling(step, masks)
@@ -328,12 +328,12 @@ class ModelRunner:
                 token_ids = self._no_tokens(step.num_sampled) if token_ids is None else token_ids
             elif token_ids is None:
                 token_ids = self._sampler.sample(logits, inputs)
-            else:  # the graph has sampled the rows that temperature alone decides
+            else:  # the graph has sampled the rows that only have a temperature
                 self._sampler.sample_extended(logits, inputs, token_ids)
             self._tp.broadcast(token_ids)
             self._table.write_tokens(inputs.rows, inputs.positions, token_ids[0, : step.num_sampled])
-        if inputs.logprob_lines is not None and self._tp.rank == 0:
-            packed = self._sampler.logprobs(logits, inputs.logprob_lines, token_ids[0], inputs.top_logprobs)
+        if inputs.logprob_indices is not None and self._tp.rank == 0:
+            packed = self._sampler.logprobs(logits, inputs.logprob_indices, token_ids[0], inputs.top_logprobs)
         return Sampled(token_ids, packed)
 
     def _replay(self, step: StepTensors) -> Computed:
@@ -347,11 +347,11 @@ class ModelRunner:
         if masks is not None and len(masks[0]):
             self._masks.upload(step.decisions.graph_size, *masks)
         elif step.decisions.sampling_graph & layout.GRAMMAR:
-            self._masks.clear()  # the graph looks at them
+            self._masks.clear()  # the graph reads them
         self._graphs.replay_sampling(step.decisions.graph_size, step.decisions.sampling_graph)
 
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False) -> DecodeOutputs:
-        """The whole decode step, as it is captured: from the token table back into the token table."""
+        """The whole decode step, as captured: from the token table back into the token table."""
         hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:
@@ -363,7 +363,7 @@ class ModelRunner:
         return DecodeOutputs(logits, token_ids)
 
     def _decode_extended(self, decode: DecodeInputs, outputs: DecodeOutputs, sampling_graph: int) -> None:
-        """The rows of a decode step that need more than temperature, as their sampling is captured."""
+        """Sampling of the rows of a decode step that need more than temperature, as captured."""
         if self._tp.rank == 0:
             masks = self._masks.fixed(decode.batch_size) if sampling_graph & layout.GRAMMAR else (None, None)
             inputs = SamplingInputs(
@@ -381,11 +381,11 @@ class ModelRunner:
     def _prompt_logprobs(self, step: StepTensors, hidden: torch.Tensor) -> list[torch.Tensor]:
         packed = []
         for request in step.decisions.prompt_logprobs:
-            lines = hidden[request.first : request.first + request.count]
-            # A copy, since kernels are compiled anew for pointers that are no multiple of 16 bytes.
+            states = hidden[request.first : request.first + request.count]
+            # A copy, since kernels are recompiled for pointers that are not aligned to 16 bytes.
             targets = self._table.tokens[request.row, request.position : request.position + request.count].clone()
             # A whole prompt's logits would not fit: 8,192 tokens of a large vocabulary are gigabytes.
-            slabs = zip(lines.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
+            slabs = zip(states.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
             parts = []
             for slab, ids in slabs:
                 logits = self._model.logits(slab)  # of which each rank computes a part

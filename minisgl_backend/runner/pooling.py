@@ -1,4 +1,4 @@
-"""Pooling on the device: of a step's hidden states, what its chunks were asked for."""
+"""Pooling on the device: from a step's hidden states to the values that its pooling requests ask for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.step import PrefillChunk, StepPlan, Wants
 
-_ROWS_AT_ONCE = 64  # of logits, which a large vocabulary makes large
-Lines = Callable[[torch.Tensor], torch.Tensor]
+_ROWS_AT_ONCE = 64  # rows of logits at a time, which are large with a large vocabulary
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states [n, hidden_size] -> [n, width]
 
 
 @dataclass(frozen=True)
@@ -27,40 +27,40 @@ class PooledChunk:
 
 
 def pooled_chunks(
-    plan: StepPlan, poolings: Mapping[int, PoolingParams], first_lines: Int32Array
+    plan: StepPlan, poolings: Mapping[int, PoolingParams], first_tokens: Int32Array
 ) -> tuple[tuple[PooledChunk, ...], list[Int32Array]]:
-    """The chunks of a plan that are pooled, and the lines of their hidden states in the step.
+    """The chunks of a plan that are pooled, and the indices of their hidden states in the step.
 
     Args:
         poolings: by row; {} on ranks that do not sample.
-        first_lines: line of each chunk's first token, [num_chunks].
+        first_tokens: index of each chunk's first token in the step, [num_chunks].
     """
-    chunks, lines = [], []
-    for chunk, first in zip(plan.prefill, first_lines.tolist(), strict=True):
+    chunks, indices = [], []
+    for chunk, first in zip(plan.prefill, first_tokens.tolist(), strict=True):
         if not chunk.pools:
             continue
-        of_chunk = _lines(chunk, first)
+        of_chunk = _state_indices(chunk, first)
         token_ids = poolings[chunk.row].token_ids if chunk.row in poolings else ()
         chunks.append(PooledChunk(chunk.row, chunk.wants, len(of_chunk), token_ids))
-        lines.append(of_chunk)
-    return tuple(chunks), lines
+        indices.append(of_chunk)
+    return tuple(chunks), indices
 
 
 def named_tokens(chunks: tuple[PooledChunk, ...]) -> Int32Array:
-    """The token ids that the chunks ask about, one chunk after the other, int32 [num_tokens]."""
+    """The token ids whose log-probabilities the chunks request, chunk by chunk, int32 [num_tokens]."""
     return np.array([token for chunk in chunks for token in chunk.token_ids], dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a step's chunks were asked for, one after the other."""
+    """The pooled values of a step's chunks, chunk by chunk."""
 
     chunks: tuple[PooledChunk, ...]
-    widths: tuple[int, ...]  # values of each
+    widths: tuple[int, ...]  # number of values of each chunk
     values: torch.Tensor  # float32 [num_values]
 
     def by_row(self, values: Float32Array) -> dict[int, Float32Array]:
-        """`values`: the same on the host."""
+        """`values`: a copy of `self.values` on the host."""
         parts = np.split(values, np.cumsum(self.widths[:-1]))
         return {chunk.row: part.copy() for chunk, part in zip(self.chunks, parts, strict=True)}
 
@@ -70,16 +70,16 @@ def pool(
     states: torch.Tensor,
     token_ids: torch.Tensor | None,
     *,
-    logits: Lines,
-    scores: Lines,
+    logits: Head,
+    scores: Head,
     is_rank_0: bool,
 ) -> Pooled | None:
-    """None on ranks other than 0, which only take part in the logits.
+    """Pools the chunks of a step. None on ranks other than 0, which only take part in computing logits.
 
     Args:
         states: hidden states of all chunks, [num_states, hidden_size].
         token_ids: `named_tokens`, on the device; None where there are none.
-        logits, scores: from hidden states, [n, hidden_size] -> [n, width]; `logits` on all ranks together.
+        logits, scores: from hidden states; `logits` is a collective of all ranks.
     """
     counts = [chunk.num_states for chunk in chunks]
     found = _token_logprobs(chunks, states.split(counts), token_ids, logits, is_rank_0)
@@ -87,8 +87,8 @@ def pool(
         return None
     scored = [index for index, chunk in enumerate(chunks) if chunk.wants & Wants.SCORES]
     if scored:
-        lines = torch.cat([states.split(counts)[index] for index in scored])
-        found.update(zip(scored, scores(lines).float(), strict=True))
+        scored_states = torch.cat([states.split(counts)[index] for index in scored])
+        found.update(zip(scored, scores(scored_states).float(), strict=True))
     if len(found) < len(chunks):
         vectors = states.float().split(counts)
         for index, part in enumerate(vectors):
@@ -102,25 +102,25 @@ def _token_logprobs(
     chunks: tuple[PooledChunk, ...],
     states: Sequence[torch.Tensor],
     token_ids: torch.Tensor | None,
-    logits: Lines,
+    logits: Head,
     is_rank_0: bool,
 ) -> dict[int, torch.Tensor]:
     """By index of the chunk: the log-probabilities of its tokens."""
     found: dict[int, torch.Tensor] = {}
-    asked, first = [index for index, chunk in enumerate(chunks) if chunk.wants & Wants.TOKEN_LOGPROBS], 0
-    for start in range(0, len(asked), _ROWS_AT_ONCE):
-        slab = asked[start : start + _ROWS_AT_ONCE]
-        lines = logits(torch.cat([states[index] for index in slab]))
+    requested, first = [index for index, chunk in enumerate(chunks) if chunk.wants & Wants.TOKEN_LOGPROBS], 0
+    for start in range(0, len(requested), _ROWS_AT_ONCE):
+        slab = requested[start : start + _ROWS_AT_ONCE]
+        slab_logits = logits(torch.cat([states[index] for index in slab]))
         if not is_rank_0 or token_ids is None:
             continue
-        for index, line in zip(slab, lines.float().log_softmax(dim=1), strict=True):
+        for index, logprobs in zip(slab, slab_logits.float().log_softmax(dim=1), strict=True):
             count = len(chunks[index].token_ids)
-            found[index] = line[token_ids[first : first + count]]
+            found[index] = logprobs[token_ids[first : first + count]]
             first += count
     return found
 
 
-def _lines(chunk: PrefillChunk, first: int) -> Int32Array:
+def _state_indices(chunk: PrefillChunk, first: int) -> Int32Array:
     if chunk.wants & Wants.STATE_SUM:
         return np.arange(first, first + len(chunk.token_ids), dtype=np.int32)
     last = first + len(chunk.token_ids) - 1

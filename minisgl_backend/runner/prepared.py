@@ -1,4 +1,4 @@
-"""Steps that are prepared: what `ModelRunner.execute` takes."""
+"""Prepared steps: the inputs of `ModelRunner.execute`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ProposerBatch:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A lone prompt on the device, whose captured pass is to be launched before anything else. Execute it before the
-    next one is prepared."""
+    """A single prompt on the device, whose captured pass is launched before anything else. Execute it before the next
+    one is prepared."""
 
     host: HostBatch
 

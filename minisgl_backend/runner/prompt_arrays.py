@@ -1,4 +1,4 @@
-"""Arrays of the parts of a plan that few steps have: prompts, and sequences that take a row."""
+"""Arrays of the parts of a plan that few steps have: prefill chunks, and admitted sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_backend.step import AdmittedRow, RowError, StepPlan
 
 
 class PrefillHost(msgspec.Struct, frozen=True):
-    """The prefill part of a plan as arrays, one entry a chunk."""
+    """The prefill part of a plan as arrays, one entry per chunk."""
 
     rows: Int32Array
     starts: Int32Array
@@ -49,8 +49,8 @@ def sampled_of_prompt(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
 def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[Int32Array, Int32Array]:
     """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
 
-    All int32 [num_seqs] -> two int32 [num_tokens]. On the device this would be some 25 launches, for which the first
-    kernels of a short prompt would wait.
+    All int32 [num_seqs] -> two int32 [num_tokens]. On the device this would be some 25 launches, which would delay the
+    first kernels of a short prompt.
     """
     shift = np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
     return np.repeat(rows, lengths), np.arange(len(shift), dtype=np.int32) + shift

@@ -1,4 +1,4 @@
-"""What the device knows of each row: its pages, its tokens, its sampling parameters."""
+"""The state of each row on the device: its pages, its tokens, its sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 class RowUpdates:
     """The changes that one plan makes, as device tensors, all int32."""
 
-    page_rows: torch.Tensor  # [num_new_pages]  of the page tables of all groups, one below the other
+    page_rows: torch.Tensor  # [num_new_pages]  rows of the concatenated page tables of all groups
     page_columns: torch.Tensor  # [num_new_pages]
     page_ids: torch.Tensor  # [num_new_pages]
     admitted_rows: torch.Tensor  # [num_admitted]
@@ -62,22 +62,21 @@ class RowTable:
             self._scatter(self.tokens, updates.token_rows, updates.token_positions, updates.token_ids)
 
     def admit(self, row: int, pages: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor) -> None:
-        """Writes one row from its first page and token on, without kernels of indices; all int32, in stream order.
-        pages: [num_groups, num_pages]."""
+        """Writes one row from its first page and token on, by slices and not by index kernels; all int32, in stream
+        order. pages: [num_groups, num_pages]."""
         self._pages[:, row, : pages.shape[1]] = pages
         self.tokens[row, : len(tokens)] = tokens
         self.params[row] = params
 
     def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The tokens at these positions and where in the KV pool they go: token ids, and slots by cache group; int32
-        [num_tokens] each."""
+        """Token ids at these positions, and their slots in the KV pool by cache group; int32 [num_tokens] each."""
         if self._kernels is not None:
             token_ids, slots = self._kernels.lookup(rows, positions, self.tokens, self._pages, self.page_size)
             return token_ids, slots.unbind(0)
         return self.tokens[rows, positions], self.slots(rows, positions)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Where in the KV pool the tokens at these positions go, by cache group; int32 [num_tokens] each."""
+        """Slots in the KV pool of the tokens at these positions, by cache group; int32 [num_tokens] each."""
         columns, offsets = positions // self.page_size, positions % self.page_size
         tables = self.page_tables or (self.page_table,)
         return tuple(table[rows, columns] * self.page_size + offsets for table in tables)

@@ -1,4 +1,4 @@
-"""A step on its way to the device: staged on the host, then as tensors. `BatchBuilder` makes both."""
+"""A step staged on the host (`HostBatch`), and on the device (`StepTensors`). `BatchBuilder` makes both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl_backend.step import StepDecisions, StepPlan
 
 @dataclass(frozen=True)
 class PenaltyReset:
-    """A row whose penalties count the first `num_tokens` of its tokens anew."""
+    """A row whose penalties are recounted from the first `num_tokens` of its tokens."""
 
     row: int
     num_tokens: int
@@ -26,7 +26,7 @@ class PenaltyReset:
 
 
 class HostBatch(msgspec.Struct, frozen=True):
-    """A plan in a staging buffer: what `build_host` made and `upload` takes."""
+    """A plan in a staging buffer: made by `build_host`, taken by `upload`."""
 
     plan: StepPlan
     staged: Staged
@@ -47,21 +47,21 @@ class StepTensors(msgspec.Struct, frozen=True):
     plan: StepPlan
     decisions: StepDecisions
     num_sampled: int
-    checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
+    checked_rows: tuple[int, ...]  # rows of chunks that do not end their prompt: checked for NaN, as nothing is sampled
     prefill: PrefillInputs | None
     decode: DecodeInputs | None
     drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, positions, ids; int32 [num_drafts] each
     token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
     token_positions: torch.Tensor | None  # int32 [num_tokens]
-    # int32 [num_sampled + num_checked + pooled states] lines of the hidden states, those that sample first, then those
+    # int32 [num_sampled + num_checked + pooled states]: indices of hidden states, first those that sample, then those
     # that are checked; None: all of them
     logits_indices: torch.Tensor | None
     pooled: tuple[PooledChunk, ...]
-    pooled_tokens: torch.Tensor | None  # int32  pooling.named_tokens; None: no chunk asks about any
+    pooled_tokens: torch.Tensor | None  # int32  pooling.named_tokens; None: no chunk requests any
     cleared_pages: torch.Tensor | None  # int32 [num_cleared]
     sampling: SamplingInputs
-    waits_for_masks: bool  # its tokens are sampled once grammars have said what they allow
-    logprobs: tuple[tuple[int, int], ...]  # result index, and how many alternatives
+    waits_for_masks: bool  # its tokens are sampled once the grammar masks are there
+    logprobs: tuple[tuple[int, int], ...]  # result index, and number of alternatives
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and position of every token of the step, prefill first; int32 [num_tokens] each."""

@@ -31,8 +31,8 @@ class SamplingInputs:
     positions: torch.Tensor  # [n]  of the tokens to be sampled
     flags: int  # all bits of sampling.layout.FLAGS that one of the rows has
     searches: bool = False  # some ranked row is not sampling.layout.is_complete
-    logprob_lines: torch.Tensor | None = None  # [k]  lines that want log-probabilities
-    top_logprobs: int = 0  # most alternatives any of them wants
+    logprob_indices: torch.Tensor | None = None  # [k]  logits rows with log-probabilities
+    top_logprobs: int = 0  # most alternatives that one of them requests
     mask_index: torch.Tensor | None = None  # [n]  line of mask_bits, or -1
     mask_bits: torch.Tensor | None = None  # [k, ceil(vocab_size / 32)]  1: allowed
     # Lines that are sampled one round after the other, [k] each and all of them together: with drafts a row with
@@ -135,7 +135,7 @@ class SamplingRows:
         if union & layout.LOGPROBS:
             lines = np.flatnonzero(flags & layout.LOGPROBS).astype(np.int32)
             alternatives = self._logprobs[rows[lines]]
-            arrays["logprob_lines"] = lines
+            arrays["logprob_indices"] = lines
             top_logprobs = int(alternatives.max())
             wanted = tuple(zip(lines.tolist(), alternatives.tolist(), strict=True))
         rounds = self._rounds(plan, flags) if len(plan.draft_tokens) and union & layout.PENALTIES else []
@@ -160,7 +160,7 @@ class SamplingRows:
             flags=needs.flags,
             searches=needs.searches,
             top_logprobs=needs.top_logprobs,
-            logprob_lines=uploaded.get("logprob_lines"),
+            logprob_indices=uploaded.get("logprob_indices"),
             rounds=tuple(uploaded[f"round_{number}"] for number in range(needs.num_rounds)),
         )
 

@@ -1,7 +1,7 @@
-"""Capture of what a stream is given as a CUDA graph.
+"""Stream capture into CUDA graphs.
 
-`torch.cuda.graph` does more: each time it synchronises and gives the allocator's free blocks back to the driver, which
-at a start's hundreds of captures takes longer than the captures.
+`torch.cuda.graph` does more: each time it synchronises and returns the allocator's free blocks to the driver, which for
+the hundreds of captures of a start takes longer than the captures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def many_captures() -> Iterator[None]:
-    """Around all captures of one kind: no garbage is collected, since a graph that goes during a capture breaks it."""
+    """Wraps all captures of one kind. Disables garbage collection, since freeing a graph during a capture breaks it."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -25,14 +25,14 @@ def many_captures() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-    torch.cuda.empty_cache()  # the capturing stream's memory is of no use to the one that serves
+    torch.cuda.empty_cache()  # memory cached for the capturing stream cannot be used by the serving stream
 
 
 @contextmanager
 def captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """What runs inside on the current stream, which is not the default one, as a graph.
+    """Captures what runs inside on the current stream, which is not the default one, as a graph.
 
-    `pool`: a handle of `torch.cuda.graph_pool_handle`, of the memory that it takes.
+    `pool`: a handle of `torch.cuda.graph_pool_handle`, for its memory.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool)
@@ -45,6 +45,6 @@ def captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
 
 
 def end_failed(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture in which something failed, and leaves the word to that."""
-    with suppress(RuntimeError):  # where the capture itself failed
+    """Ends a capture in which something failed, so that the first error is raised."""
+    with suppress(RuntimeError):  # the capture itself has failed
         graph.capture_end()

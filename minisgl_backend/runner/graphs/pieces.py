@@ -1,15 +1,14 @@
-"""Forward passes with a prompt part, captured in pieces: all that lies between two attentions is one CUDA graph.
+"""Piecewise CUDA graphs of forward passes with a prompt part: everything between two attention calls is one graph.
 
-Such a pass is some ten launches a layer, and the shorter it is the more it waits for the host. Attention stays outside
-of the graphs: its shape is another one in every step. Everything else depends on the number of tokens alone, which is
-padded to one of a few sizes. vLLM and SGLang call it piecewise graphs and let a compiler cut; here, as in SGLang's
-breakable graphs, the model's own forward pass runs once for each size, and its context, asked to attend, ends one graph
-and begins the next.
+Such a pass has some ten launches per layer, and the shorter it is, the more it waits for the host. Attention stays
+outside the graphs, since its shapes differ in every step. Everything else only depends on the number of tokens, which
+is padded to one of a few sizes. vLLM and SGLang let a compiler split the graph; here, as in SGLang's breakable graphs,
+the model's own forward pass runs once for each size, and `attend` of its context ends one graph and begins the next.
 
-One case has a shape: a lone prompt, which is what a first token waits for where no other request is served. Where the
-attention backend can (`plan_prompt`), such passes are captured once more, whole: a small model's prompt of 1,000 tokens
-is computed in less time than the host takes to launch its pieces. Their inputs are where the upload of a step puts them
-(`graphs.single_prompt`), and only the last token's hidden states come out.
+A single prompt does have a fixed shape; without other requests, its pass decides the time to first token. Where the
+attention backend can (`plan_prompt`), these passes are also captured whole: a small model computes a prompt of 1,000
+tokens in less time than the host takes to launch its pieces. Their inputs are where the upload of a step puts them
+(`graphs.single_prompt`), and the only output is the hidden state of the last token.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
-Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
-AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
-AuxStatesOf = Callable[[int], AuxStates | None]  # by number of tokens: what a pass leaves besides its result
-PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
+Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
+AtAttention = Callable[[AttentionLayer], None]  # called between two pieces
+AuxStatesOf = Callable[[int], AuxStates | None]  # number of tokens -> additional outputs of a pass
+PromptInputs = Callable[[int], PromptTensors]  # size of a pass -> its inputs, filled for a capture
 
-# Up to here there is a size for every step that fills the tiles of a GEMM; above, each would cost a start tens of
+# Up to this there is a size for every number of full GEMM tiles; above, each size would cost a start tens of
 # milliseconds, so sizes are few, and the planner aims at them.
 MOST_FINE_TOKENS = 2048
-MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel by kernel
+MOST_PADDING = 1 / 8  # of longer steps: those that would need more padding are launched kernel by kernel
 
 
 def no_aux_states(num_tokens: int) -> AuxStates | None:
-    """Passes are asked for nothing more."""
+    """No additional outputs."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PiecewiseContext(ForwardContext):
-    """Leaves the queries of a layer in one static buffer and takes what was attended from another."""
+    """Copies a layer's queries to a static buffer, and returns the attention output from another."""
 
     queries: torch.Tensor  # [num_tokens, num_q_heads, q_head_dim]
     attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
@@ -56,7 +55,7 @@ class PiecewiseContext(ForwardContext):
     captured: bool = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        # Copied, since the projection's memory is another one in each layer, and would have to live on in all of them.
+        # Copied, since each layer's projection has its own memory, which would otherwise have to stay allocated.
         self.queries.copy_(q)
         self.at_attention(layer)
         return self.attended
@@ -64,7 +63,7 @@ class PiecewiseContext(ForwardContext):
 
 @dataclass(frozen=True, kw_only=True)
 class SinglePromptContext(ForwardContext):
-    """Attends into one static buffer, so that the rows of padding keep what they had."""
+    """Attends into one static buffer, whose padding rows keep their values."""
 
     attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
     attention: AttentionPair
@@ -78,7 +77,7 @@ class SinglePromptContext(ForwardContext):
 
 @dataclass(frozen=True)
 class _Pieces:
-    """A pass as it was captured: each of `layers` attends between two of `graphs`."""
+    """A captured pass: each of `layers` attends between two of `graphs`."""
 
     graphs: list[torch.cuda.CUDAGraph]
     layers: list[AttentionLayer]
@@ -87,7 +86,7 @@ class _Pieces:
 class PiecewiseRunner(ABC):
     """Passes of up to `sizes[-1]` tokens, padded to the next of `sizes` (ascending) with tokens on the padding page."""
 
-    prompt_sizes: tuple[int, ...] = ()  # those whose passes are there for lone prompts too, ascending
+    prompt_sizes: tuple[int, ...] = ()  # those that are also captured whole for single prompts, ascending
 
     def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
         self.sizes = sizes
@@ -101,10 +100,10 @@ class PiecewiseRunner(ABC):
         prompt_inputs: PromptInputs,
         aux_states: AuxStatesOf = no_aux_states,
     ) -> None:
-        """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it.
-        What `aux_states` asks for, they leave in `aux`."""
+        """Captures all sizes; called once, before anything runs. The largest comes first: the others reuse its memory.
+        The outputs that `aux_states` requests are left in `aux`."""
         spec = attention.spec
-        group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
+        group = spec.groups[0]  # layers of one model differ in windows, not in heads: one buffer serves all
         heads = (self.sizes[-1], group.num_q_heads)
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
         shape = (2 + len(spec.cache_windows), self.sizes[-1])  # ids, positions, slots by cache group
@@ -122,7 +121,7 @@ class PiecewiseRunner(ABC):
 
     @property
     def sparse_sizes(self) -> tuple[int, ...]:
-        """Those from MOST_FINE_TOKENS on, if there are any above: what is to be filled by who plans a long step."""
+        """Sizes from MOST_FINE_TOKENS on, if there are any above: the planner aims at them for long steps."""
         return tuple(size for size in self.sizes if size >= MOST_FINE_TOKENS < self.sizes[-1])
 
     def fits(self, num_tokens: int) -> bool:
@@ -134,12 +133,12 @@ class PiecewiseRunner(ABC):
         """Token ids, positions and slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
         hidden_size].
 
-        These are overwritten by the next run. `plan` is that of attention for these tokens.
+        The next run overwrites them. `plan`: attention's plan for these tokens.
         """
         num_tokens = len(token_ids)
         size = piece_size(num_tokens, self.sizes)
         torch.stack([token_ids, positions, *slots], out=self._inputs[:, :num_tokens])
-        self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
+        self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
         self._attended[num_tokens:size].zero_()  # NaN there would reach the padding page
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
@@ -151,11 +150,11 @@ class PiecewiseRunner(ABC):
 
     @abstractmethod
     def run_prompt(self, size: int) -> torch.Tensor:
-        """The pass of a lone prompt, of one of `prompt_sizes`, on what its inputs hold: the hidden states of its last
-        token, [1, hidden_size], which are overwritten by the next one."""
+        """Runs the pass of a single prompt, one of `prompt_sizes`, on its uploaded inputs. Returns the hidden state of
+        its last token, [1, hidden_size], which the next run overwrites."""
 
     def close(self) -> None:  # noqa: B027  not every runner has something to free
-        """Frees what was captured; nothing can be run afterwards."""
+        """Frees the captured graphs; nothing can be run afterwards."""
 
     @abstractmethod
     def _capture(self, size: int) -> None:
@@ -166,12 +165,12 @@ class PiecewiseRunner(ABC):
         """Runs the pass of one size, and attention between its pieces."""
 
     def _prompt_pass(self, inputs: PromptTensors, rehearses: bool = False) -> None:
-        """The model's own forward pass over a lone prompt, its last token's hidden states into a static buffer."""
+        """The model's own forward pass over a single prompt; the last token's hidden state goes to a static buffer."""
         attended = self._attended[: len(inputs.token_ids)]
         attended.zero_()  # NaN in the rows of padding would reach the padding page
         context = SinglePromptContext(
             slots=inputs.slots,
-            logits_indices=inputs.last_line,
+            logits_indices=inputs.last_index,
             attended=attended,
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
@@ -198,14 +197,14 @@ class PiecewiseRunner(ABC):
 
 
 class PiecewiseCudaGraph(PiecewiseRunner):
-    """The real thing. All graphs share one memory pool: they always run one after the other, on one stream."""
+    """CUDA graphs. All share one memory pool: they always run one after the other, on one stream."""
 
     def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
         super().__init__(sizes, hidden_size, on_progress)
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._captured: dict[int, _Pieces] = {}
-        self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # of `prompt_sizes`
+        self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by size of `prompt_sizes`
 
     def capture(
         self,
@@ -218,7 +217,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             super().capture(forward, attention, prompt_inputs, aux_states)
 
     def _capture(self, size: int) -> None:
-        # The inputs are filled on this stream, in memory that may hold anything before.
+        # The inputs are filled on this stream, in uninitialised memory.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._pass(size, lambda layer: None, rehearses=True)  # libraries choose kernels, not under capture
@@ -227,7 +226,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
                 self._pass(size, cut)
             if size in self.prompt_sizes:
                 inputs = self._prompt_inputs(size)
-                if not self._prompts:  # the others take the same kernels, or those of the pieces above
+                if not self._prompts:  # the other sizes use the same kernels, or those of the pieces above
                     self._prompt_pass(inputs, rehearses=True)
                 self._stream.synchronize()
                 with captured(self._memory) as whole:
@@ -238,7 +237,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
 
     @contextmanager
     def _pieces(self) -> Iterator[tuple[_Pieces, AtAttention]]:
-        """Captures what runs inside, cut into graphs at each call of the function it gives."""
+        """Captures what runs inside, split into graphs at each call of the function it yields."""
         pieces = _Pieces([torch.cuda.CUDAGraph()], [])
         graphs = pieces.graphs
 
@@ -295,7 +294,7 @@ class EagerPieces(PiecewiseRunner):
 
 
 def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
-    """The smallest of `sizes` that holds num_tokens; 0 where there is none, or too much of it would be padding."""
+    """The smallest of `sizes` that holds num_tokens; 0 where there is none, or it would have too much padding."""
     index = bisect_left(sizes, num_tokens)
     if index == len(sizes):
         return 0
@@ -306,9 +305,8 @@ def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
 def piece_sizes(largest: int) -> tuple[int, ...]:
     """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 2,048, 512 up to 4,096, then every 1,024, and `largest`.
 
-    GEMMs compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may sizes
-    up to MOST_FINE_TOKENS be coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is
-    computed for nothing.
+    GEMMs compute 64 or 128 rows at a time, so finer sizes would save nothing. Sizes up to MOST_FINE_TOKENS must not be
+    coarser either: the planner fills whole tiles of 128 tokens, and padding beyond them would be wasted work.
     """
     fine = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, MOST_FINE_TOKENS, 128))
     sparse = (*range(MOST_FINE_TOKENS, 4096, 512), *range(4096, largest, 1024))

@@ -1,9 +1,8 @@
-"""A prompt that has a step for itself: all that its pass reads of it, as one array.
+"""A prompt that has a step to itself: all inputs of its pass as one array.
 
-Whoever waits for the first token of a lone prompt waits for everything that happens before its pass is launched. So
-the host makes here what the device would otherwise gather from the tables of rows, and it goes up in one piece, to
-where the captured graph of its size looks for it (`runner.piecewise`): one copy and one launch. The tables are brought
-up to date behind it, while the device computes.
+Everything before the launch of its pass adds to the time to first token. So the host computes here what the device
+would otherwise gather from the row table, and uploads it in one piece to where the captured graph of its size reads it
+(`graphs.pieces`): one copy and one launch. The row table is updated afterwards, while the device computes.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's row
 
 @dataclass(frozen=True)
 class PromptTensors:
-    """What a captured pass of up to `size` tokens reads, at fixed addresses; int32. Tokens beyond the prompt's are on
+    """Inputs of a captured pass of up to `size` tokens, at fixed addresses; int32. Tokens after the prompt's are on
     the padding page."""
 
     token_ids: torch.Tensor  # [size]
     positions: torch.Tensor  # [size]
     slots: tuple[torch.Tensor, ...]  # by cache group, [size]
-    last_line: torch.Tensor  # [1]  of the hidden states: the only one that anybody reads
+    last_index: torch.Tensor  # [1]  of the last token, whose hidden state is the only output
     attention: PromptInputs
 
 
 class PromptLayout:
-    """Where each of these is in the array: token ids, positions and slots, then pages, then lengths. Slots and pages of
-    each cache group follow one another."""
+    """Layout of the array: token ids, positions and slots, then pages, then lengths. Slots and pages are ordered by
+    cache group."""
 
     def __init__(self, page_size: int, max_pages_per_row: int, num_groups: int = 1) -> None:
         self._page_size = page_size
@@ -47,8 +46,8 @@ class PromptLayout:
         self._positions = np.arange(PROMPT_GRAPH_CONTEXT, dtype=np.int32)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the step is the first one of a sequence and has nothing else in it; of any number of tokens. Pages
-        come group by group then, in the same columns of each."""
+        """Whether the step is the first one of a sequence and has nothing else in it, whatever its number of tokens.
+        Its pages then come group by group, with the same columns in each."""
         if len(plan.prefill) != 1 or len(plan.admitted) != 1 or len(plan.decode_rows) or len(plan.cleared_pages):
             return False
         chunk, num_pages = plan.prefill[0], len(plan.page_ids) // self._num_groups
@@ -77,13 +76,13 @@ class PromptLayout:
             of_pages = pages[:, :, None] * np.int32(self._page_size) + self._in_page
             slots[:] = of_pages.reshape(self._num_groups, -1)[:, start:end]
             self._pages(words, size)[:, : pages.shape[1]] = pages
-        else:  # a step before the first request: all is on the padding page
+        else:  # a step before the first request: all tokens are on the padding page
             slots[:] = self._positions[start:end] % self._page_size
         words[-_NUM_LENGTHS:] = 0, count, end, count - 1
         return words
 
     def padding(self, size: int) -> Int32Array:
-        """The array of one token on the padding page: what passes are captured on."""
+        """The array of one token on the padding page, with which passes are captured."""
         words = np.zeros(self.num_words(size), dtype=np.int32)
         words[-_NUM_LENGTHS:] = 0, 1, 1, 0
         return words
@@ -98,7 +97,7 @@ class PromptLayout:
             token_ids=token_ids,
             positions=positions,
             slots=tuple(slots),
-            last_line=lengths[3:4],
+            last_index=lengths[3:4],
             attention=PromptInputs(
                 num_tokens=size,
                 cu_seqlens_q=lengths[:2],

@@ -1,9 +1,9 @@
 """Captured decode steps: one graph for each of a few batch sizes, replayed with static inputs.
 
-Its inputs are the staging buffer's own rows and lengths, so an upload is all that a replay needs; everything from the
-token gather to the token scatter is inside. It samples by temperature alone. Behind it, for few rows, the kernels of
-all other options are captured as well (`sampling.layout.SAMPLING_GRAPHS`): launched one by one they would take the host
-longer than the device.
+A graph reads the staging buffer's own rows and lengths, so a replay only needs the upload; everything from the token
+gather to the token scatter is inside. It samples with the temperature only. For few rows, the kernels of all other
+sampling options are captured as separate graphs (`sampling.layout.SAMPLING_GRAPHS`), which run after it: launching them
+one by one would take the host longer than the device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LARGEST_SAMPLING_GRAPH = 16
 
 @dataclass(frozen=True)
 class DecodeOutputs:
-    """What a decode step leaves behind; static tensors where it was captured."""
+    """Outputs of a decode step; static tensors where it was captured."""
 
-    # [batch, vocab_size], good until the next decode step; ranks other than 0, which sample nothing, may have none.
+    # [batch, vocab_size], valid until the next decode step; ranks other than 0, which do not sample, may have none.
     logits: torch.Tensor
     token_ids: torch.Tensor  # int32 [2, batch], see sampler.Sampled
 
@@ -41,11 +41,12 @@ SampleStep = Callable[[DecodeInputs, DecodeOutputs, int], None]
 
 @dataclass(frozen=True)
 class DecodeSteps:
-    """What is captured of each size."""
+    """The functions that are captured for each size."""
 
     decode: DecodeStep
     rehearse: DecodeStep  # every kernel of `decode` once, through few of its layers
-    # Again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS. None: nothing is.
+    # Samples the rows that need more than temperature again, into these outputs; with one of SAMPLING_GRAPHS. None:
+    # there are no sampling graphs.
     sample: SampleStep | None
 
 
@@ -59,31 +60,31 @@ class GraphRunner(ABC):
 
     @property
     def sampling_sizes(self) -> tuple[int, ...]:
-        """Those that have sampling graphs."""
+        """Sizes that have sampling graphs."""
         return tuple(size for size in self.sizes if size <= LARGEST_SAMPLING_GRAPH)
 
     @abstractmethod
     def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
-        """Makes all sizes ready; called once, before anything runs."""
+        """Captures all sizes; called once, before anything runs."""
 
     @abstractmethod
     def plan_replay(self, decode: DecodeInputs) -> None:
-        """Brings attention's buffers up to date for the next replay; on the critical path."""
+        """Updates attention's buffers for the next replay; on the critical path."""
 
     @abstractmethod
     def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
-        """Runs the step on what was uploaded last; `has_drafts`: of this size, one of `draft_sizes`."""
+        """Runs the step on the last upload; `has_drafts`: for a size of `draft_sizes`."""
 
     @abstractmethod
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
-        """Samples again what `replay` of this size, one of `sampling_sizes`, has left; see SAMPLING_GRAPHS."""
+        """Samples the outputs of `replay` of this size, one of `sampling_sizes`, again; see SAMPLING_GRAPHS."""
 
     def close(self) -> None:  # noqa: B027  most runners have nothing to free
-        """Frees what was captured; nothing can be replayed afterwards."""
+        """Frees the captured graphs; nothing can be replayed afterwards."""
 
 
 class CudaGraphRunner(GraphRunner):
-    """The real thing. All graphs share one memory pool; the largest comes first and the others fit into it."""
+    """CUDA graphs. All share one memory pool; the largest is captured first and the others reuse its memory."""
 
     def __init__(
         self, sizes: tuple[int, ...], on_progress: Progress | None = None, draft_sizes: tuple[int, ...] = ()
@@ -92,7 +93,7 @@ class CudaGraphRunner(GraphRunner):
         self._on_progress = on_progress or (lambda done, total: None)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
-        # Of sizes whose own graph stores keys and attends in one kernel, which no step with drafts can.
+        # For sizes whose normal graph stores keys and attends in one kernel, which does not work with drafts.
         self._draft_graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
         self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
         self._attention: AttentionPair | None = None
@@ -105,7 +106,7 @@ class CudaGraphRunner(GraphRunner):
             for done, size in enumerate(reversed(self.sizes)):
                 inputs = builder.padding_inputs(size)
                 plan = attention.plan_capture(inputs)
-                # The inputs are filled on this stream, in memory that may hold anything before.
+                # The inputs are filled on this stream, in uninitialised memory.
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     self._capture(size, steps, inputs, plan)
@@ -115,8 +116,8 @@ class CudaGraphRunner(GraphRunner):
             torch.cuda.current_stream().wait_stream(stream)
 
     def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
-        # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has the
-        # kernels of all of them.
+        # Libraries choose kernels and allocate workspaces now, not during the capture. The last sampling graph has all
+        # kernels of the others.
         rehearsed = steps.rehearse(inputs, plan)
         sample = steps.sample if size in self.sampling_sizes else None
         if sample is not None:
@@ -126,7 +127,7 @@ class CudaGraphRunner(GraphRunner):
             outputs = steps.decode(inputs, plan)
         self._graphs[size] = graph, outputs
         for kernels in SAMPLING_GRAPHS if sample is not None else ():
-            assert sample is not None, "there are no kernels else"
+            assert sample is not None, "otherwise there are no kernels"
             with captured(self._memory) as sampling:
                 sample(inputs, outputs, kernels)
             self._sampling[size, kernels] = sampling
@@ -197,7 +198,7 @@ class EagerGraphRunner(GraphRunner):
 
 
 def draft_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of steps with drafts: from a row with one draft on, and as many as a step has where drafts pay."""
+    """Sizes that serve steps with drafts: from one row with one draft up to the largest step for which drafts pay."""
     return tuple(size for size in sizes if 2 <= size <= DRAFT_ENTRIES)
 
 

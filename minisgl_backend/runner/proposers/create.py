@@ -27,7 +27,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True, kw_only=True)
 class ProposerContext:
-    """What a proposer is made of."""
+    """What proposers are made from."""
 
     runtime: RuntimeConfig
     device: torch.device
@@ -35,7 +35,7 @@ class ProposerContext:
     sampler: Sampler
     tp: TensorParallel
     target: Model
-    load_model: Callable[[ModelConfig, str, TensorParallel], CausalLM]  # from its description and its folder
+    load_model: Callable[[ModelConfig, str, TensorParallel], CausalLM]  # from its config and its folder
 
 
 def _draft_model(context: ProposerContext) -> DeviceProposer:

@@ -1,10 +1,10 @@
-"""A smaller model with the target's vocabulary, which proposes what it would say.
+"""Draft model: a smaller model with the target's vocabulary, which proposes the tokens that it would sample.
 
 (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".)
 
-It samples by its own logits with the row's temperature and the noise of the position, as the target will: the better
-the two agree, the more of its tokens are those that the target samples, at any temperature. Penalties, truncation and
-grammars are left to the target.
+It samples its own logits with the row's temperature and the noise of the position, as the target will: the better the
+two agree, the more of its tokens the target samples, too, at any temperature. Penalties, truncation and grammars are
+left to the target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 
 class DraftModelProposer(DeviceProposer):
-    """Its steps: a pass over the proposing rows' last tokens and all tokens that it has not seen, then one for each
+    """A step is a pass over the proposing rows' last tokens and all tokens that it has not seen, then one pass for each
     further token. Passes that only decode are captured."""
 
     def __init__(
@@ -69,11 +69,11 @@ class DraftModelProposer(DeviceProposer):
 
     def propose(self, step: StepTensors) -> torch.Tensor:
         plan, decode, count = step.plan, step.decode, step.plan.num_proposing
-        if decode is None:  # no row has been seen to its end
+        if decode is None:  # no row has caught up
             self._see(step, None)
             return torch.empty(plan.num_proposed, 0, dtype=torch.int32, device=self._table.device)
         rows, lengths = decode.rows[:count], decode.kv_lens[:count]
-        # Each line begins at a multiple of 16 bytes: see staging.ALIGNMENT.
+        # Each row is aligned to 16 bytes: see staging.ALIGNMENT.
         proposed = torch.empty(plan.num_proposed, aligned(count), dtype=torch.int32, device=self._table.device)
         rows_host, lengths_host = plan.decode_rows[:count], plan.decode_lengths[:count]
         for position in range(plan.num_proposed):
@@ -84,7 +84,7 @@ class DraftModelProposer(DeviceProposer):
                     self._builder.pad(count)
                 lengths.add_(1)
                 token_ids = self._next_pass(rows_host, lengths_host + np.int32(position))
-            # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
+            # NaN logits may give any token id; the target's embedding only has rows for its vocabulary.
             tokens = torch.clamp(token_ids[0, :count], 0, self._last_token, out=proposed[position, :count])
             self._table.write_tokens(rows, lengths, tokens)
         return proposed
@@ -98,15 +98,15 @@ class DraftModelProposer(DeviceProposer):
             graphs.close()
 
     def _first_pass(self, step: StepTensors, decode: DecodeInputs) -> torch.Tensor:
-        """The tokens behind the rows' last ones, int32 [2, num_proposing or more]."""
+        """The tokens after the rows' last ones, int32 [2, num_proposing or more]."""
         if step.decisions.graph_size:
             return self._replay(decode)
         hidden, count = self._see(step, decode), step.plan.num_proposing
         return self._sample(self._model.logits(hidden), decode.rows[:count], decode.kv_lens[:count])
 
     def _see(self, step: StepTensors, decode: DecodeInputs | None) -> torch.Tensor:
-        """All of a step's tokens at once; the hidden states of the proposing rows, [num_proposing, hidden_size], or of
-        any token where there are none."""
+        """A pass over all tokens of a step. Returns the hidden states of the proposing rows, [num_proposing,
+        hidden_size], or of any token where there are none."""
         plan = self._attention.plan(step.prefill, decode)
         rows, positions = step.tokens()
         first, count = plan.num_prefill_tokens, step.plan.num_proposing
@@ -117,7 +117,7 @@ class DraftModelProposer(DeviceProposer):
         return self._hidden_states(rows, positions, plan, lines)
 
     def _next_pass(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """The next tokens of these rows, int32 [num_rows] each, as the staging buffer has them."""
+        """The next tokens of these rows; rows and lengths int32 [num_rows] as in the staging buffer."""
         size = graph_size(len(rows), self.graph_sizes)
         if size:
             return self._replay(self._builder.padded_inputs(rows, lengths, size))
@@ -132,7 +132,7 @@ class DraftModelProposer(DeviceProposer):
     def _decode(
         self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False, captured: bool = True
     ) -> DecodeOutputs:
-        """One pass that only decodes, as it is captured: from the token table to tokens."""
+        """One pass that only decodes, as captured: from the token table to tokens."""
         hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=captured)
         logits = self._model.decode_logits(hidden) if captured else self._model.logits(hidden)
         return DecodeOutputs(logits, self._sample(logits, decode.rows, decode.kv_lens))

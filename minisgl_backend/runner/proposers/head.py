@@ -1,13 +1,13 @@
-"""A head as a proposer: a layer that drafts from the model's hidden states, be it EAGLE-3's (Li et al. 2025, "EAGLE-3:
+"""A head as a proposer: a layer that drafts from the model's hidden states, either EAGLE-3's (Li et al. 2025, "EAGLE-3:
 Scaling up Inference Acceleration of Large Language Models via Training-Time Test") or a checkpoint's own (MTP). It
-makes a chain of drafts, each from the head's own hidden state of the one before.
+makes a chain of drafts, each from the head's own hidden state of the previous draft.
 
-It looks on while the model computes. At position p the head reads the model's hidden states of p and the token at
-p + 1, so that a step's tokens give it keys and values (or latents) of the positions before them; the states of each
-row's last tokens are kept for that. So prompts, cached prefixes and steps without drafts cost no pass of their own. Of
-a cached prefix the last position may have been computed with another token behind it, which costs acceptance alone.
+It observes the model's steps. At position p the head reads the model's hidden state of p and the token at p + 1, so
+that a step's tokens give it the keys and values (or latents) of the positions before them; the states of each row's
+last tokens are kept for that. So prompts, cached prefixes and steps without drafts need no separate pass. The last
+position of a cached prefix may have been computed with another next token, which only lowers acceptance.
 
-It samples as the model will, by the row's temperature and the noise of the position.
+It samples as the model will, with the row's temperature and the noise of the position.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.speculative_config import MOST_DRAFTS
 from minisgl_backend.tensor_parallel import TensorParallel
 
-KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: of a step with drafts any may be the last right one
+KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: any of a step's may be the last accepted one
 
 
 class HeadProposer(DeviceProposer):
-    """Its steps: one pass for each token that is proposed. All passes are alike, and one captured graph: its replays
-    follow each other without the host, whatever their number."""
+    """A step is one pass for each proposed token. All passes are replays of one captured graph, which follow each other
+    without the host."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class HeadProposer(DeviceProposer):
         sampler: Sampler,
         tp: TensorParallel,
     ) -> None:
-        """`aux_layers`: of the target, as of `AuxStates`; `attention`: of the head's layer; `table` and `sampler`: the
+        """`aux_layers`: of the target, see `AuxStates`; `attention`: of the head's layer; `table` and `sampler`: the
         target's."""
         super().__init__(attention.spec)
         self._head, self._aux_layers = head, aux_layers
@@ -58,11 +58,11 @@ class HeadProposer(DeviceProposer):
         self._tp = tp
         self._graphs: GraphRunner | None = None
         spec, size = attention.spec, head.config.hidden_size
-        # Of the last tokens of each row, by position modulo KEPT: combined states, and the slots that they are of. A
-        # slot tells whether they are those of this row's sequence: its cached prefix was computed by others.
+        # For the last tokens of each row, by position modulo KEPT: combined states, and their slots. The slot tells
+        # whether a state belongs to this row's sequence, whose cached prefix other sequences have computed.
         self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
         self._slots = torch.full((table.max_rows, KEPT), -1, dtype=torch.int32, device=spec.device)
-        self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # of the pass before
+        self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # previous pass
         self._offsets = torch.arange(MOST_DRAFTS, dtype=torch.int32, device=spec.device)[:, None]
 
     @property
@@ -91,15 +91,15 @@ class HeadProposer(DeviceProposer):
         _, (slots_before,) = self._table.lookup(rows, before)
         kept = before % KEPT
         previous, is_known = self._states[rows, kept], self._slots[rows, kept] == slots_before
-        if len(rows) > 1:  # the token before may be one of these
+        if len(rows) > 1:  # the previous token may be one of these
             follows = (rows[1:] == rows[:-1]) & (before[1:] == positions[:-1])
             previous[1:] = torch.where(follows[:, None], hidden[:-1], previous[1:])
             is_known[1:] |= follows
         is_known &= positions > 0
-        # What is not known goes to the padding page, and as zeros, since NaN would be met there.
+        # Unknown states go to the padding page as zeros, since NaN there would spread.
         previous = torch.where(is_known[:, None], previous, 0)
         self._head.keep(token_ids, previous, before, torch.where(is_known, slots_before, 0))
-        if len(rows) > KEPT:  # of a chunk the last ones are kept, the others go to the padding row
+        if len(rows) > KEPT:  # a chunk's last states are kept, the others go to the padding row
             goes_on = rows[KEPT:] == rows[:-KEPT]
             padding = torch.where(goes_on, self._table.padding_row, rows[:-KEPT])
             rows = torch.cat([padding, rows[-KEPT:]])
@@ -111,13 +111,13 @@ class HeadProposer(DeviceProposer):
         assert decode is not None, "a step of proposals has rows"
         count = plan.num_proposing
         rows, lengths = decode.rows[:count], decode.kv_lens[:count]
-        # The last position whose states are known is the one before the last token's.
+        # The last position with a known state is the one before the last token's.
         torch.sub(decode.kv_lens, 1, out=decode.kv_lens).clamp_(min=1)
         self._chain[:count] = self._states[rows, (lengths - 1) % KEPT]
         rows_host, lengths_host = decode.rows_host, np.maximum(decode.kv_lens_host - 1, 1)
         for index in range(plan.num_proposed):
             self._next_pass(rows_host, lengths_host + np.int32(index))
-        # All passes are launched before the first has ended: their tokens come back from the table, together.
+        # All passes are launched before the first has ended; their tokens are read from the table together.
         first = lengths + (1 - plan.num_proposed)
         return self._table.tokens[rows, first + self._offsets[: plan.num_proposed]]
 
@@ -130,7 +130,7 @@ class HeadProposer(DeviceProposer):
             graphs.close()
 
     def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> None:
-        """One draft of each of these entries, padding among them; rows and lengths are those in the staging buffer."""
+        """One draft for each of these entries, including padding; rows and lengths as in the staging buffer."""
         decode = self._builder.decode_inputs(rows, lengths)
         if self._graphs is not None and len(rows) in self.graph_sizes:
             self._graphs.plan_replay(decode)
@@ -139,9 +139,9 @@ class HeadProposer(DeviceProposer):
             self._pass(decode, self._attention.plan(None, decode), captured=False)
 
     def _pass(self, decode: DecodeInputs, plan: PairPlan, captured: bool = True) -> DecodeOutputs:
-        """One draft of each row, as it is captured: from the token table back into it, and on to the next position, so
-        that the next pass is this one again. The row's keys and values are those of `kv_lens` positions, the last of
-        which is computed here."""
+        """One draft for each row, as captured: from the token table back into it, and on to the next position, so that
+        the same graph is the next pass. A row has keys and values of `kv_lens` positions, the last of which is computed
+        here."""
         rows, lengths, chain = decode.rows, decode.kv_lens, self._chain[: decode.batch_size]
         token_ids, _ = self._table.lookup(rows, lengths)
         positions = lengths - 1
@@ -150,10 +150,10 @@ class HeadProposer(DeviceProposer):
         drafted, states = self._head(token_ids, chain, positions, ctx)
         chain.copy_(states)
         logits = self._head.spread(drafted)
-        lengths.add_(1)  # of padding, too: it has as many tokens as the shortest row may have
+        lengths.add_(1)  # also of padding, which has as many tokens as the shortest possible row
         if self._tp.rank == 0:
             sampled = self._sampler.sample_plain(logits, rows, lengths)
-            # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
+            # NaN logits may give any token id; the target's embedding only has rows for its vocabulary.
             sampled.clamp_(0, self._head.config.vocab_size - 1)
         else:
             sampled = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)

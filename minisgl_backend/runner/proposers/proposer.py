@@ -1,18 +1,18 @@
-"""What proposes tokens on the device.
+"""Interface of proposers on the device, for speculative decoding.
 
-A proposer has steps of its own (`StepPlan.num_proposed`), between two of the model's: the scheduler plans one when the
-model's step before is committed, and the tokens come back with its result. So lengths, pages and ranks are those of
-every other plan, and what is proposed is known on the host, where grammars look at it.
+A proposer has its own steps (`StepPlan.num_proposed`) between two of the model's: the scheduler plans one when the
+model's previous step is committed, and the tokens come back with its result. So lengths, pages and ranks are as in
+every other plan, and the proposed tokens are known on the host, where grammars check them.
 
-Its layers' keys and values are in the model's pool, behind the model's layers: a page holds those of both, and leases,
-prefix cache and preemption are one system. A token's are at the same slot for both.
+The keys and values of its layers are in the model's pool, after the model's layers: a page holds those of both, so that
+leases, prefix cache and preemption serve both. A token has the same slot in all layers.
 
-What its layers know of earlier tokens comes in one of two ways, which `speculation.create.PROPOSERS` names by method:
+Its layers get the keys and values of earlier tokens in one of two ways, by method (`speculation.create.PROPOSERS`):
 
-* it catches up: its own steps bring the tokens that it has not seen (`StepPlan.prefill`, and decode entries behind the
-  proposing ones), be it prompts, cached prefixes or what was sampled while it was off;
-* or it looks on: `observe` is called in each of the model's steps, with those hidden states of all tokens that it has
-  asked for (`aux_states`).
+* it catches up: its own steps include the tokens that it has not seen (`StepPlan.prefill`, and decode entries after the
+  proposing ones): prompts, cached prefixes, and tokens that were sampled while it was off;
+* or it observes: `observe` is called in each of the model's steps, with the hidden states of all tokens that it
+  requests (`aux_states`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from minisgl_backend.runner.step_tensors import StepTensors
 
 
 class DeviceProposer(ABC):
-    """One for each rank; all of a step's ranks call the same methods in the same order. May be wrong: what it proposes
-    decides about speed alone."""
+    """One per rank; all ranks call the same methods in the same order. Its proposals may be wrong: they only affect
+    speed."""
 
     def __init__(self, spec: AttentionSpec) -> None:
-        """`spec`: of its layers, by which the pool keeps theirs. Sequences, pages and rows are those of the model."""
+        """`spec`: of its layers in the pool. Sequences, pages and rows are those of the model."""
         self.spec = spec
 
     @property
     @abstractmethod
     def graph_sizes(self) -> tuple[int, ...]:
-        """Decode entries, ascending, of the first pass of its steps that are captured: smaller ones are padded."""
+        """Numbers of decode entries, ascending, for which the first pass of its steps is captured; smaller ones are
+        padded."""
 
     @abstractmethod
     def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
-        """From now on its layers read and write this pool, whose layers are those of `spec` alone, and its steps are
-        staged by this builder. May be called once more, with others."""
+        """Binds its layers to this pool, which has the layers of `spec` only, and its steps to this builder. May be
+        called again with others."""
 
     @abstractmethod
     def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
-        """Chooses kernels, for steps of up to `longest_prefill` tokens that it has not seen, and captures its passes in
-        `graphs`, where there are any. Called once, when it is bound."""
+        """Chooses kernels, for steps with up to `longest_prefill` unseen tokens, and captures its passes in `graphs`,
+        where given. Called once, after `bind`."""
 
     @abstractmethod
     def propose(self, step: StepTensors) -> torch.Tensor:
@@ -63,17 +64,17 @@ class DeviceProposer(ABC):
         """
 
     def aux_states(self, num_tokens: int) -> AuxStates | None:
-        """Where one of the model's passes over `num_tokens` leaves what `observe` is given; None: it does not look
-        on."""
+        """Buffers in which a pass of the model over `num_tokens` leaves the states for `observe`; None: it does not
+        observe."""
         return None
 
     def observe(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:  # noqa: B027
-        """The model has computed these tokens, int32 [num_tokens] each; the proposer's own steps come behind that.
-        Inside of captured passes, too. states: of `aux_states`, [num_tokens, len(layers) * hidden_size]."""
+        """Called after the model has computed these tokens, int32 [num_tokens] each, and before the proposer's own
+        steps; also inside captured passes. states: of `aux_states`, [num_tokens, len(layers) * hidden_size]."""
 
     @abstractmethod
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Its weights on this rank, those that it shares with the model left out."""
+        """Its weights on this rank, without those that it shares with the model."""
 
     def close(self) -> None:  # noqa: B027
-        """Frees the captured graphs, which may hold collectives: before the ranks part."""
+        """Frees the captured graphs. They may hold collectives, so this comes before the process group is destroyed."""

@@ -1,1 +1,1 @@
-"""Runners without a model, for tests and for measuring everything else."""
+"""Runners without a model, for tests and for benchmarks of everything else."""

@@ -1,4 +1,4 @@
-"""A runner that returns tokens without computing any, to measure everything else."""
+"""A runner that returns tokens without a model, to benchmark everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VECTOR_WIDTH = 8
 
 @dataclass(frozen=True, slots=True)
 class NullStep:
-    """A step that has its tokens already, and may be due later."""
+    """A step whose tokens are known already; its result may be due later."""
 
     step: int
     token_ids: Int32Array  # [num_sampled]
@@ -38,7 +38,7 @@ class NullStep:
 
 
 class NullVectors:
-    """What chunks that are pooled become: vectors of ones, and the log-probability -1 of each token asked about."""
+    """Results of pooled chunks: vectors of ones, and the log-probability -1 for each requested token."""
 
     def __init__(self) -> None:
         self._widths: dict[int, int] = {}  # by row
@@ -57,19 +57,19 @@ def _width(pooling: PoolingParams | None) -> int:
 
 
 class NullRunner:
-    """Answers each step with tokens that depend on nothing but the position in the sequence.
+    """Answers each step with tokens that only depend on the position in the sequence.
 
     Args:
         token_ids: the answer of every sequence: position p gets token_ids[p % len(token_ids)]. Leave end-of-sequence
             tokens out.
-        rate: tokens a second of each stream; 0: as fast as steps go.
-        log_file: gets the time of each step's end, a little-endian float64 of time.monotonic() seconds.
+        rate: tokens per second of each stream; 0: as fast as possible.
+        log_file: receives the time of each step's end, a little-endian float64 of time.monotonic() seconds.
     """
 
     def __init__(self, token_ids: Int32Array, rate: float = 0.0, log_file: Path | None = None) -> None:
         self._token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self._interval = 1.0 / rate if rate > 0 else 0.0
-        self._due = 0.0  # when the last step is through
+        self._due = 0.0  # when the last step ends
         self._vectors = NullVectors()
         self._log: BinaryIO | None = None if log_file is None else log_file.open("wb", buffering=0)
 

@@ -1,4 +1,4 @@
-"""A runner that says given tokens, so that tests can put words into the model's mouth behind the real stack."""
+"""A runner that returns given tokens, so that tests can script the model's output behind the real stack."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ScriptedRunner:
     """Answers a request with seed k with script k, and with the last one where there are fewer.
 
     Args:
-        scripts: token ids int32 [num_tokens] each, as a rule with an end-of-sequence token at the end. The last one
-            goes round for ever.
-        rate: tokens a second of each stream; 0: as fast as steps go.
+        scripts: token ids int32 [num_tokens] each, usually with an end-of-sequence token at the end. A script
+            repeats for ever.
+        rate: tokens per second of each stream; 0: as fast as possible.
     """
 
     def __init__(self, scripts: Sequence[Int32Array], rate: float = 0.0) -> None:

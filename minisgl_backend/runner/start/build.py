@@ -1,7 +1,7 @@
 """Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
 
-The build order is that of the memory: weights first, then measured worst-case steps (whose kernels are compiled before
-them, several at a time), then pages in what they leave, then graphs, then the steps that load what is left.
+The build order follows memory use: weights, then measured worst-case steps (whose kernels are compiled before, several
+at a time), then KV pages in the remaining memory, then graphs, then warm-up steps that load all other kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _silent(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class StartProgress:
-    """What a start reports: bytes of weights read, graphs captured."""
+    """Progress that a start reports: bytes of weights read, graphs captured."""
 
     weights: Progress = field(default=_silent)
     graphs: Progress = field(default=_silent)
@@ -74,10 +74,10 @@ def build_runner(
     tp: TensorParallel | None = None,
     progress: StartProgress | None = None,
 ) -> ModelRunner:
-    """The runner of one rank, ready for its first plan; `ModelRunner.num_pages` is what a scheduler may hand out.
+    """The runner of one rank, ready for its first plan; a scheduler may allocate `ModelRunner.num_pages` pages.
 
-    With tensor parallelism all ranks call this at the same time. Raises ConfigError for what does not fit into
-    memory, saying what to lower.
+    With tensor parallelism all ranks call this at the same time. Raises ConfigError where memory is too small, saying
+    what to lower.
     """
     tp = tp or TensorParallel.single()
     progress = progress or StartProgress()
@@ -95,7 +95,7 @@ def build_runner(
 def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
-    # GPUs open each other's memory on one machine alone; over several, NCCL makes all sums.
+    # GPUs can only open each other's memory on one machine; over several, all sums use NCCL.
     shares_memory = not runtime.config.disable_pynccl and runtime.config.nodes == 1
     if shares_memory:
         most_rows = runtime.max_prefill_length + runtime.most_decode_entries
@@ -109,7 +109,7 @@ def _build(
     if device.type == "cuda":
         name_kernels()
         trial = runner_with(1)
-        if tp.size == 1:  # ranks whose caches differ would not execute the same steps
+        if tp.size == 1:  # ranks whose kernel caches differ would not execute the same steps
             compile_kernels(trial, *limits)
         steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
@@ -117,7 +117,7 @@ def _build(
         captures = graph_max_bs > 0 and (runtime.eager_graphs or attention.supports_graphs)
         if shares_memory and captures:  # before pages take what memory is left
             tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
-        # The last term has room for sampling graphs: in the decode step that was measured all rows edit their logits.
+        # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, layouts, free_at_start, step_bytes))
     sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
@@ -153,9 +153,9 @@ def _load(
     progress: StartProgress,
     free_at_start: int,
 ) -> tuple[AttentionSpec, tuple[KVLayout, ...], AttentionPair, Callable[..., ModelRunner]]:
-    """All that does not depend on the number of pages: the model's attention, what the pool keeps of each layer, the
-    proposer's included, and what makes a runner with a given number of pages; it takes the captures of ModelRunner,
-    too."""
+    """Everything that does not depend on the number of pages: the model's attention spec, the pool's layouts of all
+    layers including the proposer's, the attention pair, and a function from a number of pages to a runner, which also
+    takes the captures of ModelRunner."""
     config, dtype = runtime.config, getattr(torch, runtime.dtype)
     model = _build_model(runtime, model_config, device, tp, progress)
     spec = attention_spec(
@@ -252,7 +252,7 @@ def _build_native(
     progress: StartProgress,
     quantization: QuantizationConfig | None = None,
 ) -> CausalLM:
-    """`quantization`: None: what the checkpoint says."""
+    """`quantization`: None: the checkpoint's."""
     return build_model(
         model_config,
         model_dir,
@@ -277,7 +277,7 @@ def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair)
 
 
 def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progress: StartProgress) -> GraphRunner:
-    """`others`: captures that follow, in the same report of progress."""
+    """`others`: number of captures that follow, in the same progress report."""
     with_drafts = draft_sizes(sizes) if runtime.config.speculation is not None else ()
     if runtime.eager_graphs:
         return EagerGraphRunner(sizes, with_drafts)
@@ -285,7 +285,7 @@ def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progres
 
 
 def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRunner | None:
-    """For the passes of a proposer on the device, of the model's sizes up to those of steps with drafts."""
+    """For the passes of a proposer on the device: the model's sizes up to those of steps with drafts."""
     own = tuple(size for size in sizes if size <= DRAFT_ENTRIES)
     if runtime.draft is None or not own:
         return None
@@ -295,17 +295,17 @@ def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRun
 def _pieces(
     sizes: tuple[int, ...], runtime: RuntimeConfig, hidden_size: int, others: int, progress: StartProgress
 ) -> PiecewiseRunner:
-    """`others`: captures that came before, in the same report of progress."""
+    """`others`: number of earlier captures, in the same progress report."""
     kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
     return kind(sizes, hidden_size, lambda done, total: progress.graphs(others + done, others + total))
 
 
 def _kept_whole(runtime: RuntimeConfig, spec: AttentionSpec) -> str:
-    """Why windows give no pages back, where they do not."""
+    """Why layers with windows keep the pages of all tokens, where they do; else ""."""
     if spec.cache_windows != FULL or all(group.sees_all for group in spec.groups):
         return ""
     if runtime.draft is not None:
-        reason = "the proposing model's layers have the same pages"
+        reason = "the draft model's layers share their pages"
     elif len(set(spec.kv_layouts)) > 1:
         reason = "layers differ in the size of a token"
     else:

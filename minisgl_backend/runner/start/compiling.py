@@ -1,4 +1,4 @@
-"""Compilation of kernels in the Triton language: several at a time at a start, and announced wherever a step waits."""
+"""Compilation of Triton kernels: several at a time at start, and announced wherever a step waits for one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-MOST_THREADS = 16  # a compilation takes some 100 MiB, and few kernels are left for more
+MOST_THREADS = 16  # a compilation takes some 100 MiB, and more threads would have little to do
 
 
 def compiles_ahead() -> bool:
@@ -30,11 +30,11 @@ def compiles_ahead() -> bool:
 
 
 def name_kernels() -> None:
-    """Makes the names by which Triton's cache knows the project's kernels, of all modules that are loaded.
+    """Computes the Triton cache keys of the project's kernels, in all loaded modules.
 
-    To be called before the first kernel is launched. Up to Triton 3.6 the name of a kernel depends on whether another
-    one that calls the same function was named before, so that a start which launches them in another order would find
-    nothing of them.
+    To be called before the first kernel is launched. Up to Triton 3.6 the key of a kernel depends on whether another
+    kernel that calls the same function got its key before, so that a start with another order of launches would miss
+    the cache.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -48,7 +48,7 @@ def name_kernels() -> None:
 
 
 class Compilations:
-    """What was compiled inside `compiling_ahead`."""
+    """Statistics of the compilations inside `compiling_ahead`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -57,12 +57,11 @@ class Compilations:
 
 @contextmanager
 def compiling_ahead() -> Iterator[Compilations]:
-    """Inside, launching a kernel in the Triton language only compiles it, on one of several threads, and memory that
-    torch would leave as it is holds zeros. All is compiled at the end.
+    """Inside, launching a Triton kernel only compiles it, on one of several threads, and memory that torch would leave
+    uninitialised is zeroed. At the end all compilations have finished.
 
-    So a step can be executed for the sake of the kernels that it launches, of which each would wait for the one before
-    otherwise: nothing comes out of it, but what torch computes of zeros. Most of a compilation runs without the
-    interpreter's lock.
+    So executing a step compiles all its kernels in parallel, which otherwise happens one after the other. Its results
+    are meaningless. Most of a compilation runs without the GIL.
     """
     import triton
     from triton.runtime.jit import JITFunction
@@ -70,7 +69,7 @@ def compiling_ahead() -> Iterator[Compilations]:
     done, seen, run, thread = Compilations(), set[Any](), JITFunction.run, threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if threading.get_ident() != thread:  # another one's launch, in a process that does other things too
+        if threading.get_ident() != thread:  # another thread's launch
             return run(kernel, *args, grid=grid, warmup=warmup, **options)
         # Triton looks for a kernel that is being compiled by hashing its source again.
         key = (kernel, tuple(map(_like, args)), tuple(options.items()))
@@ -88,7 +87,7 @@ def compiling_ahead() -> Iterator[Compilations]:
 
 
 def _like(argument: Any) -> Any:
-    """All by which Triton tells one argument of a launch from another, and no less."""
+    """An argument with everything on which Triton specializes, but without its data."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -97,7 +96,7 @@ def _like(argument: Any) -> Any:
 
 
 class _Zeros(TorchFunctionMode):
-    """Sets to zero what kernels would fill: they are left out, and torch might take it for indices."""
+    """Zeroes the memory that skipped kernels would fill, since torch might use it as indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
@@ -108,7 +107,7 @@ class _Zeros(TorchFunctionMode):
 
 
 class _TimingPool(ThreadPoolExecutor):
-    """Notes how long its calls take."""
+    """Records how long its calls take."""
 
     def __init__(self, done: Compilations) -> None:
         super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
@@ -127,11 +126,11 @@ class _TimingPool(ThreadPoolExecutor):
 
 
 def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Calls `begins` before and `ends` after each compilation of this process, and has a thread make ready what
-    the first one needs of Triton. `device`: "cpu" or "cuda".
+    """Calls `begins` before and `ends` after each compilation of this process, and prepares Triton for the first one on
+    a thread. `device`: "cpu" or "cuda".
 
-    To be called before the first kernel is launched: each takes Triton's compiler when it is launched first. Triton's
-    own hooks would do, but for a compilation that fails.
+    To be called before the first kernel is launched, since a kernel binds Triton's compiler at its first launch.
+    Triton's own hooks are not called for a compilation that fails.
     """
     if device != "cuda" or importlib.util.find_spec("triton") is None:
         return
@@ -152,9 +151,9 @@ def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[
 
 
 def _hash_triton() -> None:
-    """Has Triton compute the hash of its own files, which it then remembers: 0.4 s for a library of 500 MB, where the
-    first kernel comes from the cache. Most of it runs without the interpreter's lock."""
+    """Makes Triton compute and cache the hash of its own files: 0.4 s for a library of 500 MB, which otherwise delays
+    the first kernel that comes from the cache. Most of it runs without the GIL."""
     from triton.runtime import cache
 
-    with contextlib.suppress(Exception):  # the first kernel computes it again, and tells what is wrong
+    with contextlib.suppress(Exception):  # the first kernel computes it again, and raises the error
         cache.triton_key()

@@ -15,20 +15,20 @@ from minisgl_backend.process.memory import free_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts(DeviceFacts):
-    """The first device of this process as it was at start, and what is around it."""
+    """The first device of this process at start, the number of devices, and the software for it."""
 
     count: int  # devices of this kind that the process sees; 1 on the CPU
-    bfloat16: Callable[[], bool]  # computes in it at full speed; of a CPU the first answer compiles its kernels
-    triton: str | None = None  # the version of the package that compiles a GPU's kernels; None: there is none
+    bfloat16: Callable[[], bool]  # whether it is at full speed; on a CPU the first call compiles its kernels
+    triton: str | None = None  # version of the package that compiles a GPU's kernels; None: not installed
 
     @property
     def compute_capability(self) -> int | None:
-        """10 * major + minor, as attention backends are chosen by; None on the CPU."""
+        """10 * major + minor, for the choice of attention backends; None on the CPU."""
         return None if self.capability is None else 10 * self.capability[0] + self.capability[1]
 
     @classmethod
     def named(cls, name: str, count: int = 1) -> MachineFacts:
-        """As many GPUs as asked for, of those that `DeviceFacts.named` knows, and all software."""
+        """`count` GPUs of a kind that `DeviceFacts.named` knows, with all software installed."""
         return cls(**vars(DeviceFacts.named(name)), count=count, bfloat16=lambda: True)
 
     @classmethod
@@ -52,19 +52,19 @@ def _triton_version() -> str | None:
 
 
 def _cpu_has_kernels() -> bool:
-    """Torch alone needs longer for one row of bfloat16 than of float32."""
+    """Whether there are compiled CPU kernels: without them bfloat16 is slower than float32 for one row."""
     return cpu_library() is not None
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses now."""
+    """Free memory of the device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the ways of saying that an allocation failed, on either kind of device: torch's, also that of a graph
-    outside of its allocator, Triton's where it loads a kernel, and NCCL's."""
+    """Whether an error says that an allocation failed, on either kind of device: torch's errors (also those of a graph
+    outside its allocator), Triton's when it loads a kernel, and NCCL's."""
     ways = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "failure 2 'out of memory'")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(way in str(error) for way in ways)

@@ -1,4 +1,4 @@
-"""The model that proposes tokens: whether it fits the target, and what it takes."""
+"""The draft model of speculative decoding: whether it fits the target, and its settings."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def resolve_draft(
     max_seq_len: int,
     why_missing: Callable[[str], str | None],
 ) -> DraftSettings | None:
-    """None where no model proposes. All else is the target's: page_size in tokens, the number formats of activations
-    and of the KV cache, max_seq_len in tokens. Raises ConfigError for a model that cannot propose for this target."""
+    """Settings of the draft model; None where there is none. The other arguments are the target's: page_size in tokens,
+    dtypes of activations and KV cache, max_seq_len in tokens. Raises ConfigError for a draft model that does not fit
+    this target."""
     speculation = config.speculation
     read = None if speculation is None else _READERS.get(speculation.method)
     if speculation is None or read is None:
@@ -75,7 +76,7 @@ def resolve_draft(
         model=model,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
-        # What heads say of positions is what they were trained on: they draft beyond it.
+        # The positions in a head's config are only those of its training: it drafts beyond them.
         max_seq_len=max_seq_len if is_head else min(max_seq_len, model.max_seq_len()),
     )
 
@@ -99,8 +100,8 @@ def _read_mtp(config: EngineConfig, name: str, target_dir: Path, target: ModelCo
     return target_dir, head
 
 
-# By method: the folder and the description of what proposes, from the options, its `model` ("": unset), and the
-# target's folder and description. Raises ConfigError for what does not fit the target.
+# By method: (options, their `model` ("": unset), the target's folder and config) -> folder and config of the draft
+# model. Raises ConfigError for a model that does not fit the target.
 _READERS: Mapping[str, Callable[[EngineConfig, str, Path, ModelConfig], tuple[Path, ModelConfig]]] = {
     "draft_model": _read_model,
     "eagle3": _read_eagle3,
@@ -109,7 +110,7 @@ _READERS: Mapping[str, Callable[[EngineConfig, str, Path, ModelConfig], tuple[Pa
 
 
 def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.device) -> AttentionSpec:
-    """What attention and the KV pool of one rank must serve for it: the rows and pages are the target's."""
+    """Attention spec of the draft model on one rank; rows and pages are the target's."""
     kv_dtype = runtime.dtype if draft.model.latents is not None else runtime.kv_dtype
     return attention_spec(
         draft.model,
@@ -126,14 +127,14 @@ def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.devic
 
 
 def keeping_for(target: AttentionSpec, draft: AttentionSpec | None) -> AttentionSpec:
-    """The target's spec, whose pages keep what both need: with windows that differ, all tokens."""
+    """The target's spec with cache groups that serve both models: all tokens are kept if their windows differ."""
     if draft is None or draft.cache_windows == target.cache_windows:
         return target
     return replace(target, cache_windows=(None,))
 
 
 def _check_vocabulary(name: str, folder: Path, model: ModelConfig, target_dir: Path, target: ModelConfig) -> None:
-    """Its tokens must be the target's."""
+    """Raises ConfigError unless its tokens are the target's."""
     if model.vocab_size != target.vocab_size:
         raise ConfigError(
             f"{name} has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}; allowed: "
@@ -152,7 +153,7 @@ def _check_vocabulary(name: str, folder: Path, model: ModelConfig, target_dir: P
 
 
 def _tokens(folder: Path) -> dict[str, Any] | None:
-    """Ids by token, as tokenizer.json has them; None where there is no such table."""
+    """Ids by token from tokenizer.json; None where it has no vocabulary."""
     tokenizer = read_json_if_there(folder / "tokenizer.json")
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     if not isinstance(vocabulary, dict):

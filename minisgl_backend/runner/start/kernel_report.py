@@ -21,9 +21,10 @@ from minisgl_backend.runner.start.resolve import resolve
 
 
 def kernel_report(config: EngineConfig, environment: Environment, device_facts: str | None = None) -> str:
-    """Text of aligned columns. device_facts: of `DeviceFacts.named`, with every package installed; None: what is here.
+    """Text of aligned columns. device_facts: a name for `DeviceFacts.named`, with every package installed; None: this
+    machine.
 
-    Raises ConfigError for what cannot be served, and for models that transformers' code runs.
+    Raises ConfigError for what cannot be served, and for models that run on transformers' code.
     """
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
@@ -40,7 +41,7 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
         model, machine, getattr(torch, runtime.dtype), getattr(torch, runtime.kv_dtype), runtime.prefill_backend,
         runtime.decode_backend, tp_size=config.tp, few_rows=runtime.few_rows,
     )  # fmt: skip
-    first, *others = weights.items()  # what attention reads is computed by the first weight
+    first, *others = weights.items()  # the first weight computes attention's inputs
     choices = dict([first, *attention.items(), *others])
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     head = f"{model.architecture}, {runtime.dtype}, on {machine.name}{ranks}, by rows of a step"
@@ -48,7 +49,7 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
 
 
 def kernel_names(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
-    """All that multiply with weights on this machine, for one line. model: a native one."""
+    """Names of all kernels of the model's weights on this machine, as one line of text. model: a native one."""
     choices = _choices(config, model, MachineFacts.detect(), dtype)
     return ", ".join(dict.fromkeys(choice.kernel for by_rows in choices.values() for choice in by_rows.values()))
 

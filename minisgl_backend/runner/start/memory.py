@@ -1,6 +1,6 @@
-"""How many KV pages fit and how large a decode step is captured.
+"""Chooses the number of KV pages and the largest decode step to capture.
 
-Both follow from what weights and worst-case steps leave of a device (the profile run).
+Both follow from the device memory that weights and worst-case steps leave (the profile run).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, second_layout_bytes, weight_bytes
 
-# On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
+# On the CPU memory is shared with everything else, so the default is not "all that is left".
 CPU_POOL_BYTES = 1 << 30
-CPU_POOL_SHARE = 2  # times what running sequences can use: the rest is for prefixes
+CPU_POOL_SHARE = 2  # times the pages that running sequences can use: the rest is for cached prefixes
 
-# A decode step of more sequences takes so long that its launches no longer matter.
+# With more sequences a decode step takes so long that its launches no longer matter.
 LARGEST_DEFAULT_GRAPH = 256
 GRAPH_SHARE = 0.1  # of the memory that weights leave, for the largest captured step: pages need the rest
 
-# What takes the sampler most memory: every row with logits of its own.
+# The most memory that the sampler can take: every row edits its logits.
 _WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
-# A token is drawn, and nothing else is asked for.
+# A token is sampled, with no other options.
 PLAIN_PARAMS = SamplingParams(temperature=1.0, seed=0)
 
 
@@ -50,15 +50,15 @@ PLAIN_PARAMS = SamplingParams(temperature=1.0, seed=0)
 class StepBytes:
     """Peak bytes of worst-case steps, beyond what is allocated before them."""
 
-    mixed: int  # of the most tokens
-    decode: int  # of max_running_requests sequences
-    pieces: int = 0  # of the largest forward pass that is captured in pieces
+    mixed: int  # the step with the most tokens
+    decode: int  # the decode step with max_running_requests sequences
+    pieces: int = 0  # the largest forward pass that is captured in pieces
 
 
 def choose_graph_max_bs(decode_bytes: int, max_running: int, free_now: int) -> int:
-    """The largest decode batch to capture where nobody says; graphs keep their memory.
+    """Default of the largest decode batch to capture; graphs keep their memory.
 
-    `decode_bytes`: what a step of `max_running` sequences takes; `free_now`: what the weights leave, in bytes.
+    `decode_bytes`: peak of a step of `max_running` sequences; `free_now`: bytes that the weights leave.
     """
     fitting = int(GRAPH_SHARE * free_now) * max_running // max(1, decode_bytes)
     return min(max_running, LARGEST_DEFAULT_GRAPH, fitting)
@@ -95,19 +95,19 @@ def choose_num_pages(
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a model takes, before anything is loaded."""
+    """Estimate of a model's memory, before anything is loaded."""
 
-    weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU; those of the draft model among them
+    weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU; including the draft model's
     free: int  # bytes
-    pages: int  # of each rank's pool, about: what steps take on a GPU is measured at start
-    room: str  # what these hold
-    draft_weights: int = 0  # bytes, as `weights`; of the draft model alone
-    draft_share: float = 0.0  # of each page's bytes, that its layers take
-    second_layouts: int = 0  # bytes, beside `weights`: see `second_layouts.py`
+    pages: int  # of each rank's pool, approximately: the peak of steps on a GPU is only measured at start
+    room: str  # what these pages hold, in words
+    draft_weights: int = 0  # bytes, as `weights`, of the draft model only
+    draft_share: float = 0.0  # share of each page's bytes that the draft model's layers take
+    second_layouts: int = 0  # bytes in addition to `weights`: see `second_layouts.py`
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
-    """Raises ConfigError where not even the weights fit, naming both figures."""
+    """Raises ConfigError where not even the weights fit, naming needed and free memory."""
     config, on_gpu, device = runtime.config, runtime.device == "cuda", torch.device(runtime.device)
     weights, free = check_weights_fit(runtime, model, cores=config.dp)
     spec = attention_spec(
@@ -141,7 +141,7 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
 
 
 def _second_layouts(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
-    """Bytes of weights that are held once more on each GPU, where so many bytes are left for them and for pages."""
+    """Bytes of second layouts of weights on each GPU, if `room` bytes are left for them and for pages."""
     device = device_of_rank(runtime.device, runtime.device_index(0))
     if "vllm" not in DeviceFacts.of(device).libraries:
         return 0
@@ -151,9 +151,9 @@ def _second_layouts(runtime: RuntimeConfig, model: ModelConfig, room: int) -> in
 
 
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:
-    """(Bytes of the weights, bytes that are free): of one GPU, or of the host for its ranks of `cores` engine cores.
+    """(Bytes of the weights, free bytes) on one GPU, or on the host for its ranks of `cores` engine cores.
 
-    To be asked before any of them loads. What all ranks have is counted as if it were split, too. Raises ConfigError
+    To be called before any of them loads. Replicated weights are counted as if they were split. Raises ConfigError
     where the weights do not fit.
     """
     config, on_gpu = runtime.config, runtime.device == "cuda"
@@ -170,7 +170,7 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
 
 
 def draft_weight_bytes(runtime: RuntimeConfig) -> int:
-    """Of the model that proposes, on each rank; 0 without one."""
+    """Bytes of the draft model's weights on each rank; 0 without one."""
     if runtime.draft is None:
         return 0
     model, folder = runtime.draft.model, Path(runtime.draft.model_dir)
@@ -180,7 +180,7 @@ def draft_weight_bytes(runtime: RuntimeConfig) -> int:
 
 
 def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout]) -> int:
-    """Pages that `budget` bytes hold, one for padding beside them; at most what can be of use."""
+    """Pages that fit into `budget` bytes in addition to the padding page; at most the number that can be used."""
     most = max_pages(spec.page_size)
     if spec.device.type == "cpu":
         budget = min(CPU_POOL_BYTES, budget)
@@ -192,9 +192,9 @@ def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec, layouts:
 
 
 def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:
-    """What the largest steps take, and so what graphs of them would keep for themselves.
+    """Measures the peak memory of the largest steps, which is also the memory that their graphs would keep.
 
-    All are executed for real, with every token on the padding page.
+    The steps are executed for real, with every token on the padding page.
     """
     max_running = runtime.most_decode_entries
     plans = [*worst_plans(max_running, runtime.max_prefill_length, runtime.max_seq_len)]
@@ -234,8 +234,8 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
 
 
 def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, beside: int = 0) -> StepPlan:
-    """A step of these prompt tokens, as far as the rows hold them, of which none is sampled, and of `beside` sequences
-    that decode. No page is written.
+    """A step with these prompt tokens, as far as they fit into the rows, which samples nothing for them, and with
+    `beside` decoding sequences. No page is written.
 
     token_ids: int32 [num_tokens].
     """
@@ -256,7 +256,7 @@ def proposer_plan(num_tokens: int) -> StepPlan:
 
 
 def health_check_plan(max_running: int) -> StepPlan:
-    """A health-check step, which disturbs no other: a prompt of one token in the padding row."""
+    """A health-check step, which affects no other step: a prompt of one token in the padding row."""
     token = np.zeros(1, dtype=np.int32)
     admitted = AdmittedRow(max_running, 0, PLAIN_PARAMS, 1, token, 0)
     chunk = PrefillChunk(max_running, 0, token, Wants.TOKEN)
@@ -266,7 +266,7 @@ def health_check_plan(max_running: int) -> StepPlan:
 def padding_plan(
     admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray
 ) -> StepPlan:
-    """A step before the first request: no page is written, so that all is on the padding page; `decode_rows`, int32,
+    """A step before the first request: no page is written, so all tokens are on the padding page; `decode_rows`, int32,
     decode their first token."""
     none = np.zeros(0, dtype=np.int32)
     return StepPlan(

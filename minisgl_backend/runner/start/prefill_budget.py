@@ -1,7 +1,7 @@
-"""How many prompt tokens a step may compute beside running streams: from what a step costs on this machine.
+"""Prefill budget of mixed steps: how many prompt tokens a step may compute together with decoding sequences.
 
-Streams wait for the prompts that are computed beside their tokens (chunked prefill, Sarathi-Serve, Agrawal et al.
-2024), so the budget is a time: it comes to thousands of tokens of a small model and to a few hundred of a large one.
+Decoding waits for the prompt tokens in its step (chunked prefill, Sarathi-Serve, Agrawal et al. 2024), so the budget is
+a time, measured on this machine: thousands of tokens for a small model, and a few hundred for a large one.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from minisgl_backend.runner.start.step_timer import StepTimer
 from minisgl_backend.step import Backlog, StepTimes
 from minisgl_backend.tensor_parallel import TensorParallel
 
-TARGET_S = 0.022  # a step of prompt tokens beside one stream; beside many it takes a little longer
-SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
+TARGET_S = 0.022  # a step of prompt tokens and one decoding sequence; with many it takes a little longer
+SLOW_TARGET = 2.0  # times a step of one token, where that is longer: a large model's weights have to be read anyway
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
-DEEP_BACKLOG_FACTOR = 24  # and while many do
-GIVEN_SIZES = (1, 32)  # that are timed where the budget is given: steps beside which other requests have a share
-BACKLOG_S = 1.0  # of waiting prompts, at the pace beside streams
+DEEP_BACKLOG_FACTOR = 24  # and while many prompts wait
+GIVEN_SIZES = (1, 32)  # token counts that are timed where the user sets the budget
+BACKLOG_S = 1.0  # backlog of waiting prompts, in seconds at the pace of mixed steps
 
 
 @dataclass(frozen=True)
 class PrefillBudget:
-    """What a step may have."""
+    """Limits of the prompt tokens of a step."""
 
     mixed_prefill_length: int
-    backlog: Backlog | None  # what takes its place in a backlog; None: the user has set it
+    backlog: Backlog | None  # limits that replace it in a backlog; None: the user has set it
     step_times: StepTimes
 
 
 def measure_prefill_budget(
     runner: ModelRunner, runtime: RuntimeConfig, vocab_size: int, tp: TensorParallel | None = None
 ) -> PrefillBudget:
-    """A `mixed_prefill_length` that the user has set stays as it is.
+    """Measures the prefill budget, unless the user has set `mixed_prefill_length`.
 
     Executes a few steps on the padding page, so all ranks call it at the same time, before the first request.
     """
@@ -51,7 +51,7 @@ def measure_prefill_budget(
 
 
 def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tuple[int, Backlog]:
-    """The budget where `seconds(num_tokens)` is what a step of so many prompt tokens takes; in whole tiles, if several.
+    """The budget in tokens, in whole GEMM tiles if it has several; `seconds(num_tokens)` times a step of prompt tokens.
 
     `longest`: the most tokens that a step can have.
     """
@@ -65,7 +65,7 @@ def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tupl
             below += int(share * (num_tokens - below))
             break
         below, time_below = num_tokens, taken
-    if 2 * TILE_TOKENS <= below < longest:  # from two on the planner fills tiles, and would leave out what is over
+    if 2 * TILE_TOKENS <= below < longest:  # from two tiles on the planner fills tiles, and would not use a remainder
         below = min(longest, (below + TILE_TOKENS // 2) // TILE_TOKENS * TILE_TOKENS)
     return below, Backlog(
         waiting_tokens=int(below * BACKLOG_S / target),

@@ -22,18 +22,19 @@ from minisgl_backend.speculative_config import most_decode_entries
 
 log = logging.getLogger(__name__)
 
-# Of a longer step a mixture's experts get more each, so that less of their last tiles is empty; but a request that
-# comes meanwhile waits for its end.
+# In a longer step each expert of a mixture gets more tokens, so that less of its last tile is empty; but requests that
+# arrive meanwhile wait for its end.
 MIXTURE_PREFILL_LENGTH, LONGEST_PREFILL_S = 16384, 0.25
-# Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
-# each layer, the slower of the hosts that were measured, while a multiprocessor computes FLOPS in a second. That is an
-# upper estimate, by which rather too many tokens are captured than too few: steps of Qwen3-0.6B reach four fifths of it
-# on an H200, and smaller GPUs less. Of most models that is less than 2,048 tokens; of Qwen3-0.6B 8,192 on an H200.
+# Steps with prompt tokens are captured where launching them takes the host longer than computing takes the device:
+# LAUNCH_S per layer, on the slower of the measured hosts, against MULTIPROCESSOR_FLOPS per second and multiprocessor.
+# The latter is an upper estimate, which captures rather too many sizes than too few: steps of Qwen3-0.6B reach four
+# fifths of it on an H200, and smaller GPUs less. For most models the limit is below 2,048 tokens; for Qwen3-0.6B on an
+# H200 it is 8,192.
 LAUNCH_S, MULTIPROCESSOR_FLOPS = 0.7e-3, 3e12
-LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # that are chosen where nobody says
+LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # bounds of the default
 GRAPH_TOKENS_STEP = 1024
-LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more lines than its pointers
-EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
+LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more rows than its pointers
+EAGER_GRAPH_MAX_BS = 32  # on the CPU, where graphs take no memory by which to choose it
 
 
 def resolve(
@@ -47,8 +48,8 @@ def resolve(
 ) -> RuntimeConfig:
     """Raises ConfigError naming the option, its value and what is allowed for this model on this machine.
 
-    `dp_rank`: which of config.dp engine cores this is. `why_missing(package)` says why a package of an attention
-    backend cannot be imported; None: it can.
+    `dp_rank`: which of config.dp engine cores this is. `why_missing(package)`: why a package of an attention backend
+    cannot be imported; None: it can.
     """
     _check_num_devices(config, model, device)
     _check_triton(device)
@@ -111,7 +112,7 @@ def resolve(
 def _check_quantization(option: str | None, model: ModelConfig, device: MachineFacts) -> None:
     if option is not None and model.implementation != "native":
         raise ConfigError(
-            f"quantization is {option!r}; allowed for {model.architecture}, which transformers' code runs: unset"
+            f"quantization is {option!r}; allowed for {model.architecture}, which runs on transformers' code: unset"
         )
     for scheme in model.quantization.with_option(option).schemes:
         needed, found = WEIGHT_FORMATS[scheme.format].capability, device.capability
@@ -130,8 +131,8 @@ def _check_num_pages(num_pages: int | None, page_size: int) -> None:
     most = max_pages(page_size)
     if num_pages is not None and num_pages > most:
         raise ConfigError(
-            f"num_pages is {num_pages}; allowed with pages of {page_size} tokens: 1 to {most}, since the places of "
-            "tokens are counted with 32 bits"
+            f"num_pages is {num_pages}; allowed with pages of {page_size} tokens: 1 to {most}, since the slots of "
+            "tokens have 32-bit indices"
         )
 
 
@@ -157,7 +158,7 @@ def _graph_max_bs(config: EngineConfig, device: MachineFacts, eager: bool) -> in
 
 
 def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
-    """multiprocessors: of each rank's GPU; 0: of none."""
+    """multiprocessors: of each rank's GPU; 0: no GPU."""
     if config.max_prefill_length is not None:
         return config.max_prefill_length
     flops = 2 * MIXTURE_PREFILL_LENGTH * model.layer_weights_per_token / config.tp
@@ -181,7 +182,7 @@ def _graph_max_tokens(
 
 
 def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
-    """Up to how many tokens a step of this model may wait for its launches, in steps of GRAPH_TOKENS_STEP.
+    """Largest number of tokens for which a step of this model may be launch-bound, a multiple of GRAPH_TOKENS_STEP.
 
     multiprocessors: of each rank's GPU.
     """

@@ -1,4 +1,4 @@
-"""What the user's settings come to on a given model and machine."""
+"""The user's settings resolved for a given model and machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from minisgl_backend.speculative_config import most_decode_entries
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """Of the model that proposes tokens, where one does."""
+    """Settings of the draft model of speculative decoding."""
 
-    model_dir: str = field(repr=False)  # as all that may differ between machines
+    model_dir: str = field(repr=False)  # repr=False, as for everything that may differ between machines
     model: ModelConfig = field(repr=False)
     prefill_backend: str
     decode_backend: str
-    max_seq_len: int  # tokens, up to which it proposes
+    max_seq_len: int  # tokens up to which it proposes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class RuntimeConfig:
     device: str  # "cpu" or "cuda"
     first_device: int = 0  # see EngineConfig.first_device
     dtype: str  # bfloat16, float16 or float32
-    kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
+    kv_dtype: str  # of the KV cache: bfloat16, float16, float32 or float8_e4m3fn
     prefill_backend: str
     decode_backend: str
-    few_rows: FewRows | None = None  # which backend decodes steps of few rows; None: decode_backend
+    few_rows: FewRows | None = None  # backend of decode steps with few rows; None: decode_backend
     page_size: int
     max_seq_len: int
     max_prefill_length: int
@@ -43,16 +43,16 @@ class RuntimeConfig:
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     eager_graphs: bool = False  # graphs and pieces are not captured
     flashinfer_tensor_cores: bool | None
-    draft: DraftSettings | None = None  # None: no model proposes
+    draft: DraftSettings | None = None  # None: no draft model
 
     @property
     def most_decode_entries(self) -> int:
-        """Entries of the largest decode step: rows, and drafts of rows."""
+        """Entries of the largest decode step: rows, and their drafts."""
         return most_decode_entries(self.config.max_running_requests, self.config.speculation)
 
     @property
     def most_cache_groups(self) -> int:
-        """Of the model. The layers of one that proposes have its pages, too, and so all of them are one group."""
+        """Limit for the model. With a draft model all layers are one group, since both models share pages."""
         return MOST_GROUPS if self.draft is None else 1
 
     def device_index(self, rank: int) -> int:
@@ -60,6 +60,6 @@ class RuntimeConfig:
         return self.first_device + rank % self.config.ranks_per_node
 
     def shared(self) -> dict[str, str]:
-        """What must be the same on all ranks, in words: all but where things are on one machine."""
+        """Settings that must be the same on all ranks, as text: all except those of one machine."""
         own = ("config", "model_dir", "first_device")
         return {spec.name: str(getattr(self, spec.name)) for spec in dataclasses.fields(self) if spec.name not in own}

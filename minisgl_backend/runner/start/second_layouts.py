@@ -1,6 +1,6 @@
-"""Weights that are held once more, in the layout of a library's kernel that is faster at some row counts.
+"""Second copies of weights in the layout of a library's kernel that is faster at some row counts.
 
-They take memory that pages would have, so that they are made only where most of it is left.
+They take memory from KV pages, so they are only made where most of it is left.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from minisgl_backend.weights.method import LinearMethod
 
 log = logging.getLogger(__name__)
 
-# Of what memory_ratio leaves beside the weights. Where they would take more, few sequences fit, and for few the first
-# layout is the faster one.
+# Largest share of the memory that memory_ratio leaves after the weights. If they needed more, few sequences would fit,
+# and for few sequences the first layout is faster.
 MOST_SHARE = 1 / 3
 
 
 def room_for_second_layouts(
     runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout], free_at_start: int
 ) -> int:
-    """Bytes of this rank's GPU that memory_ratio leaves, without the pages of `num_pages`, once the weights are loaded.
+    """Bytes of this rank's GPU that memory_ratio leaves after the weights are loaded, minus the pages of `num_pages`.
 
-    `layouts`: of all layers in the pool; `free_at_start`: before the weights were loaded.
+    `layouts`: of all layers in the pool; `free_at_start`: bytes before the weights were loaded.
     """
     torch.cuda.empty_cache()
     taken = free_at_start - free_bytes(spec.device)
@@ -41,7 +41,8 @@ def room_for_second_layouts(
 
 
 def add_second_layouts(modules: Iterable[nn.Module], room: int) -> None:
-    """Of all weights that have one on this device, or of none where they take more than MOST_SHARE of `room` bytes."""
+    """Adds a second layout to all weights that have one on this device, or to none if they would take more than
+    MOST_SHARE of `room` bytes."""
     found = [(one, one.second_layout_bytes()) for one in modules if isinstance(one, LinearMethod)]
     methods = [method for method, size in found if size]
     if not methods:

@@ -1,6 +1,6 @@
-"""Numbers of tokens that steps are made of; without torch, for the null runner's start."""
+"""Token counts by which steps are planned; without torch, for the null runner's start."""
 
 # GEMMs on a GPU round the token count up to tiles: a step of 402 tokens costs the same as one of 512.
 TILE_TOKENS = 128
-# Prompt tokens of a step where neither the user nor the model (see `resolve`) asks for others.
+# Default of a step's prompt tokens, unless the model has another (see `resolve`).
 PREFILL_LENGTH = 8192

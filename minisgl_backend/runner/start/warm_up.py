@@ -1,10 +1,10 @@
-"""Steps that a runner executes before its first request, so that no stream waits for what happens only once.
+"""Warm-up: steps that a runner executes before its first request, so that no request waits for one-time work.
 
-Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
-on a machine: before anything else in a start, and several at a time (`compile_kernels`). The steps here need every one
-that serving can need, on each side of each number of rows or tokens from which on other kernels are taken. Libraries
-load their kernels at the first GEMM of a size. Decode steps that are captured as graphs have that behind them; steps
-with a prompt part have not (`warm_up`).
+Triton kernels are compiled for each shape of launch, which takes seconds the first time on a machine: so they are
+compiled before anything else in a start, several at a time (`compile_kernels`). The steps here launch every kernel that
+serving can need, on each side of each number of rows or tokens from which on other kernels are used. Libraries load
+their kernels at the first GEMM of a size. For decode steps the capture of graphs has done that; for steps with a prompt
+part `warm_up` does it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 log = logging.getLogger(__name__)
 
-# Tokens of a prompt beside one sequence that decodes: about the sizes for which GEMMs take other kernels.
+# Tokens of a prompt in a step with one decoding sequence: about the sizes for which GEMMs use other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
-# Tokens of a prompt alone: small GEMMs are cut in another way, or have another number of lines, from each of these
-# numbers on; 2 are among the sampled plans, and more beside one row that decodes.
+# Tokens of a prompt without decoding sequences: small GEMMs have another tiling or padding from each of these numbers
+# on. `sampled_plans` have 2 tokens, and PROMPT_TOKENS more.
 FEW_TOKENS = (1, 3, 5, 9)
 
-# Together they need every kernel of the sampler.
+# Together these launch every kernel of the sampler.
 SAMPLED = (
     SamplingParams(temperature=1.0, seed=0, top_k=20, min_p=0.1, logprobs=1, prompt_logprobs=1),
     SamplingParams(temperature=1.0, seed=0, top_p=0.9, logit_bias={0: 1.0}, presence_penalty=1.0),
     SamplingParams(temperature=1.0, seed=0, grammar=Grammar(kind="json")),
 )
 
-FROM_CACHE_S = 0.1  # what is longer at it than this was compiled, and not read from Triton's cache
+FROM_CACHE_S = 0.1  # a kernel that takes longer was compiled, and not read from Triton's cache
 
 
 def compile_kernels(
     runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()
 ) -> None:
-    """Compiles what the steps of a start launch, where Triton's cache does not have it; counts: see warm_up_plans."""
+    """Compiles the kernels of a start's steps, unless Triton's cache has them; counts: see warm_up_plans."""
     if not compiles_ahead():
         return
     started = time.monotonic()
@@ -62,7 +62,7 @@ def compile_kernels(
     with compiling_ahead() as done:
         _execute(runner, first)
     if done.longest_s < FROM_CACHE_S:
-        return  # a start like this one has been here before
+        return  # the cache has the kernels of an earlier start like this one
     count = done.count
     with compiling_ahead() as done:
         # The sampler's kernels take the longest.
@@ -98,13 +98,13 @@ def sampled_plans(max_prefill: int, max_seq_len: int) -> list[StepPlan]:
 
 
 def proposer_plans(runner: ModelRunner, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
-    """Steps of the proposer, where there is one, behind prompts of common sizes."""
+    """Steps of the proposer, where there is one, after prompts of common sizes."""
     longest = min(max_prefill, max_seq_len - 1)
     return [proposer_plan(count) for count in PROMPT_TOKENS if count <= longest] if runner.proposes else []
 
 
 def decode_plans(max_running: int, decoding: Sequence[int]) -> list[StepPlan]:
-    """Decode steps of the sizes that are captured, of those in `decoding`, and of all rows."""
+    """Decode steps of the captured sizes, of those in `decoding`, and of all rows."""
     sizes = dict.fromkeys((*graph_sizes(min(max_running, LARGEST_DEFAULT_GRAPH)), *decoding, max_running))
     return [padding_plan((), (), np.arange(size, dtype=np.int32)) for size in sizes]
 
@@ -116,11 +116,12 @@ def warm_up_plans(
     counts: Sequence[int] = (),
     decoding: Sequence[int] = (1,),
 ) -> list[StepPlan]:
-    """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it.
+    """Steps in which row 0 has a prompt, and the rows after it decode their first token. The largest comes first: the
+    others reuse its memory.
 
-    decoding: numbers of those, ascending, see AttentionBackend.decode_batches. counts: numbers of tokens, ascending,
-    from each of which on the model takes other kernels. Those that no other plan reaches get a step of prompts alone,
-    or one with all rows where prompts alone are never so many.
+    decoding: numbers of decoding rows, ascending, see AttentionBackend.decode_batches. counts: numbers of tokens,
+    ascending, from each of which on the model uses other kernels. Those that no other plan reaches get a step of
+    prompts only, or one with all rows where prompts cannot have that many tokens.
     """
     longest = min(max_prefill, max_seq_len - 1)
     decoding = [0, *takewhile(lambda rows: rows < max_running, decoding)]

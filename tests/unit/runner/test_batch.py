@@ -176,7 +176,7 @@ def test_a_lone_prompt_goes_where_its_graph_reads_it(page_size: int, num_groups:
             for group in range(num_groups)
         ]
         assert [slots.tolist() for slots in sent.slots] == [[*places, *padding] for places in expected]
-        assert sent.last_line.tolist() == [length - 1]
+        assert sent.last_index.tolist() == [length - 1]
         assert sent.attention.cu_seqlens_q.tolist() == [0, length]
         assert sent.attention.kv_lens.tolist() == [length]
         pages = -(-length // page_size)

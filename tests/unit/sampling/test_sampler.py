@@ -323,7 +323,7 @@ def test_masks_in_the_upload_memory_arrive_like_others() -> None:
     for turn in range(12):
         expected = random.integers(-(2**31), 2**31, shape, dtype=np.int32)
         lines = np.array([6, 0, 1, 7, 3], dtype=np.int32)
-        bits = staging.lines(5)
+        bits = staging.bitmask_rows(5)
         bits[:] = expected
         if turn % 4 == 1:
             bits = expected
