@@ -231,10 +231,10 @@ class GrpcStream:
 
 
 def lasting_processes(server: Server) -> set[int]:
-    """Those below the server that live as long as it does: compilers of grammars come and go."""
+    """Those below the server that live as long as it does: what helps with grammars comes and goes."""
     living = {process.pid for process in descendants(server.process_id, process_table()) if not process.dead}
     commands = {pid: _command_line(pid) for pid in living}
-    return {pid for pid, command in commands.items() if command and b"grammar.compiler" not in command}
+    return {pid for pid, command in commands.items() if command and b"minisgl_backend.grammar." not in command}
 
 
 def assert_same_processes(before: set[int], ask: Callable[[], set[int]]) -> None:
@@ -242,7 +242,7 @@ def assert_same_processes(before: set[int], ask: Callable[[], set[int]]) -> None
     deadline = time.monotonic() + 10
     while (now := ask()) != before and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert now == before
+    assert now == before, {pid: _command_line(pid) for pid in now ^ before}
 
 
 def _command_line(pid: int) -> bytes:
