@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the pool, one interface, and a backend per kernel library."""
+"""Attention over the paged KV cache: one interface, and a backend per kernel library."""

@@ -1,4 +1,4 @@
-"""What the registry knows of a backend without importing it."""
+"""Registry entries: what a backend serves and needs, known without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minisgl_backend.number_formats import FP8_E4M3
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model does to attention's scores besides the softmax over all tokens, or those of a window."""
+    """Features of a model's attention scores beyond a softmax over all tokens or a window."""
 
     soft_cap: bool = False
     sinks: bool = False
@@ -22,30 +22,30 @@ PLAIN_SCORES = Scores()
 
 @dataclass(frozen=True, kw_only=True)
 class BackendEntry:
-    """What is known of a backend without importing it."""
+    """What a backend serves and needs."""
 
     module: str
     class_name: str
-    package: str | None  # import name of what it needs beyond torch
+    package: str | None  # import name of the package that it needs in addition to torch
     remedy: str  # what to do when `package` is missing or broken
     device: str | None  # "cuda": needs a GPU; None: runs anywhere
     default_page_size: int  # tokens; used when it serves decode and the user set nothing
     page_sizes: tuple[int, ...] | None = None  # tokens; None: any
-    prefill_capability: int = 0  # least compute capability (10 * major + minor) whose prefill has kernels
+    prefill_capability: int = 0  # least compute capability (10 * major + minor) with prefill kernels
     prefill_hint: str = ""  # what to use instead on older GPUs
-    kernels: str = ""  # MODULE:FUNCTION; a package may be there without its kernels: they are when this returns true
-    half_only: bool = False  # serves float16 and bfloat16 alone
+    kernels: str = ""  # MODULE:FUNCTION, which returns true if the package has its kernels; "": always
+    half_only: bool = False  # only serves float16 and bfloat16
     head_sizes: tuple[int, ...] | None = None  # None: every multiple of head_multiple up to largest_head
     head_multiple: int = 1
     largest_head: int | None = None  # None: any
-    any_kv: bool = False  # serves a cache in any number format; else in that of the queries, or in FP8
+    any_kv: bool = False  # serves a cache of any dtype; else of the queries' dtype, or FP8
     fp8_capabilities: range = range(1000)  # compute capabilities on which it reads an FP8 cache
     soft_caps: bool = False  # computes scores with a soft cap
     sinks: bool = False  # likewise with sinks
     chunks: bool = False  # serves attention in chunks
     sink_kernels: str = ""  # MODULE:FUNCTION, as `kernels`, for models with sinks
-    latents: LatentEntry | None = None  # None: it serves none
-    only_latents: bool = False  # it has no kernels for keys and values
+    latents: LatentEntry | None = None  # None: it does not serve MLA
+    only_latents: bool = False  # only serves MLA: it has no kernels for keys and values
 
     def refusal(
         self,
@@ -56,15 +56,15 @@ class BackendEntry:
         scores: Scores = PLAIN_SCORES,
         latents: tuple[int, int] | None = None,
     ) -> str | None:
-        """Why it cannot serve heads of this size in these number formats with these scores; None: it can. latents:
-        kv_lora_rank and qk_rope_head_dim of a model that keeps latents (MLA), whatever head_dim is."""
+        """Why it cannot serve heads of this size with these dtypes and scores; None: it can. latents: kv_lora_rank and
+        qk_rope_head_dim of a model with latents (MLA), for which head_dim is ignored."""
         if self.half_only and dtype not in ("float16", "bfloat16"):
             return f"serves float16 and bfloat16, not {dtype}"
         if latents is not None:
             entry = self.latents
             return "serves no latents (MLA)" if entry is None else entry.refusal(latents, compute_capability)
         if self.only_latents:
-            return "serves latents (MLA) alone, which this model does not keep"
+            return "only serves latents (MLA), which this model does not have"
         if scores.soft_cap and not self.soft_caps:
             return "computes no soft cap of attention's logits, which this model has"
         if scores.sinks and not self.sinks:

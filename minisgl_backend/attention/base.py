@@ -1,12 +1,12 @@
-"""The one interface of all attention backends, and what they are given.
+"""The interface of all attention backends, and its inputs.
 
-Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs there
+Metadata is prepared once per step (`plan_*`), never per layer; prefill and decode are separate. For CUDA graphs there
 are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay` before each
-replay, which is on the critical path and must neither synchronise nor allocate. One more, `plan_prompt`, serves
-captured passes of one prompt and nothing else.
+replay, which is on the critical path and must neither synchronise nor allocate. `plan_prompt` is for captured passes of
+a single prompt.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
-itself; both take them from the `AttentionLayer`. `kv.layout` describes their layout and number format.
+itself; both find the pool in the `AttentionLayer`. `kv.layout` describes its layout and dtype.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from minisgl_backend.kv.groups import FULL, Window
 from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.layout import LayerKV
 
-Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
+Plan = Any  # a backend's metadata for one step; opaque to callers
 
-# Tokens, cached ones included, up to which a lone prompt is attended to inside of a captured pass. With longer ones
-# kernels share a sequence's keys between more processors, as its length demands; a graph has one grid for all lengths.
+# Tokens, including cached ones, up to which the attention of a single prompt is inside a captured pass. For longer ones
+# kernels split a sequence's keys over more multiprocessors, but a graph has one grid for all lengths.
 PROMPT_GRAPH_CONTEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that attend alike: one backend serves them all, with one plan a step. Sizes are those of one rank."""
+    """Layers with the same attention: one backend serves them, with one plan per step. Sizes are those of one rank."""
 
     layers: tuple[int, ...]  # indices in the model
     num_q_heads: int
     kv: KVLayout
-    window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
+    window: int | None = None  # tokens that a query sees, including itself; None: all up to itself
     chunk: int | None = None  # chunk size in tokens; a query sees its own chunk, up to itself; None: no chunks
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
-    latent: LatentHeads | None = None  # where latents are kept (MLA): what queries and values of a head are
-    cache_group: int = 0  # all of them are in one (`kv.groups`)
+    latent: LatentHeads | None = None  # head sizes for MLA; None: the cache has keys and values
+    cache_group: int = 0  # that of all these layers (`kv.groups`)
 
     @property
     def sees_all(self) -> bool:
-        """Whether a query sees all tokens before it."""
+        """Whether a query sees all earlier tokens."""
         return self.window is None and self.chunk is None
 
     @property
@@ -63,7 +63,7 @@ class LayerGroup:
 
     @property
     def q_head_dim(self) -> int:
-        """Of what attention is given for each query head."""
+        """Size of a query head as attention's input."""
         return self.head_dim if self.latent is None else self.latent.qk_dim
 
     @property
@@ -78,16 +78,16 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The attention of a model's layers on one rank; every layer is in one group. Fixed for the life of the engine."""
+    """Attention of a model's layers on one rank; every layer is in one group. Constant while the engine runs."""
 
     groups: tuple[LayerGroup, ...]
     page_size: int  # tokens
     max_seq_len: int  # tokens
-    max_rows: int  # rows of the page table, the padding row included
+    max_rows: int  # rows of the page table, including the padding row
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
     cache_windows: tuple[Window, ...] = FULL  # of the model's cache groups
-    flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes on them; None: as measured
+    flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes with tensor cores; None: as measured
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class AttentionSpec:
 
     @property
     def kv_places(self) -> tuple[int, ...]:
-        """By layer: its part of a page, which layers of other cache groups have in their pages."""
+        """By layer: index of its part of a page. Layers of different cache groups may share one: their pages differ."""
         seen = [0] * len(self.cache_windows)
         places = []
         for index in self.group_of_layer:
@@ -108,7 +108,7 @@ class AttentionSpec:
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Of the parts of a page."""
+        """Layouts of the parts of a page."""
         of_layer = (self.groups[index].kv for index in self.group_of_layer)
         by_place = dict(zip(self.kv_places, of_layer, strict=True))
         return tuple(by_place[place] for place in range(len(by_place)))
@@ -120,7 +120,7 @@ class AttentionSpec:
         sinks: torch.Tensor | None = None,
         latent: LatentProjection | None = None,
     ) -> AttentionLayer:
-        """What is constant of one layer. sinks: float32 [num_q_heads], and latent: where its group has them."""
+        """The `AttentionLayer` of one layer. sinks (float32 [num_q_heads]) and latent: where its group has them."""
         number = self.group_of_layer[index]
         group = self.groups[number]
         return AttentionLayer(
@@ -146,10 +146,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillInputs:
-    """The prefill part of one step: ragged queries over sequences that may have cached tokens before them.
+    """The prefill part of one step: ragged queries of sequences that may have cached tokens before them.
 
-    Sequence i has query tokens cu_seqlens_q[i] to cu_seqlens_q[i+1]; they are the last ones of its kv_lens[i]
-    tokens (causal, aligned at the end), whose keys and values are already in the pool when `prefill` runs.
+    Sequence i has query tokens cu_seqlens_q[i] to cu_seqlens_q[i+1]; they are the last of its kv_lens[i] tokens
+    (causal, aligned at the end), whose keys and values are already in the pool when `prefill` runs.
     """
 
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], device
@@ -162,16 +162,16 @@ class PrefillInputs:
     page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, where there are several; `page_table` is one of them
 
     def of(self, cache_group: int) -> PrefillInputs:
-        """With the page table of this group."""
+        """The same inputs with the page table of this group."""
         return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInputs:
-    """One prompt and nothing else, in buffers on the device that are filled before each replay of a captured
-    pass. Its query tokens are the last of its kv_lens tokens, as in PrefillInputs."""
+    """A single prompt, in buffers on the device that are filled before each replay of a captured pass. Its query tokens
+    are the last of its kv_lens tokens, as in PrefillInputs."""
 
-    num_tokens: int  # query tokens, at most
+    num_tokens: int  # largest number of query tokens
     cu_seqlens_q: torch.Tensor  # int32 [2]; 0 and the number of query tokens
     kv_lens: torch.Tensor  # int32 [1]; at most PROMPT_GRAPH_CONTEXT
     page_table: torch.Tensor  # int32 [1, pages for PROMPT_GRAPH_CONTEXT tokens]
@@ -184,10 +184,10 @@ class PromptInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeInputs:
-    """The decode part of one step: one query token a sequence, the last of its kv_lens tokens.
+    """The decode part of one step: one query token per sequence, the last of its kv_lens tokens.
 
-    For graph replay the batch is padded: padding entries name the padding row (max_rows - 1, whose pages are all
-    the padding page) with kv_lens 1.
+    For graph replay the batch is padded: padding entries have the padding row (max_rows - 1, whose pages are all the
+    padding page) and kv_lens 1.
     """
 
     kv_lens: torch.Tensor  # int32 [batch], device
@@ -195,7 +195,7 @@ class DecodeInputs:
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device
     kv_lens_host: Int32Array
     rows_host: Int32Array
-    # Some entries see keys of others: all are stored before one attends, and `decode_with_rope` serves no such step.
+    # Some entries see keys of others: all keys are stored before attention, and `decode_with_rope` cannot be used.
     has_drafts: bool = False
     page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, as in PrefillInputs
 
@@ -220,7 +220,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
-        """One for each of these groups. They attend in turn, so those with large workspaces share one."""
+        """One backend for each of these groups. They do not run concurrently, so large workspaces are shared."""
         return [cls(spec, group) for group in groups]
 
     @abstractmethod
@@ -249,20 +249,20 @@ class AttentionBackend(ABC):
         out.copy_(self.decode(layer, q, plan))
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
-        """Batches of up to max_batch sequences, ascending: the first of those for which other kernels are compiled."""
+        """Batch sizes up to max_batch, ascending: the smallest for each distinct set of compiled kernels."""
         return (1,)
 
     def fuses_rope(self, plan: Plan) -> bool:
-        """Whether decode_with_rope serves this decode plan, and is worth it."""
+        """Whether decode_with_rope serves this decode plan, and is faster."""
         return False
 
     def decode_with_rope(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: Plan
     ) -> torch.Tensor:
-        """`Ops.rope_store` and `decode` at once, for backends that have a kernel for both.
+        """`Ops.rope_store` and `decode` in one kernel, for backends that have it.
 
         qkv [batch, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [batch, num_q_heads, head_dim]; each token's keys
-        and values are stored where the page table has the last of its sequence's kv_lens tokens.
+        and values are stored in the slot of the last of its sequence's kv_lens tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} does not rotate")
 
@@ -271,12 +271,12 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
 
     def plan_capture(self, inputs: DecodeInputs) -> Plan:
-        """The plan to capture with for this batch size; `inputs` holds the static buffers."""
+        """The plan for the capture of this batch size; `inputs` has the static buffers."""
         raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
-        """Brings the buffers of the captured plan of this batch size up to date; `inputs` as in plan_capture,
-        with this step's host arrays."""
+        """Updates the buffers of the captured plan of this batch size; `inputs` as in plan_capture, with this step's
+        host arrays."""
         raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
 
     @property
@@ -285,6 +285,6 @@ class AttentionBackend(ABC):
         return False
 
     def plan_prompt(self, inputs: PromptInputs) -> Plan:
-        """The plan to capture a pass of one prompt with, whatever prompt the buffers hold at a replay; `prefill_into`
-        leaves the rows of tokens that the prompt does not have as they are."""
+        """The plan for the capture of a single prompt's pass, valid for any prompt in the buffers at a replay;
+        `prefill_into` does not write the rows of padding tokens."""
         raise NotImplementedError(f"{type(self).__name__} does not capture prompts")

@@ -1,4 +1,4 @@
-"""A batch's rows of the page table, for kernels that take no table of all rows."""
+"""Page tables of batches, for kernels that cannot index the table of all rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 
 
 class BatchTables:
-    """Gathered for each step; for captured graphs into one buffer that they read."""
+    """Gathers the batch's rows of the page table in each step; for captured graphs into one static buffer."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""Decode by one backend for steps of a few rows, and by another for steps of more: each captured batch size has one."""
+"""Decode by one backend for steps with few rows, and by another for more: each captured batch size has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Plan:
 
 
 class BackendByBatchSize(AttentionBackend):
-    """Two backends of the same layers, which run under CUDA graphs and do not rotate. Prompts are the second one's."""
+    """Two backends of the same layers, which support CUDA graphs and do not fuse rope. The second serves prefill."""
 
     def __init__(self, few: AttentionBackend, more: AttentionBackend, most_few: int) -> None:
         """most_few: rows up to which `few` decodes."""

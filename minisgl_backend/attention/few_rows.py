@@ -1,4 +1,4 @@
-"""Which backend decodes steps of few rows; apart from what runs it, since whoever starts an engine has no torch yet."""
+"""Which backend decodes steps with few rows. Needs no torch, which the process that starts an engine does not load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FewRows:
-    """Which backend decodes steps of up to `rows` rows."""
+    """The backend that decodes steps of up to `rows` rows."""
 
     backend: str
     rows: int

@@ -27,7 +27,7 @@ _LARGEST = torch.finfo(FP8).max
 
 
 def serves_sinks() -> bool:
-    """Whether the installed kernels know attention sinks."""
+    """Whether the installed kernels support attention sinks."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     return "sinks" in inspect.signature(flash_attn_with_kvcache).parameters
@@ -39,19 +39,19 @@ class _Plan:
     page_table: torch.Tensor  # int32 [num_seqs, pages]
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
     max_q_len: int
-    num_splits: int = 0  # 0: as the kernel likes
+    num_splits: int = 0  # 0: the kernel chooses
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """One variable-length kernel serves prefill and decode; decode has one query token a sequence."""
+    """One variable-length kernel serves prefill and decode; decode has one query token per sequence."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
-        # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
+        # Imported here: the package loads compiled code for one GPU generation and fails on others.
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         self._kernel = flash_attn_with_kvcache
-        # Older kernels take no `out`, and what is computed from FP8 comes as bfloat16.
+        # Older kernels take no `out`, and the output of FP8 attention is bfloat16.
         same_type = group.kv.dtype != FP8 or spec.dtype == torch.bfloat16
         self._writes_out = same_type and "out" in inspect.signature(flash_attn_with_kvcache).parameters
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
@@ -76,7 +76,7 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan, **more: Any) -> torch.Tensor:
         if layer.kv.k.dtype == FP8:
-            # The kernel multiplies FP8 with FP8: queries too, and the weights of the values inside.
+            # The kernel multiplies FP8 with FP8, so queries are quantized, too, as are the softmax weights inside.
             q = q.clamp(-_LARGEST, _LARGEST).to(FP8)
             heads = (len(plan.kv_lens), self.group.num_kv_heads)
             more |= {
@@ -138,8 +138,8 @@ class FlashAttentionBackend(AttentionBackend):
 
     @property
     def captures_prompts(self) -> bool:
-        return self._writes_out  # else rows that the prompt does not have would be overwritten, with anything
+        return self._writes_out  # otherwise the rows of padding tokens would be overwritten with garbage
 
     def plan_prompt(self, inputs: PromptInputs) -> _Plan:
-        # Splits would take memory for as many parts as the longest prompt could have.
+        # Splits would take memory for the number of parts of the longest possible prompt.
         return _Plan(inputs.kv_lens, inputs.page_table, inputs.cu_seqlens_q, inputs.num_tokens, num_splits=1)

@@ -1,7 +1,7 @@
-"""Whether FlashAttention is of use on this machine, by one call of it.
+"""Whether FlashAttention works on this machine: a trial call.
 
-sgl-kernel and sglang-kernel install the same files: where one lies over the other, or over another version of itself,
-everything can be imported, and the first call fails, since the library takes other arguments than its Python hands it.
+sgl-kernel and sglang-kernel install the same files: if one is installed over the other, or over another version, all
+imports work but the first call fails, since the library's arguments are not those of its Python wrapper.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _PAGE, _HEAD = 64, 64  # tokens; elements
 
 
 def answers() -> bool:
-    """True; else raises RuntimeError saying why not, and whatever sgl-kernel raises when it is imported."""
+    """Returns true; otherwise raises RuntimeError saying why not, or whatever importing sgl-kernel raises."""
     from sgl_kernel.flash_attn import is_fa3_supported
 
     if not is_fa3_supported():
@@ -30,7 +30,7 @@ def answers() -> bool:
 
 
 def open_gpu() -> torch.device | None:
-    """The GPU that this process has opened, so that no other one loses memory to it; None: there is none."""
+    """The GPU that this process has already opened, so that no memory is taken on another; None: there is none."""
     if not torch.cuda.is_available():
         return None
     is_open = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: False)
@@ -39,7 +39,7 @@ def open_gpu() -> torch.device | None:
 
 
 def _call(device: torch.device) -> None:
-    """As `FlashAttentionBackend` does it: one token of one sequence."""
+    """Attention of one token of one sequence, called like `FlashAttentionBackend` does."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     ints = torch.tensor([0, 1], dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """The `fi` backend: FlashInfer's paged prefill and decode (Ye et al., 2025), any power-of-two page size.
 
 FlashInfer plans on the host: lengths come from the host arrays of the inputs, page ids are gathered on the device, and
-nothing waits for the device. Plans are made of lengths, not of page ids, so that layers which differ in their cache
-group alone, and so in their page table, have one plan.
+nothing waits for the device. Plans depend on lengths, not on page ids, so layers that only differ in their cache group
+(page table) share a plan.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, Deco
 from minisgl_backend.attention.layer import AttentionLayer
 
 _WORKSPACE_BYTES = 256 << 20
-_PREBUILT = "flashinfer_jit_cache"  # a package that has its kernels compiled
+_PREBUILT = "flashinfer_jit_cache"  # a package with its compiled kernels
 
 
 def prepare_kernels() -> bool:
-    """Sees to it that FlashInfer's kernels can be had, which it compiles at their first use: in the first step.
+    """Checks that FlashInfer's kernels, which it compiles at their first use (in the first step), are available.
 
-    True where they are installed, were compiled before, or can be. Else raises FileNotFoundError naming what is
-    missing, by the rules of FlashInfer's jit/cpp_ext.py.
+    Returns true if they are installed, cached or can be compiled. Else raises FileNotFoundError naming what is missing,
+    by the rules of FlashInfer's jit/cpp_ext.py.
     """
     if importlib.util.find_spec(_PREBUILT) is not None:
         return True
@@ -58,30 +58,30 @@ def _nvcc() -> str:
 
 
 def _let_ninja_be_found() -> None:
-    """FlashInfer's requirements install it beside this Python, which is on PATH where the environment was activated."""
-    beside = str(Path(sys.executable).parent)
-    if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
-        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), beside])
+    """Adds the folder of this Python to PATH: FlashInfer installs ninja there, and the environment may be inactive."""
+    bin_folder = str(Path(sys.executable).parent)
+    if shutil.which("ninja") is None and shutil.which("ninja", path=bin_folder) is not None:
+        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), bin_folder])
 
 
 class Pages:
-    """The pages of a batch, flattened; without waiting for the device."""
+    """The flattened pages of a batch, built without waiting for the device."""
 
     def __init__(
         self, kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, page_size: int, device: torch.device
     ) -> None:
-        """kv_lens: of the sequences, whose rows of each page table are `rows`, int32 on the device."""
+        """kv_lens: of the sequences; rows: their rows of each page table, int32 on the device."""
         counts = (kv_lens + page_size - 1) // page_size
         indptr = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=indptr[1:])
-        # One upload for both; `output_size` spares repeat_interleave a look at the device.
+        # One upload for both; with `output_size`, repeat_interleave does not synchronise.
         both = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32))
         uploaded = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
         counts_device, starts = uploaded.chunk(2)
         total = int(indptr[-1])
-        line = torch.repeat_interleave(torch.arange(len(counts), device=device), counts_device, output_size=total)
-        self._columns = torch.arange(total, device=device, dtype=torch.int32) - starts[line]
-        self._rows = rows[line]
+        sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), counts_device, output_size=total)
+        self._columns = torch.arange(total, device=device, dtype=torch.int32) - starts[sequence]
+        self._rows = rows[sequence]
         self.indptr = torch.from_numpy(indptr)  # int32 [num_seqs + 1], host
         last = kv_lens - (counts - 1) * page_size
         self.last_page_len = torch.from_numpy(last.astype(np.int32))  # int32 [num_seqs], host
@@ -92,17 +92,17 @@ class Pages:
 
 
 class PlanMemory:
-    """Where FlashInfer keeps plans of wrappers that run before the next of them is planned: a buffer on the device, and
-    two pinned ones, which take turns. Each wrapper would have 8 MB of both else.
+    """Shared plan buffers of FlashInfer wrappers, each of which runs before the next one is planned: one on the device,
+    and two pinned ones that alternate. Otherwise each wrapper would have 8 MB of both.
 
-    FlashInfer fills a pinned buffer and copies it asynchronously. The step before may still be running when the next
-    one is planned, its copy not yet done: filling the same buffer again would change that step's plan. The buffer of
-    two plans ago is free once its copy's event has passed, which it has long since.
+    FlashInfer fills a pinned buffer and copies it asynchronously. The previous step may still be running when the next
+    one is planned, with its copy not yet done: filling the same buffer again would change that step's plan. The buffer
+    of the plan before that is free after its copy's event, which has usually passed long ago.
     """
 
     def __init__(self, wrapper: Any) -> None:
-        """wrapper: one of them, whose buffers are taken."""
-        # Names are private to FlashInfer; its public reset would allocate pinned memory anew for every step.
+        """wrapper: one of the wrappers, whose buffers are used."""
+        # Private names of FlashInfer; its public reset would allocate pinned memory in every step.
         self._device, first = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
         self._pinned = (first, torch.empty_like(first, pin_memory=first.is_pinned()))
         self._copied = (torch.cuda.Event(), torch.cuda.Event())
@@ -119,8 +119,8 @@ class PlanMemory:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query
-    heads a KV head on, not only from 4 as FlashInfer's own rule has it."""
+    """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query heads
+    per KV head on, not only from 4 as in FlashInfer's own heuristic."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: torch.Tensor | None = None) -> None:
         """`workspace`: uint8 [_WORKSPACE_BYTES], zeros."""
@@ -135,7 +135,7 @@ class FlashInferBackend(AttentionBackend):
             self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )
         self.captured: dict[int, Any] = {}  # wrappers by batch size
-        # A step has a plan of either, no more.
+        # Each step has at most one plan of either kind.
         self._prefill_memory, self._decode_memory = PlanMemory(self.prefill_wrapper), PlanMemory(self.decode_wrapper)
         self._window_left = -1 if group.window is None else group.window - 1
         self._graph_indices: torch.Tensor | None = None
@@ -203,8 +203,8 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _PlannedBefore(AttentionBackend):
-    """For layers that differ from those of another group in their page table alone. That group's backend is planned
-    just before this one in each step; its wrappers, with other page ids, are this one's."""
+    """For layers that only differ from another group's in their page table. That group's backend is planned just before
+    this one in each step; this one uses its wrappers with other page ids."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup, first: FlashInferBackend) -> None:
         super().__init__(spec, group)
@@ -237,8 +237,8 @@ class _PlannedBefore(AttentionBackend):
 
 
 def _with_pages(wrapper: Any, indices: torch.Tensor | None) -> Any:
-    """A planned wrapper that reads other pages. The name is private to FlashInfer, of wrappers for prefill and for
-    decode alike."""
+    """Makes a planned wrapper read other pages. The attribute is private to FlashInfer, for prefill and decode wrappers
+    alike."""
     other = copy.copy(wrapper)
     other._paged_kv_indices_buf = indices
     return other
@@ -251,7 +251,7 @@ def _run(layer: AttentionLayer, q: torch.Tensor, wrapper: Any) -> torch.Tensor:
 
 
 def graph_indices(spec: AttentionSpec, max_batch_size: int) -> torch.Tensor:
-    """Page ids of the sequences of a captured step, of any batch size."""
+    """Buffer for the page ids of a captured step's sequences, for all batch sizes."""
     return torch.zeros(max_batch_size * spec.max_pages_per_row, dtype=torch.int32, device=spec.device)
 
 

@@ -1,7 +1,8 @@
 """The `flashmla` backend: DeepSeek's FlashMLA for decode over latents on Hopper, pages of 64 tokens.
 
-Of sgl-kernel, or of the package flash_mla. Its kernel shares the tiles of all sequences among the multiprocessors by a
-plan that another kernel makes from the lengths, once a step. Prefill is by this project's kernels.
+From sgl-kernel, or from the package flash_mla. Its kernel distributes the tiles of all sequences over the
+multiprocessors by a plan that another kernel makes from the lengths, once per step. Prefill uses this project's
+kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MODULES = ("sgl_kernel.flash_mla", "flash_mla")  # both have the authors' two f
 
 
 def answers() -> bool:
-    """True; else raises ImportError saying what each of the packages lacks."""
+    """Returns true; otherwise raises ImportError saying what each of the packages lacks."""
     _kernels()
     return True
 
@@ -47,7 +48,7 @@ def _kernels() -> Any:
 class _Plan:
     kv_lens: torch.Tensor  # int32 [batch]
     page_table: torch.Tensor  # int32 [batch, pages]
-    tiles: torch.Tensor  # the kernel's own: which tiles each multiprocessor has
+    tiles: torch.Tensor  # the kernel's schedule: which tiles each multiprocessor has
     num_splits: torch.Tensor  # int32 [batch + 1]
 
 

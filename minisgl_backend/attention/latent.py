@@ -1,9 +1,9 @@
-"""Attention over latents (MLA; DeepSeek-AI, 2024: DeepSeek-V2): what its backends have in common.
+"""Attention over latents (MLA; DeepSeek-AI, 2024: DeepSeek-V2): shared by its backends.
 
 Decode is absorbed: kv_b_proj's part for keys is applied to the queries and its part for values to the result, so that
-attention reads latents as they are kept, with one KV head. Prefill computes keys and values of each head instead, which
-takes about a third of the operations. What a prompt sees of its prefix is expanded again from the latents that are
-kept; pieces of all keys, of bounded size, are expanded one after the other, and results of a piece go into the next.
+attention reads the cached latents, with one KV head. Prefill computes keys and values of each head instead, which takes
+about a third of the operations. A prompt's prefix is expanded again from the cached latents. Keys are expanded in
+pieces of bounded size, one after the other, and attention accumulates over the pieces.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ _PIECE_BYTES_GPU, _PIECE_BYTES_CPU = 256 << 20, 32 << 20  # of expanded keys and
 class Piece:
     """Keys that are expanded together, of one or more sequences; each sequence's are a segment.
 
-    Columns of `segments`: first query and the one after the last (of the step), first key and the one after the last
-    (of the piece), keys of the segment that the first query sees, less one, and whether the sequence had keys in
-    earlier pieces. Of each further query it is one key more.
+    Columns of `segments`: range of queries (in the step), range of keys (in the piece), number of the segment's keys
+    that the first query sees, minus one (each further query sees one more), and whether the sequence had keys in
+    earlier pieces.
     """
 
-    slots: torch.Tensor  # int64 [num_keys], device; where the latents are kept
+    slots: torch.Tensor  # int64 [num_keys], device; of the latents
     segments: torch.Tensor  # int32 [num_segments, 6], device
     segments_host: Int32Array
-    cu_seqlens: (
-        torch.Tensor
-    )  # int32 [2, num_segments + 1], device; queries and keys before each, from the first one's on
+    cu_seqlens: torch.Tensor  # int32 [2, num_segments + 1], device; cumulative numbers of queries and of keys
     max_q_len: int
     max_kv_len: int
-    is_whole: bool  # whether all keys of its sequences are in it
+    is_whole: bool  # whether it has all keys of its sequences
 
 
 class LatentBackend(AttentionBackend):
-    """Kernels for layers that keep latents; `AttentionLayer.latent` is there in all calls."""
+    """Kernels for layers with latents; `AttentionLayer.latent` is set in all calls."""
 
     joins_queries: ClassVar[bool] = False  # see `attend_latents`
 
@@ -61,8 +59,8 @@ class LatentBackend(AttentionBackend):
 
     @cached_property
     def _expanded(self) -> torch.Tensor:
-        """Keys and values of a piece. Steps of any prefix take the same memory, so that those which are measured at
-        start are the largest; a backend that serves decode alone takes none."""
+        """Buffer for keys and values of a piece. It does not grow with the prefix, so the steps measured at start take
+        the most memory; a backend that only serves decode allocates none."""
         with torch.inference_mode(False):
             shape = (self._piece_tokens, self._values)
             return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
@@ -115,11 +113,11 @@ class LatentBackend(AttentionBackend):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Attention of the piece's queries to its keys, added to what `out` and `lse` have of earlier pieces.
+        """Attention of the piece's queries to its keys, merged into the result of earlier pieces in `out` and `lse`.
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim]; keys
-        [num_keys, rope_dim]; out [num_tokens, num_q_heads, v_dim]; lse float32 [num_tokens, num_q_heads], logarithms to
-        the base 2 of the sums of weights so far.
+        [num_keys, rope_dim]; out [num_tokens, num_q_heads, v_dim]; lse float32 [num_tokens, num_q_heads], the
+        log-sum-exp of the scores so far, in base 2.
         """
 
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -142,8 +140,8 @@ class LatentBackend(AttentionBackend):
 
     @abstractmethod
     def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """q [batch, num_q_heads, rank], contiguous, and q_rope [batch, num_q_heads, rope_dim], parts of longer rows ->
-        [batch, num_q_heads, rank]. joins_queries: q has q_rope, too, behind the other numbers of each head.
+        """q [batch, num_q_heads, rank], contiguous, and q_rope [batch, num_q_heads, rope_dim], strided -> [batch,
+        num_q_heads, rank]. joins_queries: each head of q also has q_rope, after its other numbers.
         """
 
     def _piece(self, segments: list[tuple[int, ...]], page_table: torch.Tensor) -> Piece:
@@ -153,7 +151,7 @@ class LatentBackend(AttentionBackend):
         positions = keys + np.repeat(table[:, 1] - table[:, 4], counts)
         ends = np.zeros((2, len(table) + 1), dtype=np.int32)
         ends[0, 1:], ends[1, 1:] = table[:, 3] - table[0, 2], table[:, 5]
-        # Segments first: a kernel is compiled anew for an address that is no multiple of 16.
+        # Segments first: a kernel is recompiled for an address that is not aligned to 16 bytes.
         parts = (table[:, 2:].reshape(-1), ends.reshape(-1), np.repeat(table[:, 0], counts), positions)
         flat, ends_there, rows, positions_there = self._upload(np.concatenate(parts)).split([len(one) for one in parts])
         page_size = self.spec.page_size
@@ -169,7 +167,7 @@ class LatentBackend(AttentionBackend):
         )
 
     def _upload(self, values: Int32Array) -> torch.Tensor:
-        """Without waiting for the device, which a copy from memory that is not pinned would."""
+        """Uploads from pinned memory, since a copy from pageable memory would wait for the device."""
         there = torch.from_numpy(values)
         if self.spec.device.type == "cpu":
             return there
@@ -177,8 +175,7 @@ class LatentBackend(AttentionBackend):
 
 
 def numbers_of(stored: torch.Tensor, kv: LayerKV, dtype: torch.dtype) -> torch.Tensor:
-    """What numbers of a cache mean, of any shape: those of one in FP8, given by `as_bits`, in `dtype`; others stay as
-    they are."""
+    """Values of cache contents of any shape: an FP8 cache's (given by `as_bits`) in `dtype`; others unchanged."""
     if kv.k.dtype != FP8:
         return stored
     numbers = stored.view(FP8).to(dtype)

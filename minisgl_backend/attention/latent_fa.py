@@ -1,8 +1,8 @@
 """The `fa` backend of latents (MLA): FlashAttention-3 (Shah et al., 2024) through sgl-kernel, any page size.
 
-Its kernels take the part of queries that is rotated and the one that is not (`qv`) apart, the rotated key for the key
-and the latent for the value. Prompts whose keys are expanded at once are computed by it, too; others by this project's
-kernel, which goes on from one piece to the next.
+Its kernels take the rotated part of queries and the other one (`qv`) separately, the rotated key as the key and the
+latent as the value. It also serves prompts whose keys are expanded in one piece; with several pieces this project's
+kernel is used, which accumulates over them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
         self._decode_kernel, self._prefill_kernel = flash_attn_with_kvcache, flash_attn_varlen_func
         self._serves_prefill = (self.heads.qk_dim, self.heads.v_dim) in _PREFILL_HEADS
         if self._serves_prefill:
-            self.compile_prefill()  # for long prefixes: no stream is to wait for the compiler
+            self.compile_prefill()  # for long prefixes: compiling later would stall running streams
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._tables = BatchTables(spec)
 

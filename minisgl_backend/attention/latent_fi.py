@@ -1,6 +1,6 @@
 """The `fi` backend of latents (MLA): FlashInfer's kernels for decode (Ye et al., 2025), any power-of-two page size.
 
-FlashInfer takes its FA3 kernels on Hopper and its FA2 ones elsewhere, and plans on the host. Prefill is by this
+FlashInfer uses its FA3 kernels on Hopper and its FA2 kernels elsewhere, and plans on the host. Prefill uses this
 project's kernels.
 """
 
@@ -20,7 +20,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferLatentBackend(TritonPrefillBackend):
-    kernels: ClassVar[str] = "auto"  # of FlashInfer: fa2, fa3 or, by the GPU, one of them
+    kernels: ClassVar[str] = "auto"  # of FlashInfer: fa2, fa3, or auto by GPU
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)

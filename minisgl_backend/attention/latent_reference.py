@@ -1,4 +1,4 @@
-"""The `torch` backend of latents (MLA): GEMMs of torch's, in float32, on CPU and GPU. No CUDA graphs."""
+"""The `torch` backend of latents (MLA): torch GEMMs in float32, on CPU and GPU. No CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Group:
 
 
 class TorchLatentBackend(LatentBackend):
-    """Serves every size, page size and number format. Neither plans nor attention synchronise."""
+    """Serves every size, page size and dtype. Neither plans nor attention synchronise."""
 
     def attend_expanded(
         self,

@@ -24,7 +24,7 @@ from minisgl_backend.kernels.shared_memory import shared_memory
 
 
 class TritonPrefillBackend(LatentBackend):
-    """What backends share that have a kernel for decode alone."""
+    """Prefill of backends that only have a decode kernel of their own."""
 
     def attend_expanded(
         self,
@@ -39,7 +39,8 @@ class TritonPrefillBackend(LatentBackend):
         latent_prefill_attention(q, expanded, keys, piece.segments, piece.max_q_len, layer.scale, out, lse)
 
     def compile_prefill(self) -> None:
-        """Of kernels that no step at start may need: one query sees one key, by those of short and of long segments."""
+        """Compiles the kernels of short and of long segments, which the steps at start may not launch: one query and
+        one key."""
         spec, heads, num_heads = self.spec, self.heads, self.group.num_q_heads
         zeros = partial(torch.zeros, dtype=spec.dtype, device=spec.device)
         segments = torch.tensor([[0, 1, 0, 1, 0, 0]], dtype=torch.int32, device=spec.device)
@@ -59,7 +60,7 @@ class _DecodePlan:
 
 
 class TritonLatentBackend(TritonPrefillBackend):
-    """Nothing is planned on the host: captured graphs are replayed as they are."""
+    """Nothing is planned on the host: captured graphs are replayed unchanged."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)

@@ -1,4 +1,4 @@
-"""What is constant of one layer for attention: bound once, when the KV pool is there, and handed to every call."""
+"""Constants of one layer's attention: bound once, when the KV pool exists, and passed to every call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minisgl_backend.kv.layout import LayerKV
 
 @dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """Sizes of each head where latents are kept (MLA)."""
+    """Sizes of each head with latents (MLA)."""
 
-    rank: int  # numbers of a latent
-    nope_dim: int  # of queries and keys: those that are not rotated
-    rope_dim: int  # those that are, whose keys all heads share
+    rank: int  # size of a latent
+    nope_dim: int  # dimensions of queries and keys that are not rotated
+    rope_dim: int  # those that are; all heads share this part of the key
     v_dim: int
 
     @property
@@ -26,11 +26,11 @@ class LatentHeads:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentProjection:
-    """What computes keys and values of this rank's heads from latents: kv_b_proj of one layer."""
+    """kv_b_proj of one layer, which computes keys and values of this rank's heads from latents."""
 
     weight: torch.Tensor  # [num_q_heads, nope_dim + v_dim, rank]
     v_dim: int
-    # Latents [n, rank] and a tensor [n, num_q_heads * (nope_dim + v_dim)] that is filled, head for head: key, value.
+    # Latents [n, rank] and the output [n, num_q_heads * (nope_dim + v_dim)]: for each head key, then value.
     expand_into: Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -40,14 +40,14 @@ class AttentionLayer:
 
     index: int  # in the model
     group: int  # in AttentionSpec.groups: layers that share a backend and, in each step, its plan
-    cache_group: int  # the page table by which it keeps its tokens (`kv.groups`)
+    cache_group: int  # whose page table has the layer's tokens (`kv.groups`)
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None  # tokens that a query sees, the last of which is itself; None: all up to itself
+    window: int | None  # tokens that a query sees, including itself; None: all up to itself
     chunk: int | None  # tokens; a query sees those of its own chunk, up to itself; None: of all
     scale: float  # of the scores
     soft_cap: float | None  # scores become soft_cap * tanh(scores / soft_cap), before the mask
     sinks: torch.Tensor | None  # float32 [num_q_heads]: logits that take part in the softmax and have no value
     kv: LayerKV
-    latent: LatentProjection | None = None  # where latents are kept (MLA)
+    latent: LatentProjection | None = None  # for layers with latents (MLA)

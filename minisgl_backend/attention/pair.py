@@ -1,6 +1,6 @@
 """Attention of a whole step: for each group of layers a pair of backends, one for prefill tokens and one for decode.
 
-The two are often the same object. In a step's tokens the prefill part comes first.
+The two are often the same object. The prefill tokens of a step come first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionPair:
         self._rotates = tuple(type(one).fuses_rope is not AttentionBackend.fuses_rope for one in self._decode)
 
     def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> PairPlan:
-        """Prepares one step, outside of graphs. At least one part is given."""
+        """Plans one step without graphs. At least one part is given."""
         return PairPlan(
             prefill=tuple([one.plan_prefill(prefill.of(one.group.cache_group)) for one in self._prefill])
             if prefill is not None
@@ -81,13 +81,13 @@ class AttentionPair:
         return tuple(sorted({batch for one in self._decode for batch in one.decode_batches(max_batch)}))
 
     def fuses_rope(self, layer: AttentionLayer, plan: PairPlan) -> bool:
-        """Whether `attend_with_rope` serves this step: decode alone, on a backend that has a kernel for it."""
+        """Whether `attend_with_rope` serves this step: decode only, on a backend that has a kernel for it."""
         if plan.prefill is not None or plan.decode is None or plan.has_drafts or not self._rotates[layer.group]:
             return False
         return self._decode[layer.group].fuses_rope(plan.decode[layer.group])
 
     def fuses_some_rope(self, plan: PairPlan) -> bool:
-        """Whether `fuses_rope` says so of the layers of one group."""
+        """Whether `fuses_rope` is true for the layers of any group."""
         if plan.prefill is not None or plan.decode is None or plan.has_drafts:
             return False
         kinds = zip(self._rotates, self._decode, plan.decode, strict=True)
@@ -96,7 +96,7 @@ class AttentionPair:
     def attend_with_rope(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: PairPlan
     ) -> torch.Tensor:
-        """See AttentionBackend.decode_with_rope; only where `fuses_rope` says so."""
+        """See AttentionBackend.decode_with_rope; only where `fuses_rope` is true."""
         assert plan.decode is not None, "fuses_rope says so"
         return self._decode[layer.group].decode_with_rope(layer, qkv, rotation, plan.decode[layer.group])
 
@@ -106,7 +106,7 @@ class AttentionPair:
         return all(type(one).allocate_graph is not AttentionBackend.allocate_graph for one in self._decode)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        """See AttentionBackend: this is of decode steps."""
+        """See AttentionBackend: for decode steps."""
         for one in self._decode:
             one.allocate_graph(max_batch_size)
 
@@ -120,7 +120,7 @@ class AttentionPair:
 
     @property
     def supports_prompt_graphs(self) -> bool:
-        """Whether passes of one prompt are captured whole."""
+        """Whether passes of a single prompt can be captured whole."""
         return all(one.captures_prompts for one in self._prefill)
 
     def plan_prompt(self, inputs: PromptInputs) -> PairPlan:

@@ -1,13 +1,12 @@
 """The `torch` backend: torch's scaled dot product attention over gathered pages, on CPU and GPU.
 
-It gathers the pages of a batch into contiguous keys and values once a layer. Sequences of very different length are
-computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
+It gathers the pages of a batch into contiguous keys and values in each layer. Sequences of very different length are
+computed in separate groups, so that a long one does not pad all others. It does not support CUDA graphs.
 
-What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
-masked position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
+Gathered values beyond the end of a sequence are zeroed before use. A mask is not enough: the weight of a masked
+position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
-On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing
-(`kernels/cpu/kernels.cpp`).
+On a CPU with AVX-512 BF16, decode steps read the pages in place (`kernels/cpu/kernels.cpp`).
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class _DecodeGroup:
 
 
 class TorchBackend(AttentionBackend):
-    """Serves every head size, page size and number format. Neither plans nor attention synchronise."""
+    """Serves every head size, page size and dtype. Neither plans nor attention synchronise."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup, scratch: _Scratch | None = None) -> None:
-        """`scratch`: shared with others; see `_gather`."""
+        """`scratch`: shared with other backends; see `_gather`."""
         super().__init__(spec, group)
         if group.num_q_heads % group.num_kv_heads:
             raise ConfigError(
@@ -129,7 +128,7 @@ class TorchBackend(AttentionBackend):
                 else:
                     num_queries = tile.end - tile.begin
                     mask = self._mask(num_queries, num_queries) if tile.causal else tile.mask
-                    # Heads that share keys follow one another: [kv heads, heads of each * queries, head_dim].
+                    # Query heads that share keys are adjacent: [kv heads, heads of each * queries, head_dim].
                     grouped = queries.reshape(1, self._num_kv_heads, -1, self._head_dim)
                     mask = None if mask is None else mask.repeat(self._heads_of_kv_head, 1)
                     sinks = layer.sinks
@@ -140,7 +139,7 @@ class TorchBackend(AttentionBackend):
         return out if layer.kv.scales.v == 1.0 else out.mul_(layer.kv.scales.v)
 
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...] | DecodeInputs:
-        """What is gathered together; the inputs themselves where nothing has to be."""
+        """Groups of sequences that are gathered together; the inputs themselves where nothing is gathered."""
         if self._library is not None:
             return inputs
         first_pages = self._first_pages(inputs.kv_lens_host)
@@ -216,8 +215,8 @@ class TorchBackend(AttentionBackend):
         seen: Int32Array,
         first_pages: torch.Tensor | None,
     ) -> _DecodeGroup:
-        """`seen`, int32 [batch]: tokens from each sequence's first page that is gathered, which `first_pages`, int32
-        [batch] on the device, names; None: the first of all."""
+        """`seen`, int32 [batch]: tokens from each sequence's first gathered page on; `first_pages`, int32 [batch] on
+        the device: index of that page; None: 0."""
         members = None if group is None else torch.from_numpy(group).to(self.spec.device)
         rows = inputs.rows if members is None else inputs.rows[members]
         kv_lens = inputs.kv_lens if members is None else inputs.kv_lens[members]
@@ -250,18 +249,18 @@ class TorchBackend(AttentionBackend):
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
         heads = self._num_kv_heads
-        lines = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
-        return torch.from_numpy(lines.reshape(-1))
+        beyond = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
+        return torch.from_numpy(beyond.reshape(-1))
 
     def _first_pages(self, kv_lens: Any) -> Any:
-        """The first page that a sequence's last token sees, by the sequence's length; an int or an array."""
+        """Index of the first page that a sequence's last token sees, by the sequence's length; an int or an array."""
         if self.group.sees_all:
             return kv_lens * 0
         return np.maximum(self._lowest(kv_lens), 0) // self.spec.page_size
 
     def _lowest(self, kv_lens: Any) -> Any:
-        """The first token that a sequence's last token sees, by the sequence's length, where it does not see all; below
-        0: the first."""
+        """Index of the first token that a sequence's last token sees, by the sequence's length, with a window or
+        chunks; may be negative."""
         if self.group.chunk is not None:
             return (kv_lens - 1) // self.group.chunk * self.group.chunk
         return kv_lens - self.group.window
@@ -269,22 +268,22 @@ class TorchBackend(AttentionBackend):
     def _chunks(self, pages: torch.Tensor) -> torch.Tensor:
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the rows of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
-        # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
+        # The page table is undefined beyond a sequence's end; any page will do, since its values are zeroed.
         return (pages.long().unsqueeze(1).clamp_(min=0) * self._num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:
         """One layer's K or V, without its scale -> [batch, num_kv_heads, padded length, head_dim], contiguous.
 
-        On CPU the result lives in scratch memory until the next call with the same name: fresh memory of this size
-        would come from the system page by page, which was measured to cost four times the copy itself.
+        On CPU the result is in scratch memory until the next call with the same name: page faults of newly allocated
+        memory were measured to cost four times the copy itself.
         """
         chunk_size = self.spec.page_size * self._head_dim
-        lines = as_bits(cache).view(-1, chunk_size)
+        rows = as_bits(cache).view(-1, chunk_size)
         if cache.device.type == "cpu":
             gathered = self._scratch_rows(name, len(chunks), chunk_size)
-            torch.index_select(lines, 0, chunks, out=as_bits(gathered))
+            torch.index_select(rows, 0, chunks, out=as_bits(gathered))
         else:
-            gathered = lines.index_select(0, chunks).view(cache.dtype)
+            gathered = rows.index_select(0, chunks).view(cache.dtype)
         return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
     def _scratch_rows(self, name: str, count: int, size: int) -> torch.Tensor:
@@ -295,7 +294,7 @@ class TorchBackend(AttentionBackend):
         return scratch[:count]
 
     def _tiles(self, begin: int, end: int, kv_len: int) -> tuple[_Tile, ...]:
-        """Queries `begin` to `end` of the step, the last of a sequence of which kv_len tokens are gathered."""
+        """Tiles of queries `begin` to `end` of the step: the last tokens of a sequence with kv_len gathered tokens."""
         cached, window = kv_len - (end - begin), self.group.window
         if cached == 0 and (window is None or kv_len <= window):
             return (_Tile(begin, end, 0, kv_len, None, True),)
@@ -308,7 +307,7 @@ class TorchBackend(AttentionBackend):
         return tuple(tiles)
 
     def _tiles_of_chunks(self, begin: int, end: int, kv_len: int, origin: int, chunk: int) -> tuple[_Tile, ...]:
-        """As `_tiles`: none goes beyond a chunk's end. origin: tokens before those that are gathered."""
+        """As `_tiles`, with no tile across a chunk's end. origin: tokens before the gathered ones."""
         tiles, first = [], begin
         while first < end:
             position = origin + kv_len - (end - first)
@@ -340,7 +339,7 @@ def _attention(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a soft cap or sinks, in float32; the values' scale is not in it.
+    """Attention with a soft cap or sinks, in float32, without the values' scale.
 
     q [batch, num_kv_heads, queries, head_dim], k and v [batch, num_kv_heads, keys, head_dim], mask added to the scores
     [..., queries, keys], sinks float32 [num_kv_heads, queries, 1] -> the shape of q.
@@ -359,7 +358,7 @@ def _attention(
 
 
 def group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:
-    """Positions in the batch, grouped: in a group none is padded to more than twice its length, or by more than
+    """Indices into the batch, grouped: in a group no sequence is padded to more than twice its length, or by more than
     _PADDING_ALLOWED tokens, whichever allows more; and no group of several gathers more than `max_tokens`."""
     order = np.argsort(-kv_lens, kind="stable")
     groups, begin = [], 0

@@ -1,6 +1,6 @@
-"""Names of attention backends: which to use on which machine, what each needs, and the page size that they share.
+"""Registry of attention backends: which to use on which machine, what each needs, and their page size.
 
-Backends are imported only when they are chosen, so that a missing package matters only to those who ask for it.
+Backends are imported only when they are chosen, so a missing package only matters to users of its backend.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             default_page_size=64,
             kernels=_FLASHINFER_KERNELS,
             page_sizes=(16, 32, 64),
-            fp8_capabilities=range(90, 100),  # the kernels of later GPUs want the queries in FP8 too
+            fp8_capabilities=range(90, 100),  # the kernels of later GPUs need the queries in FP8, too
             prefill_capability=100,
             prefill_hint="fa,trtllm or triton,trtllm",
             half_only=True,
@@ -101,7 +101,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             default_page_size=64,
             largest_head=256,
             any_kv=True,
-            fp8_capabilities=range(89, 1000),  # those that convert FP8 numbers
+            fp8_capabilities=range(89, 1000),  # GPUs that convert FP8 numbers
             soft_caps=True,
             sinks=True,
             chunks=True,
@@ -148,7 +148,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What `attention_backend` and `page_size` come to on one machine."""
+    """`attention_backend` and `page_size` resolved for one machine."""
 
     prefill: str
     decode: str
@@ -157,8 +157,8 @@ class AttentionChoice:
     few_rows: FewRows | None = None  # None: `decode` serves all batch sizes
 
 
-# Of latents on Hopper (docs/performance.md): FlashMLA's tiles have rows for this many query heads, and with more
-# FlashAttention is faster at every batch size; a lone row takes `triton` least time.
+# Decode over latents on Hopper (docs/performance.md): FlashMLA's tiles have rows for this many query heads; with more,
+# FlashAttention is faster at every batch size; for a single row `triton` is the fastest.
 FLASHMLA_HEADS, LONE_LATENT_ROW = 64, FewRows("triton", rows=1)
 
 
@@ -178,10 +178,10 @@ def choose_attention(
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
     `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dims`, `dtype` and `scores` are the
-    model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `num_q_heads` are those of
-    a rank, None: few. `kv_dtype` is that of the KV cache, None: `dtype`.
-    `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
-    ConfigError for a named backend that cannot run here.
+    model's, as is `latents`, kv_lora_rank and qk_rope_head_dim with latents (MLA); `num_q_heads` are those of a rank,
+    None: few. `kv_dtype` is that of the KV cache, None: `dtype`.
+    `why_missing(name)` returns None for a package, or a MODULE:FUNCTION, that works, else the reason. Raises
+    ConfigError for a requested backend that cannot run here.
     """
     missing, kv_dtype = why_missing or import_failure, kv_dtype or dtype
     if latents is not None and kv_dtype not in (dtype, FP8_E4M3):
@@ -207,8 +207,8 @@ def choose_attention(
 
 
 def create_attention(prefill: str, decode: str, spec: AttentionSpec, few_rows: FewRows | None = None) -> AttentionPair:
-    """The backends of both parts of a step for each group; one object serves both where the names are the same.
-    few_rows: as of `AttentionChoice`."""
+    """The backends of both parts of a step for each group; one object serves both if the names are the same. few_rows:
+    see `AttentionChoice`."""
     prefill_backends = _create(prefill, spec)
     decode_backends = prefill_backends if decode == prefill else _create(decode, spec)
     if few_rows is not None:
@@ -218,9 +218,9 @@ def create_attention(prefill: str, decode: str, spec: AttentionSpec, few_rows: F
 
 
 def import_failure(name: str) -> str | None:
-    """Why a package cannot be imported, or why MODULE:FUNCTION does not return true; None when nothing is wrong.
+    """Why a package cannot be imported, or why MODULE:FUNCTION does not return true; None: nothing is wrong.
 
-    Compiled packages fail in many ways, hence the wide net.
+    Compiled packages fail in many ways, so all exceptions are caught.
     """
     module, _, function = name.partition(":")
     try:
@@ -234,7 +234,7 @@ def import_failure(name: str) -> str | None:
 def _why_unusable(
     entry: BackendEntry, scores: Scores, latents: tuple[int, int] | None, missing: Callable[[str], str | None]
 ) -> str | None:
-    """What is wrong with the package of a backend, in words that follow its name."""
+    """What is wrong with the package of a backend, as a clause that follows its name."""
     if entry.package is not None and (reason := missing(entry.package)) is not None:
         return f"needs the package {entry.package}, which cannot be imported ({reason})"
     kernels = entry.latents.kernels if latents is not None and entry.latents is not None else entry.kernels
@@ -247,7 +247,7 @@ def _why_unusable(
 
 
 def _refusal(entry: BackendEntry, head_dims: Sequence[int], *needs: Any) -> str | None:
-    """Why it cannot serve layers with all of these sizes. needs: of `BackendEntry.refusal`, behind the size."""
+    """Why it cannot serve layers with all of these head sizes. needs: further arguments of `BackendEntry.refusal`."""
     refusals = (entry.refusal(size, *needs) for size in head_dims)
     return next((refusal for refusal in refusals if refusal is not None), None)
 
@@ -267,8 +267,8 @@ def _automatic(
     missing: Callable[[str], str | None],
     num_q_heads: int,
 ) -> tuple[str, str, list[str]]:
-    """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
-    one whose packages are not."""
+    """The best pair that serves the model and whose packages work; and a warning for each better one whose packages do
+    not."""
     warnings: list[str] = []
     needs = (head_dims, dtype, kv_dtype, compute_capability, scores, latents)
     latent_heads = None if latents is None else num_q_heads
@@ -295,7 +295,7 @@ def preferences(
     compute_capability: int | None, fp8_kv: bool = False, latent_heads: int | None = None
 ) -> list[tuple[str, str]]:
     """The (prefill, decode) backends that `auto` tries on a device, best first. latent_heads: query heads of a rank
-    where latents are kept (MLA)."""
+    with latents (MLA)."""
     if compute_capability is None:
         return [("torch", "torch")]
     last = [("triton", "triton"), ("torch", "torch")]
@@ -305,7 +305,7 @@ def preferences(
         return [*libraries, *last] if compute_capability == 90 else last
     if 100 <= compute_capability < 110:
         return [("trtllm", "trtllm"), ("fi", "fi"), *last]
-    if compute_capability == 90 and not fp8_kv:  # FlashAttention would want the queries in FP8 too
+    if compute_capability == 90 and not fp8_kv:  # FlashAttention would need the queries in FP8, too
         # The project's own decode kernel reads 4.3 TB/s where FlashInfer's reads 3.8 (docs/performance.md), and needs
         # no compilation by nvcc at first use.
         return [("fa", "triton"), *last]

@@ -1,1 +1,1 @@
-"""What models are made of. All that a layer needs is an argument: `LayerContext` once, `ForwardContext` each step."""
+"""Layers of models. All that a layer needs is an argument: `LayerContext` once, `ForwardContext` in each step."""

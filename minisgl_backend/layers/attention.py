@@ -23,7 +23,7 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class AttentionBlock(WeightedLayer, ABC):
-    """What lies between a projection of the hidden states and an output projection is `heads`."""
+    """Attention sublayer: projection of the hidden states, `heads`, and output projection."""
 
     qkv_proj: ColumnParallelLinear
     o_proj: RowParallelLinear
@@ -31,22 +31,22 @@ class AttentionBlock(WeightedLayer, ABC):
 
     @abstractmethod
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """From now on attention reads and writes this pool."""
+        """Binds attention to this pool."""
 
     def derive_weights(self) -> None:
         """To be called when all weights are loaded."""
 
     @abstractmethod
     def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """All from qkv_proj to o_proj: norms, rotation, the store of what is kept, and attention.
+        """Everything between qkv_proj and o_proj: norms, rotation, the store into the KV pool, and attention.
 
-        qkv: of qkv_proj, [num_tokens, local outputs], which may be overwritten -> the input of o_proj, [num_tokens,
+        qkv: output of qkv_proj, [num_tokens, local outputs], may be overwritten -> the input of o_proj, [num_tokens,
         local num_q_heads * v_head_dim].
         """
 
     @abstractmethod
     def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """What is kept of these tokens alone: as `heads`, of no queries; slots int [num_tokens]."""
+        """Only stores these tokens in the KV pool: as `heads` without queries; slots int [num_tokens]."""
 
     def forward(
         self,
@@ -67,7 +67,7 @@ class AttentionBlock(WeightedLayer, ABC):
         if len(micro_batches) == 1:
             residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
             settled: MicroBatches = (residual,)
-        else:  # attention takes one tensor, of which each micro-batch has its rows
+        else:  # attention takes one tensor, which has the rows of all micro-batches
             qkv = self.qkv_proj.empty_outputs(len(positions))
             rows = qkv.split([one.num_tokens for one in micro_batches])
             pairs = zip(micro_batches, rows, strict=True)
@@ -98,8 +98,8 @@ class SelfAttention(AttentionBlock):
         *,
         input_size: int | None = None,
     ) -> None:
-        """cos_sin: of `config.rope`, float32 [max_seq_len, head_dim]; shared with other layers. input_size: of what
-        queries, keys and values are computed from; None: hidden_size."""
+        """cos_sin: of `config.rope`, float32 [max_seq_len, head_dim]; shared with other layers. input_size: of the
+        input of qkv_proj; None: hidden_size."""
         super().__init__()
         self._layer_index = layer_index
         self._layer: AttentionLayer  # see `bind`
@@ -109,7 +109,7 @@ class SelfAttention(AttentionBlock):
         self._sinks_name = layer_context.name("sinks")
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         outputs = self._outputs(config)
-        # Of more ranks than KV heads, several have the same one.
+        # With more ranks than KV heads, several ranks have the same head.
         kv_parts = min(config.num_kv_heads, tp.size)
         order = head_order(config.rope, config.head_dim)
         self.qkv_proj = ColumnParallelLinear(
@@ -133,16 +133,16 @@ class SelfAttention(AttentionBlock):
             self.k_norm = RMSNorm(config.head_dim, norm, "k_norm", layer_context, order)
         behind = norm is not None and config.qk_norm_behind_rope
         assert not (behind and over_heads), "no family asks for both"
-        # The rotation leaves a head's norm as it is: what follows it are the weights alone. Scores are products of
-        # queries and keys, so that the keys' weights can be multiplied into the queries.
+        # The rotation does not change a head's RMS, so only the norm's weights come after it. Scores are dot products
+        # of queries and keys, so the keys' weights can be multiplied into the queries.
         bare = norm is not None and not norm.weight
         one = None
         if behind or bare:
             one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device)
-        self._query_factors = None if bare else one  # of each dimension, see `derive_weights`
+        self._query_factors = None if bare else one  # [head_dim], see `derive_weights`
         self._growth = query_growth(config.query_growth, len(cos_sin), layer_context.device)
         self._adjusts_queries = self._query_factors is not None or self._growth is not None
-        # Rank for rank, as the query heads.
+        # Split over the ranks like the query heads.
         sinks = layer_context.parameter(config.num_q_heads // tp.size, dtype=torch.float32) if config.sinks else None
         self.sinks = sinks
         self._rotation = QKNormRope(  # weights are loaded in place

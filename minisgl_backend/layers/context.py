@@ -1,6 +1,6 @@
-"""What one forward pass needs besides its tokens: where keys and values go, and how attention was planned.
+"""Context of one forward pass: the KV slots of its tokens, and attention's plan.
 
-Built anew for every step and passed down as an argument.
+Built for every step and passed down as an argument.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from minisgl_backend.kernels.ops import QKNormRope
 
 @dataclass(frozen=True, kw_only=True)
 class AuxStates:
-    """Hidden states that a pass is asked for besides those that logits are computed from (EAGLE-3, MTP)."""
+    """Additional hidden states that a pass returns, for drafting (EAGLE-3, MTP)."""
 
-    # In any order: the states that these layers are given, all that was added included. The number of layers stands
-    # for those behind the final norm.
+    # In any order: the inputs of these layers (the whole residual stream). The number of layers stands for the states
+    # after the final norm.
     layers: tuple[int, ...]
-    out: torch.Tensor  # [num_tokens, len(layers) * hidden_size], of all tokens of the pass; written by it
+    out: torch.Tensor  # [num_tokens, len(layers) * hidden_size], for all tokens of the pass, which writes it
 
     def by_layer(self) -> dict[int, list[torch.Tensor]]:
-        """Where those of each layer go, [num_tokens, hidden_size] each."""
+        """The parts of `out` by layer, [num_tokens, hidden_size] each."""
         found: dict[int, list[torch.Tensor]] = {}
         for layer, part in zip(self.layers, self.out.chunk(len(self.layers), dim=1), strict=True):
             found.setdefault(layer, []).append(part)
@@ -36,16 +36,16 @@ class AuxStates:
 class ForwardContext(ABC):
     """Tokens are in step order: prefill first, decode after them."""
 
-    slots: tuple[torch.Tensor, ...]  # by cache group, int [num_tokens] on the device; where what is kept of tokens goes
-    logits_indices: torch.Tensor | None = None  # int [num_logits], tokens that are asked for; None: all of them
-    rehearses: bool = False  # only layers that launch other kernels than those before them; what comes out is noise
-    # The pass is captured, or rehearses one that is: what it launches is the same in each replay.
+    slots: tuple[torch.Tensor, ...]  # by cache group, int [num_tokens] on the device: slots of the tokens in the pool
+    logits_indices: torch.Tensor | None = None  # int [num_logits], tokens to return; None: all of them
+    rehearses: bool = False  # warm-up: runs only layers that launch new kernels, and its output is meaningless
+    # The pass is captured, or warms up one that is: it launches the same kernels in each replay.
     captured: bool = False
     aux: AuxStates | None = None
 
     @abstractmethod
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, q_head_dim], rotated; what the layer keeps of these tokens is stored.
+        """q [num_tokens, num_q_heads, q_head_dim], rotated; the keys and values of these tokens are stored already.
 
         Returns attention's output, [num_tokens, num_q_heads, v_head_dim].
         """
@@ -62,7 +62,7 @@ class ForwardContext(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EagerContext(ForwardContext):
-    """Attends at once, with what was planned for this step."""
+    """Attends immediately, with this step's plan."""
 
     attention: AttentionPair
     plan: PairPlan

@@ -1,6 +1,7 @@
 """Token ids to vectors, and vectors to logits.
 
-The embedding is whole on every rank, which saves an all-reduce a step; the output projection is split by vocabulary.
+The embedding is replicated on every rank, which saves an all-reduce per step; the output projection is split by
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class Embedding(WeightedLayer):
-    """`multiplier`: of all vectors (Gemma, Granite), rounded to their number format, as in transformers."""
+    """`multiplier`: of all vectors (Gemma, Granite), rounded to their dtype, as in transformers."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext, multiplier: float = 1.0
@@ -61,12 +62,12 @@ class ParallelLMHead(nn.Module):
         if missing := self._rows_per_rank * tp.size - self._vocab_size:
             logits = F.pad(logits, (0, self._rows_per_rank - logits.shape[1]))
         gathered = tp.all_gather(logits)  # [size, num_tokens, rows_per_rank]
-        # One vectorised copy; that of a transposed tensor is not.
+        # This copy is vectorised; a copy of a transposed tensor is not.
         whole = torch.cat(gathered.unbind(), dim=1)
         return whole[:, : self._vocab_size] if missing else whole
 
     def on_rank_0(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `forward`, of a decode step (see `TensorParallel.logits_columns`); but ranks other than 0 may get
+        """`forward` for a decode step (see `TensorParallel.logits_columns`), where ranks other than 0 may get
         [num_tokens, 0]."""
         tp = self._layer_context.tp
         columns = tp.logits_columns(len(hidden), self._start, self.method.spec.shape[0])

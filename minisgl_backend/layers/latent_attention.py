@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA; DeepSeek-AI, 2024: DeepSeek-V2): projections, norms, rotation and store around the
-attention kernels, which compute with latents or with what they are expanded to (`attention.latent`)."""
+attention kernels, which use latents or the keys and values expanded from them (`attention.latent`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class LatentAttention(AttentionBlock):
-    """Heads are split over the ranks; latents are computed and kept on all of them.
+    """Heads are split over the ranks; latents are computed and cached on all of them.
 
-    `qkv_proj` computes the queries, or the latent that they come from, and the latent that is kept with its key.
+    `qkv_proj` computes the queries (or their latent), the cached latent and its rotated key.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LatentAttention(AttentionBlock):
 
 
 def _kv_b_spec(config: LatentAttentionConfig, layer_context: LayerContext) -> LinearSpec:
-    """Of all heads, one after the other: rows of the key that are not rotated, then those of the value."""
+    """kv_b_proj: for each head the rows of the key that are not rotated, then those of the value."""
     tp, size = layer_context.tp, config.num_q_heads * (config.qk_nope_head_dim + config.v_head_dim)
     output = LinearOutput(
         name=layer_context.name("kv_b_proj"), size=size, start=tp.rank * size // tp.size, local=size // tp.size
@@ -117,5 +117,5 @@ def _kv_b_spec(config: LatentAttentionConfig, layer_context: LayerContext) -> Li
 
 
 def _behind(size: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The order of rows of which the first `size` stay where they are, and the others are in `order`."""
+    """A row order that keeps the first `size` rows, followed by `order`."""
     return None if order is None else (*range(size), *(size + row for row in order))

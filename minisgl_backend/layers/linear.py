@@ -1,8 +1,7 @@
 """Linear layers, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
 A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
-2019). `AllReduce` says how. What is multiplied, and in which number format, is the weight's method's
-(`weights.method`).
+2019). `AllReduce` says how. The weight's method (`weights.method`) computes the GEMM in its number format.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from minisgl_backend.weights.method import LinearOutput, LinearSpec
 
 
 class ColumnParallelLinear(nn.Module):
-    """One or more linear layers of the same input, stacked in one weight; each output is split evenly over the ranks.
+    """One or more linear layers with the same input, stacked in one weight; each output is split evenly over the ranks.
 
-    `outputs` maps the name of each in the checkpoint to its full output size; `parts` names those that are split into
-    fewer parts than there are ranks, of which several neighbours have the same one then. `row_orders`: see
+    `outputs` maps the name of each layer in the checkpoint to its full output size; `parts` names those that are split
+    into fewer parts than there are ranks, where neighbouring ranks share a part. `row_orders`: see
     `WeightPart.row_order`.
     """
 
@@ -53,20 +52,20 @@ class ColumnParallelLinear(nn.Module):
     def forward(
         self, residual: Residual, norm: Norm | None, *, activation: str | None = None
     ) -> tuple[Residual, torch.Tensor]:
-        """The residual stream with all that was to be added, and the outputs for its norm, [num_tokens, local outputs].
+        """The settled residual stream, and the outputs for its norm, [num_tokens, local outputs].
 
-        norm: None: of the residual stream itself. activation: as of a `LinearMethod`.
+        norm: None: the input is the residual stream itself. activation: see `LinearMethod`.
         """
         residual, x, unapplied = residual.before_gemm(norm)
         return residual, self.of(x, norm=unapplied, activation=activation)
 
     def of(self, x: torch.Tensor, *, norm: RMSNorm | None = None, activation: str | None = None) -> torch.Tensor:
-        """x [num_tokens, inputs] -> the outputs for its norm (None: for itself), [num_tokens, local outputs]."""
+        """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return self.method.apply_weights(x, norm_weight=weight, eps=eps, activation=activation)
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
-        """Uninitialised, [num_tokens, local outputs]: what `into` may write to."""
+        """Uninitialised tensor for `into`, [num_tokens, local outputs]."""
         context, (size, _) = self._layer_context, self.method.spec.shape
         return torch.empty((num_tokens, size), dtype=context.dtype, device=context.device)
 
@@ -78,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input is split over the ranks; the ranks' partial results are summed."""
+    """A linear layer whose input is split over the ranks; the ranks' partial sums are all-reduced."""
 
     def __init__(self, input_size: int, output_size: int, name: str, bias: bool, layer_context: LayerContext) -> None:
         super().__init__()
@@ -91,15 +90,15 @@ class RowParallelLinear(nn.Module):
                 input_start=tp.rank * local,
                 local_inputs=local,
                 bias=bias,
-                adds_bias=tp.rank == 0,  # which must enter the sum once
+                adds_bias=tp.rank == 0,  # the bias must enter the sum once
             )
         )
 
     def forward(self, residual: Residual, x: torch.Tensor, norms: SublayerNorms) -> Residual:
-        """The residual stream, which is settled, plus x [num_tokens, local inputs] @ weight.T of all ranks."""
+        """The residual stream, which is settled, plus x [num_tokens, local inputs] @ weight.T summed over the ranks."""
         return residual.plus(lambda added_to: self.part(x, added_to), norms)
 
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
-        rank's part of x @ weight.T."""
+        rank's partial sum of x @ weight.T."""
         return self.method.apply_weights(x, residual=added_to)

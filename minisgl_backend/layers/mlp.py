@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", config.bias, layer_context)
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
-        """To be called when all weights are loaded, with the o_proj before this and its own norms; nothing to do."""
+        """Called when all weights are loaded, with the preceding o_proj and this MLP's norms; nothing to do."""
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
 
 
 class UngatedMLP(nn.Module):
-    """down(activation(up(x))). The activation is a kernel of torch's, which computes in float32."""
+    """down(activation(up(x))). The activation is torch's, in float32."""
 
     def __init__(self, config: UngatedMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class UngatedMLP(nn.Module):
 
 
 class XIELU(WeightedLayer):
-    """xIELU (Huang and Schlag, 2024: Deriving Activation Functions Using Integration): above 0 a parabola, below it the
-    integral of ELU, each with a factor that is learned."""
+    """xIELU (Huang and Schlag, 2024: Deriving Activation Functions Using Integration): a parabola above 0, the integral
+    of ELU below, each with a learned factor."""
 
     def __init__(self, layer_context: LayerContext) -> None:
         super().__init__()

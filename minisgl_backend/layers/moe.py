@@ -1,6 +1,6 @@
 """Mixture of experts: a router picks a few gated MLPs for each token.
 
-With tensor parallelism every rank holds a slice of every expert, so that no tokens travel.
+With tensor parallelism every rank holds a slice of every expert, so that no tokens are exchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenGate(WeightedLayer):
 
 
 class SharedExpert(nn.Module):
-    """The gated MLP that every token takes besides its experts, multiplied by a gate of its own (Qwen2-MoE) or not."""
+    """The gated MLP that every token takes in addition to its experts; optionally with its own gate (Qwen2-MoE)."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SharedExpert(nn.Module):
 
 
 class MoeMLP(nn.Module):
-    """The experts of all ranks; how checkpoints store them is `weights.names`' concern."""
+    """A mixture of experts; `weights.names` knows how checkpoints store them."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class MoeMLP(nn.Module):
             SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
         )
         self._scales_input = config.router.on_input
-        self._routes = self.router.is_fused  # whether the experts' method has the router inside
-        # Whether the norm before them is inside, too: beside a shared expert both would norm, which gains nothing.
+        self._routes = self.router.is_fused  # whether the experts' method includes the router
+        # Whether it also includes the norm before them: with a shared expert both would norm, which gains nothing.
         self._norms = self._routes and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
-        """To be called when all weights are loaded, with the o_proj before this and its own norms."""
+        """Called when all weights are loaded, with the preceding o_proj and this MLP's norms."""
         router = self.router.method
         fits = self._norms and self._tp.size == 1 and router.bias is None
         if fits and norms.adds_as_is and isinstance(norms.before, RMSNorm):
@@ -117,9 +117,9 @@ class MoeMLP(nn.Module):
         return residual.plus(lambda added_to: self.part(x, added_to), norms)
 
     def part(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm | None = None) -> torch.Tensor:
-        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes.
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's partial sum of each token's experts.
 
-        norm: of x, which may be the residual, first.
+        norm: applied to x, which may be the residual, first.
         """
         if self._routes:
             router, (weight, eps) = self.router.method, (None, 0.0) if norm is None else (norm.weight, norm.eps)

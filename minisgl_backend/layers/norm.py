@@ -15,8 +15,8 @@ from minisgl_backend.weights.parts import WeightPart
 class RMSNorm(WeightedLayer):
     """Root mean square norm (Zhang and Sennrich, 2019), the same on every rank.
 
-    A `weight_offset` is added when the weights are loaded, in float32: Gemma stores weights around 0 whose sum with 1
-    the model's own number format would round. `weight` is float32 then, and kernels compute with it as it is.
+    A `weight_offset` is added in float32 when the weights are loaded: Gemma stores weights around 0, and the model's
+    dtype would round their sum with 1. `weight` is then float32, which kernels use directly.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RMSNorm(WeightedLayer):
 
 
 class LayerNorm(WeightedLayer):
-    """Layer norm (Ba et al., 2016), the same on every rank. No kernel has it inside: it is computed by itself."""
+    """Layer norm (Ba et al., 2016), the same on every rank. No GEMM kernel includes it: it is a separate kernel."""
 
     def __init__(self, size: int, config: NormConfig, name: str, layer_context: LayerContext) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class LayerNorm(WeightedLayer):
         self.weight: torch.Tensor
         if config.weight:
             self.weight = layer_context.parameter(size, dtype=dtype)
-        else:  # a kernel's weight of ones
+        else:  # the kernel needs a weight: ones
             self.register_buffer("weight", torch.ones(size, dtype=layer_context.dtype, device=layer_context.device))
         self.bias = layer_context.parameter(size, dtype=dtype) if config.bias else None
 
@@ -95,7 +95,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(size: int, config: NormConfig, name: str, layer_context: LayerContext) -> Norm:
-    """The norm of rows of `size` numbers that the description asks for."""
+    """The norm that the config describes, for rows of `size` numbers."""
     return (RMSNorm if config.kind == "rms" else LayerNorm)(size, config, name, layer_context)
 
 
@@ -111,7 +111,7 @@ class NormOverHeads(WeightedLayer):
         layer_context: LayerContext,
         row_order: tuple[int, ...] | None = None,
     ) -> None:
-        """size: of all heads. num_parts: how many different parts the ranks have, of which several may be alike."""
+        """size: of all heads. num_parts: number of different parts; several ranks may have the same one."""
         super().__init__()
         self._ops, self._tp = layer_context.ops, layer_context.tp
         self._name = layer_context.name(name)
@@ -121,12 +121,12 @@ class NormOverHeads(WeightedLayer):
         self.weight = layer_context.parameter(size // num_parts, dtype=dtype)
 
     def apply_(self, x: torch.Tensor) -> None:
-        """x [num_tokens, this rank's heads * head_dim], rows of a larger tensor: in place."""
+        """In place: x [num_tokens, this rank's heads * head_dim], may be strided."""
         if self._tp.size == 1:
             self._ops.rms_norm(x, self.weight, self.eps, out=x)
             return
         x32 = x.float()
-        mean = x32.square().mean(-1, keepdim=True)  # heads that several ranks have count alike: parts are of one size
+        mean = x32.square().mean(-1, keepdim=True)  # replicated heads count evenly: all parts have the same size
         if (wait := self._tp.begin_all_reduce(mean)) is not None:
             wait()
         scale = torch.rsqrt(mean / self._tp.size + self.eps)

@@ -1,4 +1,4 @@
-"""The head of a sequence-classification model: a hidden state to one number a label."""
+"""The head of a sequence-classification model: a hidden state to one score per label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class ClassificationHead(WeightedLayer):
-    """Whole on every rank: it is small."""
+    """Replicated on every rank: it is small."""
 
     def __init__(self, num_labels: int, hidden_size: int, name: str, layer_context: LayerContext) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class ClassificationHead(WeightedLayer):
         self.weight = layer_context.parameter(num_labels, hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] -> [n, num_labels], in the model's number format."""
+        """hidden [n, hidden_size] -> [n, num_labels], in the model's dtype."""
         return F.linear(hidden, self.weight)
 
     def weight_parts(self) -> list[WeightPart]:

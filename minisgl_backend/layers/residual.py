@@ -1,4 +1,4 @@
-"""The residual stream between layers: what is in it, what is still to be added, and who adds it."""
+"""The residual stream between layers, including sublayer outputs that are not added yet."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ if TYPE_CHECKING:
 class Residual:
     """The residual stream of some tokens, [num_tokens, hidden_size]. Made by `Residual(hidden, tp)`.
 
-    The output of the last sublayer (attention or MLP) may not be in it yet, so that one kernel less is launched. Only
-    the methods here know which of these is the case:
+    The output of the last sublayer (attention or MLP) may not be added yet, which saves a kernel. It is "settled" when
+    nothing is left to add. Otherwise one of these holds, which only the methods here know:
 
-    - Each rank has a part of it, as large. The next norm adds up all of them on its way; many rows are sent to the
-      other ranks before that.
-    - It is all-reduced in place meanwhile, alone or already added to the residual stream.
+    - Each rank has a partial sum, and the next norm fuses the all-reduce; many rows are sent to the other ranks before.
+    - It is being all-reduced in place, either separately or already added to the residual stream.
     - It is normed or scaled before it is added (`SublayerNorms`).
-    - Its o_proj GEMM is deferred: a mixture of experts runs it, with its router at the same time.
+    - Its o_proj GEMM is deferred: a mixture of experts runs it in parallel with its router.
     """
 
     _hidden: torch.Tensor
     _tp: TensorParallel
-    _all_reduce: AllReduce = AllReduce.NCCL  # of sublayers' outputs, at this number of tokens
+    _all_reduce: AllReduce = AllReduce.NCCL  # for sublayers' outputs, at this number of tokens
     _output: torch.Tensor | None = None
-    _norms: SublayerNorms | None = None  # what is done to the output; None: it is added as it is
+    _norms: SublayerNorms | None = None  # applied to the output; None: it is added unchanged
     _sent: Sent | None = None
     _wait: Callable[[], object] | None = None
     _deferred: tuple[torch.Tensor, LinearMethod] | None = None
@@ -44,7 +43,7 @@ class Residual:
         return len(self._hidden)
 
     def settled(self, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
-        """With all that was still to be added, and the norm of it (None: itself), [num_tokens, hidden_size]."""
+        """The settled residual stream, and its norm (None: its hidden states), [num_tokens, hidden_size]."""
         if norm is None or self._output is None or self._norms is not None:
             residual = self._added()
             return residual, residual._hidden if norm is None else norm(residual._hidden)
@@ -53,8 +52,8 @@ class Residual:
         return residual, x if isinstance(norm, RMSNorm) else norm(hidden)
 
     def whole(self, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
-        """With all that was still to be added, and itself, [num_tokens, hidden_size], which later sublayers may
-        overwrite. `norm`: the next one, which sums over the ranks where nothing else does."""
+        """The settled residual stream, and its hidden states, [num_tokens, hidden_size], which later sublayers may
+        overwrite. `norm`: the next one, which does the all-reduce where nothing else does."""
         if self._output is not None and self._norms is None:
             residual, _ = self.settled(norm)
         else:
@@ -62,7 +61,7 @@ class Residual:
         return residual, residual._hidden
 
     def before_gemm(self, norm: Norm | None) -> tuple[Residual, torch.Tensor, RMSNorm | None]:
-        """`settled`, for a GEMM that can apply an RMSNorm itself: the third is the norm that is still to be applied."""
+        """`settled`, for a GEMM that can apply an RMSNorm itself: the third result is the norm left to apply."""
         is_summed_by_norm = self._output is not None and self._norms is None
         if norm is None or (isinstance(norm, RMSNorm) and not is_summed_by_norm):
             residual = self._added()
@@ -71,9 +70,9 @@ class Residual:
         return residual, x, None
 
     def plus(self, output: Callable[[torch.Tensor | None], torch.Tensor], norms: SublayerNorms) -> Residual:
-        """This one, which is settled, plus a sublayer's output, summed over the ranks.
+        """This settled residual stream plus a sublayer's output, summed over the ranks.
 
-        `output(residual)` computes this rank's part of it, [num_tokens, hidden_size], added to `residual` where given.
+        `output(residual)` computes this rank's partial sum, [num_tokens, hidden_size], added to `residual` if given.
         """
         hidden, tp = self._hidden, self._tp
         if not norms.adds_as_is:
@@ -89,33 +88,33 @@ class Residual:
         return Residual(out, tp, self._all_reduce, _wait=tp.begin_all_reduce(out))
 
     def deferring(self, x: torch.Tensor, o_proj: LinearMethod) -> Residual:
-        """This one, which is settled, plus a GEMM that the next sublayer runs, of x [num_tokens, size_in]."""
+        """This settled residual stream plus a GEMM of x [num_tokens, size_in] deferred to the next sublayer."""
         return Residual(self._hidden, self._tp, self._all_reduce, _deferred=(x, o_proj))
 
     @property
     def deferred_o_proj(self) -> tuple[torch.Tensor, torch.Tensor, LinearMethod] | None:
-        """Hidden states, x and o_proj, if that GEMM is left to who asks; `become` takes the new hidden states."""
+        """Hidden states, x and o_proj, if that GEMM is deferred to the caller, who passes the result to `become`."""
         return None if self._deferred is None else (self._hidden, *self._deferred)
 
     def become(self, hidden: torch.Tensor) -> Residual:
-        """With nothing left to be added."""
+        """A settled residual stream of these hidden states."""
         return Residual(hidden, self._tp, self._all_reduce)
 
     def times(self, factor: torch.Tensor) -> Residual:
-        """All of it multiplied, factor [1]."""
+        """All hidden states multiplied by factor [1]."""
         residual, hidden = self.settled(None)
         return residual.become(hidden * factor)
 
     def at(self, indices: torch.Tensor) -> Residual:
-        """Some tokens of this one, which is settled; indices int [num_chosen]."""
+        """Some tokens of this settled residual stream; indices int [num_chosen]."""
         return replace(self, _hidden=self._hidden[indices])
 
     def split(self, sizes: Sequence[int]) -> MicroBatches:
-        """This one, which is settled, as micro-batches of these sizes."""
+        """This settled residual stream as micro-batches of these sizes."""
         return tuple(Residual(hidden, self._tp, self._all_reduce) for hidden in self._hidden.split(list(sizes)))
 
     def reduced_by(self, all_reduce: AllReduce) -> Residual:
-        """This one, which is settled; `all_reduce` sums the outputs of sublayers from now on."""
+        """This settled residual stream, with `all_reduce` for the outputs of later sublayers."""
         return Residual(self._hidden, self._tp, all_reduce)
 
     def _added(self) -> Residual:
@@ -133,11 +132,11 @@ class Residual:
         return Residual(hidden, self._tp, self._all_reduce)
 
 
-# The residual stream of a long prompt goes through GEMMs, norms and MLPs as two micro-batches, its first and its last
-# tokens: the all-reduce of one overlaps the other's GEMMs. Anything else is one.
+# The residual stream of a long prompt passes GEMMs, norms and MLPs as two micro-batches, its first and its last tokens:
+# the all-reduce of one overlaps the other's GEMMs. All other steps have one micro-batch.
 MicroBatches = tuple[Residual, ...]
 
 
 def join(parts: MicroBatches) -> Residual:
-    """Micro-batches, which are settled, as one."""
+    """Joins settled micro-batches."""
     return parts[0] if len(parts) == 1 else parts[0].become(torch.cat([part._hidden for part in parts]))

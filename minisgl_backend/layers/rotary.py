@@ -1,4 +1,4 @@
-"""The table of rotary position embedding (Su et al., 2021), with the ways of stretching it that are served."""
+"""The table of rotary position embedding (Su et al., 2021), with the supported methods of context extension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_backend.layers.config import QueryGrowth, RopeConfig
 
 
 def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Radians a position of each pair of dimensions, float32 [head_dim / 2]."""
+    """Radians per position for each pair of dimensions, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / theta**exponents
 
@@ -24,8 +24,8 @@ def llama3_frequencies(
     high_freq_factor: float,
     original_max_position: int,
 ) -> torch.Tensor:
-    """Llama 3.1's stretch: waves longer than the original context are slowed by `factor`, short ones stay,
-    and those between (`original_max_position` / high_freq_factor to / low_freq_factor) are blended."""
+    """Llama 3.1's scaling: long wavelengths are scaled by `factor`, short ones are unchanged, and those in between
+    (`original_max_position` / high_freq_factor to / low_freq_factor) are interpolated."""
     waves_in_context = original_max_position * frequencies / (2 * math.pi)
     blend = (waves_in_context - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -42,8 +42,8 @@ def yarn_frequencies(
     original_max_position: int,
     truncate: bool = True,
 ) -> torch.Tensor:
-    """YaRN's stretch (Peng et al., 2023): pairs that turn more than beta_fast times in the original context stay,
-    those that turn less than beta_slow times are slowed by `factor`, and a ramp over the pairs joins the two."""
+    """YaRN's scaling (Peng et al., 2023): pairs that turn more than beta_fast times in the original context are
+    unchanged, those that turn less than beta_slow times are scaled by `factor`, with a linear ramp in between."""
     num_pairs = len(frequencies)
 
     def pair_with_turns(turns: float) -> float:
@@ -70,7 +70,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def longrope_frequencies(frequencies: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-    """LongRoPE's stretch (Ding et al., 2024): each pair is slowed by a factor of its own."""
+    """LongRoPE's scaling (Ding et al., 2024): each pair has its own factor."""
     return frequencies / torch.tensor(factors, dtype=torch.float32)
 
 
@@ -82,8 +82,8 @@ def longrope_attention_factor(factor: float, original_max_position: int) -> floa
 def rotary_table(
     frequencies: torch.Tensor, max_position: int, device: torch.device, attention_factor: float = 1.0, still: int = 0
 ) -> torch.Tensor:
-    """float32 [max_position, 2 * (num_frequencies + still)]: cosines of the angles, then sines. `still`: pairs that are
-    not rotated, behind the others."""
+    """float32 [max_position, 2 * (num_frequencies + still)]: cosines of the angles, then sines. `still`: number of
+    pairs after the others that are not rotated."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies.to(device))
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
@@ -103,7 +103,7 @@ def rope_table(rope: RopeConfig | None, head_dim: int, max_seq_len: int, device:
 
 
 def query_growth(growth: QueryGrowth | None, max_seq_len: int, device: torch.device) -> torch.Tensor | None:
-    """float32 [max_seq_len]: what a query at each position is multiplied by; None: nothing."""
+    """float32 [max_seq_len]: factor of the queries at each position; None: no factor."""
     if growth is None:
         return None
     positions = torch.arange(growth.offset, growth.offset + max_seq_len, dtype=torch.float32, device=device)
@@ -112,10 +112,10 @@ def query_growth(growth: QueryGrowth | None, max_seq_len: int, device: torch.dev
 
 
 def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None:
-    """The order in which the dimensions of query and key heads are kept; None: as in the checkpoint.
+    """The order of the dimensions of query and key heads; None: as in the checkpoint.
 
-    All kernels rotate dimension i with i + head_dim / 2. Scores are the same in any order, so that other pairs of a
-    model (partial, interleaved) are brought there when its weights are loaded.
+    All kernels rotate dimension i with i + head_dim / 2. Scores do not depend on the order, so other pairings (partial,
+    interleaved) are permuted to this one when the weights are loaded.
     """
     if rope is None:
         return None
@@ -128,7 +128,7 @@ def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None
 
 
 def _stretched(rope: RopeConfig, frequencies: torch.Tensor, max_seq_len: int) -> tuple[torch.Tensor, float]:
-    """The frequencies as the rope's type has them, and the factor of cosines and sines."""
+    """The frequencies for the rope's type, and the factor of cosines and sines."""
     if rope.type == "linear":
         return frequencies / rope.factor, 1.0
     if rope.type == "llama3":
@@ -152,7 +152,7 @@ def _stretched(rope: RopeConfig, frequencies: torch.Tensor, max_seq_len: int) ->
         factor = rope.attention_factor or yarn_attention_factor(rope.factor, rope.mscale, rope.mscale_all_dim)
         return frequencies, factor
     elif rope.type == "longrope":
-        # The factors are chosen once, not by each sequence's length: keys in the prefix cache are those of all.
+        # The factors are chosen once, not by each sequence's length: keys in the prefix cache are shared.
         factors = rope.long_factor if max_seq_len > rope.original_max_position else rope.short_factor
         factor = rope.attention_factor or longrope_attention_factor(rope.factor, rope.original_max_position)
         return longrope_frequencies(frequencies, factors), factor

@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what shares."""
+"""Router of a mixture of experts: which experts a token takes, and their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class Router(WeightedLayer):
-    """All ranks compute the same one, so that they pick the same experts."""
+    """Replicated on all ranks, so that they pick the same experts."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Router(WeightedLayer):
 
     @property
     def is_fused(self) -> bool:
-        """Whether `apply_routed` of the experts is all of it: shares by softmax over all experts, the best count."""
+        """Whether `apply_routed` of the experts can do the routing: softmax, with no correction bias or float32."""
         config = self._config
         return self._is_simple and not (config.in_float32 or config.correction_bias)
 
     @property
     def _is_simple(self) -> bool:
-        """Whether the shares are those of a softmax over all experts, or over the best."""
+        """Whether the weights are a softmax over all experts, or over the best."""
         config = self._config
         return config.scores == "softmax" and config.num_groups == 1 and config.scaling == 1.0
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [num_tokens, hidden_size] -> ids int64 and shares float32, both [num_tokens, experts_per_token]."""
+        """x [num_tokens, hidden_size] -> ids int64 and weights float32, both [num_tokens, experts_per_token]."""
         choice, logits = self._choice, self.method.apply_weights(x.to(self.method.weight.dtype))
         if self._is_simple and self.correction_bias is None:
             return self._kernels.route(logits, choice.experts_per_token, choice.renormalize)

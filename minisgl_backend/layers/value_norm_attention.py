@@ -1,4 +1,4 @@
-"""Self-attention whose values have a norm of their own (Gemma 4)."""
+"""Self-attention with a norm of the values (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ValueNormAttention(SelfAttention):
         super().store(self._with_values(qkv), positions, slots)
 
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
-        """As `SelfAttention` has it, of qkv_proj's outputs, which may be overwritten."""
+        """qkv_proj's outputs, which may be overwritten, -> qkv as `SelfAttention` takes it."""
         config, (q_size, kv_size) = self._config, self._sizes
         assert isinstance(config, ValueNormAttentionConfig), "models.decoder chooses by it"
         if config.values_are_keys:

@@ -1,4 +1,4 @@
-"""What every layer with weights shares: where they live, and what it says of them."""
+"""Base of layers with weights: where the weights are, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["LayerContext", "WeightedLayer"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """Where a module's weights live, what computes with them, and where in the model it is."""
+    """Device and dtype of a module's weights, the kernels that use them, and the module's path in the model."""
 
     device: torch.device
     dtype: torch.dtype
     ops: Ops
     tp: TensorParallel
-    methods: WeightMethods  # of linear layers and experts, by their paths
-    path: str = ""  # names of modules with dots between them: model.layers.3.mlp
+    methods: WeightMethods  # of linear layers and experts, by path
+    path: str = ""  # dotted path: model.layers.3.mlp
 
     def at(self, name: str) -> LayerContext:
-        """The same for a module within this one."""
+        """The context of a submodule."""
         return dataclasses.replace(self, path=self.name(name))
 
     def name(self, name: str) -> str:
-        """In full, from the model down."""
+        """The full dotted name."""
         return f"{self.path}.{name}" if self.path else name
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -92,9 +92,9 @@ def test_backends_of_latents_in_fp8(requested: str, capability: int | None, pair
         ("fa", 100, {}, "no kernels for latents"),
         ("flashmla", 80, {}, "no kernels for latents"),
         ("fi", 90, {"latents": (256, 32)}, "512 + 64 numbers; this model has 256 + 32"),
-        ("flashmla", 90, {"latents": None, "head_dims": (128,)}, "latents (MLA) alone"),
+        ("flashmla", 90, {"latents": None, "head_dims": (128,)}, "only serves latents (MLA)"),
         ("flashmla", 90, {"dtype": "float32"}, "serves float16 and bfloat16"),
-        ("fa,flashmla", 90, {"kv_dtype": "float8_e4m3fn"}, "flashmla decodes of no latents (MLA) in fp8_e4m3"),
+        ("fa,flashmla", 90, {"kv_dtype": "float8_e4m3fn"}, "flashmla cannot decode over latents (MLA) in fp8_e4m3"),
         ("triton", 80, {"kv_dtype": "float8_e4m3fn"}, "in fp8_e4m3 on a GPU of compute capability 8.0"),
     ],
 )
