@@ -1,1 +1,1 @@
-"""Model folders and architectures: what config.json means, and the modules it builds."""
+"""Model folders and architectures: reading config.json, and the modules built from it."""

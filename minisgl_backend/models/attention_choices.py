@@ -1,5 +1,5 @@
-"""Which attention kernels a model takes on a device that need not be there: the backends that were resolved, and of the
-`triton` backend's decode kernel the cut (kernels/attention/choose.py)."""
+"""Which attention kernels a model uses on a device, which need not exist here: the resolved backends, and the split of
+the `triton` backend's decode kernel (kernels/attention/choose.py)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def attention_choices(
     rows: Sequence[int] = ROWS,
     few_rows: FewRows | None = None,
 ) -> dict[Weight, dict[int, Choice]]:
-    """As `kernel_choices`, an entry for each group of layers; rows up to MOST_LOGITS are a decode step, more a prompt.
-    prefill, decode: attention backends; few_rows: which one decodes steps of few rows, where it is another."""
+    """As `kernel_choices`, with an entry for each group of layers; up to MOST_LOGITS rows are a decode step, more are a
+    prompt. prefill, decode: attention backends; few_rows: the backend of decode steps with few rows, if another."""
     spec = attention_spec(
         config, tp_size=tp_size, page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META,
         kv_dtype=kv_dtype,

@@ -12,14 +12,14 @@ from minisgl_backend.models.json_files import read_json
 
 log = logging.getLogger(__name__)
 
-# Of another module, so that a native model needs neither torch nor transformers.
+# In another module, so that a native model needs neither torch nor transformers.
 _FALLBACK = "minisgl_backend.models.fallback.describe"
 
 
 def load_model_config(
     model_dir: str | Path, model_impl: str = "auto", *, trust_remote_code: bool = False
 ) -> ModelConfig:
-    """What a model folder says, for the implementation that `model_impl` asks for; auto prefers the native family.
+    """The config of a model folder for the implementation that `model_impl` selects; auto prefers the native family.
 
     Raises ConfigError naming what is not served, by which of the two and why.
     """
@@ -54,7 +54,7 @@ def _through_transformers(folder: Path, trust_remote_code: bool) -> ModelConfig:
 
 
 def _may_fall_back(folder: Path) -> bool:
-    """Whether it is worth the seconds that transformers takes: whatever it could not serve either is refused before."""
+    """Whether to try transformers, which takes seconds: folders that it cannot serve either are refused before."""
     config = read_json(folder / "config.json")
     refused = ("quantization_config", "compression_config", "is_encoder_decoder")
     return (

@@ -1,4 +1,4 @@
-"""What a model folder says about its model: what it computes, its context, end tokens, sampling defaults.
+"""The config of a model, read from its folder: what it computes, its context, end tokens, sampling defaults.
 
 The only reader of config.json and generation_config.json; needs neither torch nor transformers.
 """
@@ -26,7 +26,7 @@ from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.quantization_config import read_quantization_config
 
-# Keys that wrappers of a text model may have outside of its own description.
+# Keys that a multimodal config may have outside of its text config.
 _AROUND_TEXT = (
     "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config",
     "compression_config",
@@ -38,13 +38,13 @@ class ModelConfig(DecoderConfig):
     """One model, checked: an instance exists only for what this engine computes correctly."""
 
     architecture: str
-    implementation: str = "native"  # or "transformers": its own classes run the model
-    dtype: str  # float32, float16 or bfloat16: the format the model was saved in
-    eos_token_ids: tuple[int, ...]  # those of config.json, of generation_config.json and of the tokenizer
+    implementation: str = "native"  # or "transformers": its classes run the model
+    dtype: str  # float32, float16 or bfloat16: the dtype of the checkpoint
+    eos_token_ids: tuple[int, ...]  # from config.json, generation_config.json and the tokenizer
     bos_token_id: int | None
     generation: GenerationDefaults
-    tensor_names: TensorNames  # of its checkpoints
-    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # number formats of its weights
+    tensor_names: TensorNames  # in its checkpoints
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # formats of its weights
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor transformers knows
 
@@ -78,7 +78,7 @@ class ModelConfig(DecoderConfig):
 
         quantization = keys.get("quantization_config") or keys.get("compression_config")  # its older name
         keys.choice("is_encoder_decoder", (False,))
-        keys.choice("is_causal", (True,))  # of embedding models that see what follows a token, too
+        keys.choice("is_causal", (True,))  # False in embedding models with bidirectional attention
         decoder = family.read(keys)
         decoder.check()
         names = family.tensor_names
@@ -103,9 +103,9 @@ class ModelConfig(DecoderConfig):
         super().check_tensor_parallel(size)
 
     def max_seq_len(self, override: int | None = None) -> int:
-        """The longest sequence, prompt and answer, in tokens; `override` is the option max_seq_len_override.
+        """The longest sequence, prompt and output, in tokens; `override` is the option max_seq_len_override.
 
-        Raises ConfigError for more than the model provides for.
+        Raises ConfigError for more than the model supports.
         """
         if override is not None and override > self.max_position:
             raise ConfigError(
@@ -125,14 +125,14 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """The description of the text model, with what counts for it of the keys around."""
+    """The text model's config, with the keys of the outer config that apply to it."""
     key = family.text_config
     if key is None or (family.may_be_flat and key not in config):
         return config
     inner = config.get(key)
     if not isinstance(inner, dict):
         refuse(key, inner, "a JSON object, which describes the text model")
-    ties = any(of.get("tie_word_embeddings") for of in (config, inner))  # transformers 5 has it around, 4 within
+    ties = any(of.get("tie_word_embeddings") for of in (config, inner))  # transformers 5: outer config, 4: inner
     return {
         **{name: config[name] for name in _AROUND_TEXT if name in config},
         **inner,
@@ -141,7 +141,7 @@ def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 
 def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """With ModelOpt's own description of the weights, which older checkpoints of it have in a file beside."""
+    """Adds ModelOpt's description of the weights, which its older checkpoints have in a separate file."""
     described = read_json_if_there(folder / "hf_quant_config.json").get("quantization")
     if config.get("quantization_config") or not isinstance(described, dict) or not described.get("quant_algo"):
         return config

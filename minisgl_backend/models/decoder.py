@@ -60,12 +60,12 @@ class DecoderLayer(nn.Module):
         )
 
     def derive_weights(self) -> None:
-        """What is computed from weights: to be called when all of them are loaded."""
+        """Computes tensors that are derived from weights. Called when all weights are loaded."""
         self.self_attn.derive_weights()
         self.mlp.derive_weights(self.self_attn.o_proj, self._mlp_norms)
 
     def keep_input(self, micro_batches: MicroBatches, outs: Iterable[torch.Tensor]) -> MicroBatches:
-        """Copies the hidden states that this layer is given to each of `outs`, [num_tokens, hidden_size]."""
+        """Copies this layer's input to each of `outs`, [num_tokens, hidden_size]."""
         kept, states = zip(*[one.whole(self._attention_norms.before) for one in micro_batches], strict=True)
         for out in outs:
             for part, state in zip(out.split([one.num_tokens for one in kept]), states, strict=True):
@@ -73,8 +73,8 @@ class DecoderLayer(nn.Module):
         return tuple(kept)
 
     def store(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """What attention keeps of these tokens alone: hidden [num_tokens, hidden_size], as of `forward`, positions and
-        slots int [num_tokens]."""
+        """Only stores these tokens in attention's KV pool: hidden [num_tokens, hidden_size] as in `forward`, positions
+        and slots int [num_tokens]."""
         _, qkv = self.self_attn.qkv_proj(Residual(hidden, self._tp), self._attention_norms.before)
         self.self_attn.store(qkv, positions, slots)
 
@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
     ) -> MicroBatches:
-        """num_tokens in all micro-batches, positions int [num_tokens] -> the same, or those at `logits_indices`."""
+        """num_tokens in all micro-batches, positions int [num_tokens] -> all tokens, or those at `logits_indices`."""
         defers = self.mlp.takes_o_proj
         micro_batches = self.self_attn(
             micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
@@ -134,8 +134,8 @@ def _mlp(
 
 
 class ParallelDecoderLayer(DecoderLayer):
-    """Attention and an MLP of the same norm, added to the residual stream together: with tensor parallelism they are
-    summed over the ranks once."""
+    """Attention and MLP in parallel, with the same norm, added to the residual stream together: with tensor parallelism
+    they need one all-reduce."""
 
     def derive_weights(self) -> None:
         self.self_attn.derive_weights()
@@ -198,8 +198,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
 
-        `ctx.logits_indices` says of which tokens. Of the others the last layer computes keys and values only, unless
-        `ctx.aux` asks for all: of a long prompt's prefill that saves most of one layer.
+        `ctx.logits_indices` selects the tokens. For the others the last layer only computes keys and values, unless
+        `ctx.aux` requests all: that saves most of one layer in a long prompt's prefill.
         """
         micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
         layers = cast("Sequence[DecoderLayer]", self.layers)
@@ -243,7 +243,7 @@ class CausalLM(nn.Module):
             for index, layer in enumerate(config.layers)
         )
         self.model = Decoder(config, layers, layer_context.at("model"))
-        # A model that does not generate takes its embedding for the output projection: what it samples is not used.
+        # A model that does not generate uses its embedding as output projection: what it samples is not used.
         tied = self.model.embed_tokens if config.tie_word_embeddings or not config.generates else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", layer_context, tied)
         self.score = (
@@ -257,42 +257,42 @@ class CausalLM(nn.Module):
         return self.model(input_ids, positions, ctx)
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """From now on attention reads and writes this pool."""
+        """Binds attention to this pool."""
         for module in self.modules():
             if isinstance(module, AttentionBlock):
                 module.bind(spec, pool)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
+        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's dtype."""
         return self._shaped(self.lm_head(hidden))
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] -> [n, num_labels]; only of a model that has a classification head."""
+        """hidden [n, hidden_size] -> [n, num_labels]; only for a model with a classification head."""
         assert self.score is not None, "a request for scores is refused where there is no head"
         return self.score(hidden)
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get
+        """`logits` for all rows of a decode step, once per step, where ranks other than 0, which do not sample, may get
         [num_sampled, 0]."""
         return self._shaped(self.lm_head.on_rank_0(hidden))
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place: with the model's multiplier and soft cap."""
+        """Applies the model's logits multiplier and soft cap, in place."""
         multiplier, soft_cap = self.config.logits_multiplier, self.config.logits_soft_cap
         if multiplier != 1.0:
             logits.mul_(multiplier)
         return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
     def derive_weights(self) -> None:
-        """What layers compute from weights: to be called when all of them are loaded."""
+        """Computes what layers derive from weights. Called when all weights are loaded."""
         process_weights_after_loading(self)
         for module in self.modules():
             if isinstance(module, DecoderLayer):
                 module.derive_weights()
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """Lets the GEMMs choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
-        tokens a step; to be called before a capture."""
+        """Lets the GEMMs choose their kernels for decode steps of these sizes, and for prefills of up to `longest`
+        tokens. Called before a capture."""
         alike: dict[tuple[type, tuple[int, int]], list[LinearMethod]] = {}
         for module in self.model.modules():
             if isinstance(module, LinearMethod):
@@ -304,7 +304,7 @@ class CausalLM(nn.Module):
 
 
 def rehearsal(config: ModelConfig) -> tuple[int, ...]:
-    """Layers, ascending, that launch every kernel of a forward pass: the first, before which there is nothing to be
-    added, the first of each kind behind it, and the last, which may have fewer lines."""
+    """Layers, ascending, that launch every kernel of a forward pass: the first, for which nothing is left to add, the
+    first of each kind after it, and the last, which may only compute the rows of `logits_indices`."""
     later = {kind: index for index, kind in reversed(list(enumerate(config.layers))) if index > 0}
     return tuple(sorted({0, *later.values(), config.num_layers - 1}))

@@ -1,4 +1,4 @@
-"""What a decoder computes, as data: a family writes it (models/families), `models.decoder` builds modules from it."""
+"""The computation of a decoder as data: families (models/families) write it, `models.decoder` builds modules of it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from minisgl_backend.layers.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Embedding, layers, final norm and output projection of one model; sizes are those before a split over ranks."""
+    """Embedding, layers, final norm and output projection of one model; sizes are those before tensor parallelism."""
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm: NormConfig  # after the last layer
-    max_position: int  # tokens; with YaRN the stretched length
+    max_position: int  # tokens; with YaRN the extended length
     tie_word_embeddings: bool
     embedding_multiplier: float = 1.0  # of the embedding's vectors
     logits_multiplier: float = 1.0
-    num_labels: int = 0  # of the classification head in place of the output projection; 0: there is none
-    generates: bool = True  # False: its checkpoints have no output projection, so that it gives vectors alone
+    num_labels: int = 0  # of the classification head that replaces the output projection; 0: there is none
+    generates: bool = True  # False: its checkpoints have no output projection, so it only serves embeddings
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
-    num_draft_layers: int = 0  # behind the last layer in checkpoints: they predict further tokens (MTP)
+    num_draft_layers: int = 0  # MTP layers after the last layer in checkpoints
 
     @property
     def num_layers(self) -> int:
@@ -39,22 +39,22 @@ class DecoderConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """Each of `num_draft_layers`: in all families as the last of the model's own."""
+        """The config of each MTP layer: in all families that of the model's last layer."""
         return self.layers[-1]
 
     @property
     def draft_prefixes(self) -> tuple[str, ...]:
-        """What the names of their tensors begin with, layer by layer."""
+        """Prefixes of the MTP layers' tensor names."""
         return tuple(f"model.layers.{self.num_layers + index}." for index in range(self.num_draft_layers))
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Of the layers, each size once."""
+        """The distinct head sizes of the layers."""
         return tuple(dict.fromkeys(layer.attention.head_dim for layer in self.layers))
 
     @property
     def latents(self) -> tuple[int, int] | None:
-        """kv_lora_rank and qk_rope_head_dim where latents are kept in place of keys and values (MLA), in all layers."""
+        """kv_lora_rank and qk_rope_head_dim of a model with latents (MLA) in all layers; None: keys and values."""
         attention = self.layers[0].attention
         if isinstance(attention, AttentionConfig):
             return None
@@ -62,11 +62,11 @@ class DecoderConfig:
 
     @property
     def mixture(self) -> MoeConfig | None:
-        """Of the first layer that has one; None: all MLPs are dense."""
+        """The mixture of the first layer that has one; None: all MLPs are dense."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeConfig)), None)
 
     def check(self) -> None:
-        """Raises ConfigError for what no family may ask of the engine."""
+        """Raises ConfigError for combinations that the engine does not support for any family."""
         if len({type(layer.attention) for layer in self.layers}) > 1:
             raise ConfigError("config.json: some layers keep latents (MLA); allowed: in all layers, or in none")
         for layer in self.layers:
@@ -83,13 +83,13 @@ class DecoderConfig:
 
     @property
     def layer_weights_per_token(self) -> int:
-        """The weights of all layers that one token is multiplied with; two operations each."""
+        """Number of weights of all layers that one token uses; two operations each."""
         heads = sum(attention_weights(layer.attention, self.hidden_size) for layer in self.layers)
         return heads + self.hidden_size * sum(_mlp_rows_per_token(layer) for layer in self.layers)
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. Of more ranks than KV heads, several
-        have the same one."""
+        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. With more ranks than KV heads,
+        several ranks have the same head."""
         for layer in self.layers:
             sizes = {"num_attention_heads": layer.attention.num_q_heads}
             if size % layer.attention.num_kv_heads:
@@ -108,7 +108,7 @@ class DecoderConfig:
 
 
 def attention_weights(attention: AttentionConfig | LatentAttentionConfig, hidden_size: int) -> int:
-    """Weights of the linear layers around attention."""
+    """Number of weights of the linear layers around attention."""
     a = attention
     if isinstance(a, AttentionConfig):
         return 2 * (a.num_q_heads + a.num_kv_heads) * a.head_dim * hidden_size
@@ -119,7 +119,7 @@ def attention_weights(attention: AttentionConfig | LatentAttentionConfig, hidden
 
 
 def _mlp_rows_per_token(layer: LayerConfig) -> int:
-    """Rows of hidden_size weights that one token is multiplied with in one layer's MLP."""
+    """Number of weight rows, each of hidden_size, that one token uses in one layer's MLP."""
     mlp = layer.mlp
     if isinstance(mlp, MlpConfig):
         return 3 * mlp.intermediate_size

@@ -1,7 +1,7 @@
-"""What a folder says about an EAGLE-3 head (Li et al., 2025): a model of one layer that drafts for another one.
+"""The config of an EAGLE-3 head (Li et al., 2025), read from its folder: a one-layer model that drafts for another one.
 
-It reads three of the target's hidden states and the embedding of the token behind them. The layout is that of published
-heads: config.json of Llama's keys with `draft_vocab_size`. Needs neither torch nor transformers.
+It reads three of the target's hidden states and the embedding of the next token. The layout is that of published heads:
+config.json with Llama's keys and `draft_vocab_size`. Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NAMES = TensorNames(
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(ModelConfig):
     """A head. `vocab_size` is the target's; `layers` has the one layer, whose queries, keys and values are computed
-    from the embedding and the hidden state, one behind the other."""
+    from the concatenated embedding and hidden state."""
 
-    draft_vocab_size: int  # tokens that it can draft
+    draft_vocab_size: int  # number of tokens that it can draft
     target_hidden_size: int
-    aux_layers: tuple[int, ...] | None  # as of `AuxStates`; None: those that published heads are trained on
-    norm_before_residual: bool  # the norm of the hidden state is what the layer's outputs are added to
+    aux_layers: tuple[int, ...] | None  # as in `AuxStates`; None: those that published heads are trained on
+    norm_before_residual: bool  # the residual stream starts from the normed hidden state
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Eagle3Config:
@@ -122,8 +122,8 @@ class Eagle3Config(ModelConfig):
 
 
 def _aux_layers(keys: Keys, own: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """At the top, an id is that of the layer that the hidden state goes into, as vLLM has it; in eagle_config of the
-    layer that it comes from, as SGLang has it."""
+    """At the top level an id names the layer whose input the hidden state is, as in vLLM; in eagle_config the layer
+    whose output it is, as in SGLang."""
     given = keys.get(_LAYER_IDS)
     ids, offset = (own.get(_LAYER_IDS), 1) if given is None else (given, 0)
     if ids is None:

@@ -1,4 +1,4 @@
-"""The modules of an EAGLE-3 head (Li et al., 2025): `models.draft_head` says what it is given and says."""
+"""The modules of an EAGLE-3 head (Li et al., 2025); `models.draft_head` describes its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from minisgl_backend.weights.methods import WeightMethods
 from minisgl_backend.weights.parts import WeightPart, check_filled
 
 _EMBEDDING, _VOCABULARY = "embed_tokens.weight", "d2t"
-_DRAFTED = "t2d"  # which of the target's tokens can be drafted: the vocabulary says it, too
+_DRAFTED = "t2d"  # mask of the target's tokens that can be drafted: redundant, d2t has the ids
 
 
 class DraftVocabulary(WeightedLayer):
-    """The target's id of each token that the head drafts; stored is by how much it is larger than the head's."""
+    """The target's id of each token of the draft vocabulary; stored as the difference to the draft id (d2t)."""
 
     def __init__(self, size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DraftVocabulary(WeightedLayer):
         self.ids = layer_context.parameter(size, dtype=torch.int64)
 
     def derive(self, vocab_size: int) -> None:
-        """To be called once, when they are loaded."""
+        """Called once, when they are loaded."""
         self.ids.data.add_(torch.arange(len(self.ids), device=self.ids.device))
         self.ids.data.clamp_(0, vocab_size - 1)
 
@@ -62,7 +62,7 @@ class DraftVocabulary(WeightedLayer):
 
 
 class MidLayer(nn.Module):
-    """The head's one layer, under the name that published checkpoints have for it."""
+    """The head's one layer, named as in published checkpoints."""
 
     def __init__(self, config: Eagle3Config, cos_sin: torch.Tensor, layer_context: LayerContext) -> None:
         super().__init__()
@@ -81,16 +81,16 @@ class MidLayer(nn.Module):
         self._mlp_norms = SublayerNorms(self.post_attention_layernorm)
 
     def keep(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values of these positions; slots int [num_tokens], the others as of `forward`."""
+        """Only stores keys and values of these positions; slots int [num_tokens], the others as in `forward`."""
         self.self_attn.store(self._projected(embedded, self.hidden_norm(hidden)), positions, slots)
 
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> Residual:
-        """embedded and hidden [num_tokens, hidden_size], positions int [num_tokens] -> the hidden states behind it."""
+        """embedded and hidden [num_tokens, hidden_size], positions int [num_tokens] -> the layer's hidden states."""
         normed = self.hidden_norm(hidden)
-        # What is added to may be overwritten. It is copied here, so that no kernel that starts late is between GEMMs
-        # and attention.
+        # The residual stream may be overwritten, so it is copied; here, and not between GEMMs and attention, where a
+        # kernel without early launch would cost more.
         residual = Residual(normed if self._norm_before_residual else hidden.clone(), self._tp)
         qkv = self._projected(embedded, normed)
         attended = self.self_attn.heads(qkv, positions, ctx)
@@ -105,8 +105,8 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """A head on one rank. With tensor parallelism its layer and its output projection are split as the target's; what
-    combines the target's states is whole on each rank."""
+    """A head on one rank. With tensor parallelism its layer and its output projection are split like the target's; the
+    projection of the target's states is replicated on each rank."""
 
     def __init__(
         self, config: Eagle3Config, layer_context: LayerContext, max_seq_len: int, embedding: Embedding | None
@@ -154,7 +154,7 @@ class Eagle3Head(DraftHead):
                 module.prepare([module], batch_sizes, 0 if module is self.lm_head.method else longest)
 
     def derive_weights(self) -> None:
-        """To be called once, when all weights are loaded."""
+        """Called once, when all weights are loaded."""
         process_weights_after_loading(self)
         if self.vocabulary is not None:
             self.vocabulary.derive(self.config.vocab_size)

@@ -1,4 +1,4 @@
-"""The tokens that end a text, as the files of a model's folder have them."""
+"""The end-of-sequence tokens of a model, from the files of its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_backend.models.json_files import read_json_if_there
 def end_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """All of them, as SGLang: fine-tunes are about whose files disagree, and each of these tokens ends a text."""
+    """The tokens of all files, as in SGLang: some fine-tunes' files disagree, and each of their tokens ends a text."""
     found: dict[int, None] = {}
     for file, values in (("generation_config.json", generation), ("config.json", config)):
         name = f"{file}: eos_token_id"
@@ -30,7 +30,7 @@ def end_tokens(
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """One or several, each once. Raises ConfigError with the key's `name`."""
+    """One or several ids without duplicates. Raises ConfigError with the key's `name`."""
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]
@@ -41,7 +41,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def read_end_of_text(folder: Path) -> int | None:
-    """The id of the tokenizer's eos_token, from its files; None where they do not say."""
+    """The id of the tokenizer's eos_token, from its files; None where they have none."""
     settings = read_json_if_there(folder / "tokenizer_config.json")
     token = settings.get("eos_token") or read_json_if_there(folder / "special_tokens_map.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
@@ -54,7 +54,7 @@ def read_end_of_text(folder: Path) -> int | None:
 
 
 class _TokenizerModel(msgspec.Struct):
-    vocab: msgspec.Raw = msgspec.Raw(b"null")  # 150,000 tokens or more: parsed where the token is not among the added
+    vocab: msgspec.Raw = msgspec.Raw(b"null")  # may have 150,000 tokens: parsed only if the token is not an added one
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -63,7 +63,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _token_id(file: Path, text: str) -> int | None:
-    """The id of a token in a tokenizer.json; None where there is no file, or no such token."""
+    """The id of a token in a tokenizer.json; None where the file or the token is missing."""
     if not file.is_file():
         return None
     try:

@@ -11,20 +11,20 @@ from minisgl_backend.installation import model_repository
 from minisgl_backend.weights.gguf_index import gguf_files, is_gguf
 
 DEMO = "demo"
-# What comes with the project -> its folder, beside the engine's model.
+# Models that come with the project -> their folders.
 _OWN = {DEMO: "demo_model", "demo-eagle3": "demo_eagle3"}  # the second one is an EAGLE-3 head for the first
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _CODE = ["*.py"]
-_IGNORED = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
+_IGNORED = ["consolidated*", "original/*"]  # copies of the weights in their authors' format
 
-_PARTS, _PART_BYTES = 9, 1 << 16  # of a file that are read for its fingerprint
+_PARTS, _PART_BYTES = 9, 1 << 16  # number and size of the parts of a file that its fingerprint covers
 
 
 def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
-    """The folder that the option `model` names; of a GGUF file, one that is made of it and kept. A hub id is
-    downloaded where the host has a network.
+    """The folder of the option `model`; for a GGUF file, a cached folder that is made from it. A hub id is downloaded
+    if the host has a network.
 
-    `trust_remote_code`: with the Python code that a tokenizer may bring.
+    `trust_remote_code`: also downloads a tokenizer's Python code.
 
     Raises ConfigError saying what was looked for and what is allowed.
     """
@@ -36,7 +36,7 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
             raise ConfigError(f"model is {model!r}: that folder has no config.json")
         return folder.resolve()
     if is_gguf(folder):
-        from minisgl_backend.models.gguf_folder import gguf_folder  # most starts read no such file
+        from minisgl_backend.models.gguf_folder import gguf_folder  # most starts read no GGUF file
 
         return gguf_folder(folder)
     if folder.exists():
@@ -55,8 +55,8 @@ def is_local(model: str) -> bool:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """By name of a file, what tells it from others: of large ones the size and some bytes.
-    Two folders of one model have the same. Raises ConfigError where one cannot be read."""
+    """Fingerprint of each file by name: for large files, their size and some bytes.
+    Two folders of one model have the same. Raises ConfigError where a file cannot be read."""
     prints = {}
     for path in sorted((*folder.glob("*.safetensors"), *gguf_files(folder), folder / "config.json")):
         try:
@@ -98,7 +98,7 @@ def _download(model: str, patterns: list[str]) -> Path:
         raise ConfigError(
             f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, or `demo`"
         ) from None
-    except Exception as error:  # the hub client raises errors of several libraries for one cause: it was not reachable
+    except Exception as error:  # if the hub is unreachable, its client raises errors of several libraries
         raise ConfigError(
             f"model is {model!r}: there is no such folder, and it could not be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"

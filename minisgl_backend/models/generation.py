@@ -1,4 +1,4 @@
-"""Sampling defaults of a model: what its generation_config.json says for requests that do not."""
+"""Sampling defaults of a model, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.request import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling values for requests that do not say, spelled as SamplingParams has them; None: the folder is silent."""
+    """Defaults of sampling options, with the names of SamplingParams; None: not set in the folder."""
 
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None
@@ -36,7 +36,7 @@ class GenerationDefaults:
         except InvalidRequestError as error:
             raise ConfigError(f"generation_config.json: {error}") from None
         values = {name: getattr(params, name) for name in given}
-        if generation.get("do_sample") is False:  # greedy, and nothing of the file acts on a request that samples
+        if generation.get("do_sample") is False:  # greedy; the file's other values do not apply to requests that sample
             values["temperature"] = 0.0
         return cls(**values)
 

@@ -1,7 +1,7 @@
-"""config.json of a model that is in a GGUF file. Needs neither torch nor gguf.
+"""config.json of a model in a GGUF file. Needs neither torch nor gguf.
 
-llama.cpp's own keys become those that a family reads. What a file's metadata does not tell is as llama.cpp has it
-built in, or as the family's defaults are.
+llama.cpp's keys are translated to those that a family reads. Values missing in a file's metadata are llama.cpp's
+built-in ones, or the family's defaults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.weights.gguf_names import ARCHITECTURES, GGUFArchitecture
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-_KEYS = {  # behind the architecture's name: config.json's
+_KEYS = {  # key after the architecture's name -> key of config.json
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -43,16 +43,17 @@ _KEYS_OF: Mapping[str, Mapping[str, str]] = {
 }
 _WITH_WINDOWS = ("gemma2", "gemma3", "phi3")
 _NO_HEAD_DIM = ("phi3", "qwen2", "qwen2moe")  # their families derive it
-# llama.cpp's for the largest models, which it tells by their layers: scores are scaled as if heads had that size.
+# As in llama.cpp, for the largest models, which it recognises by their number of layers: scores are scaled as if heads
+# had that size.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Texts of tokens that end a turn, which files often do not name otherwise; llama.cpp knows them by their texts, too.
+# Texts of tokens that end a turn, which metadata often does not name; llama.cpp also recognises them by text.
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 _CONTROL = 3
 
 
 def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
-    """Raises ConfigError, with those that are served, for another one."""
+    """The architecture of a file. Raises ConfigError, listing the supported ones, for another."""
     file, metadata = header.files[0], header.metadata
     kind = metadata.get("general.type", "model")
     if kind != "model":
@@ -70,7 +71,7 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
 
 
 def config_of(header: GGUFHeader) -> dict[str, Any]:
-    """The content of config.json. Raises ConfigError naming a key that is missing, or what is not served."""
+    """The content of config.json. Raises ConfigError naming a missing key or an unsupported value."""
     kind = architecture_of(header)
     values = _Values(header)
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": kind.model_type}
@@ -99,7 +100,7 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
 
 
 def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
-    """Those that end an answer: the text's end, and the turn's."""
+    """The tokens that end an output: end of text, and end of turn."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     by_text = [
@@ -172,7 +173,7 @@ def _rope(values: _Values, config: Mapping[str, Any], head_dim: int) -> dict[str
 
 
 def _llama3(values: _Values, config: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
-    """Llama 3.1's scaling, of which files have the result alone: by how much each frequency is divided."""
+    """Llama 3.1's scaling, of which files only have the result: the divisor of each frequency."""
     found = values.floats("rope_freqs.weight")
     scaling = {"rope_type": "llama3", "factor": max(found), **_LLAMA3}
     theta, original = config.get("rope_theta", 10000.0), _LLAMA3["original_max_position_embeddings"]

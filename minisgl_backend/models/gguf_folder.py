@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: configuration and tokenizer converted once and kept, weights left where they are.
+"""A GGUF file as a model folder: config and tokenizer are converted once and cached, weights stay in the GGUF file.
 
-Everything that reads a model's folder then reads it as any other, in each of the server's processes; its weights are
-numbers only while they are loaded (weights.gguf_files), so that a copy of them takes no room.
+Everything that reads model folders then reads it like any other, in each of the server's processes; weights are only
+dequantized while they are loaded (weights.gguf_files), so no copy of them takes disk space.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from minisgl_backend.weights.shards import some
 
 log = logging.getLogger(__name__)
 
-_KEPT = 32  # folders, of a few to 40 MB each; those that were not used for the longest time are removed
-_VERSION = 2  # of what is written
+_KEPT = 32  # cached folders, of a few to 40 MB each; the least recently used are removed
+_VERSION = 2  # of the folders' format
 
 
 def gguf_folder(path: Path) -> Path:
-    """The model folder of a GGUF file, or of one that is split, of which `path` is any part.
+    """The model folder of a GGUF file; of a split one, `path` is any part.
 
     Raises ConfigError for what cannot be read, naming it and what is served, and where the package gguf is missing.
     """
@@ -66,7 +66,7 @@ def _root() -> Path:
 
 
 def _key(files: Iterable[Path]) -> str:
-    """Another one where a file has changed."""
+    """Cache key, which changes with the files."""
     facts = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr((_VERSION, facts)).encode()).hexdigest()[:16]
 
@@ -127,7 +127,7 @@ def _indexed(header: GGUFHeader, kind: GGUFArchitecture, stored: str, name: str,
     if kind.pairs_adjacent and stored.endswith((".attn_q.weight", ".attn_k.weight")):
         count = "head_count" if "attn_q" in stored else "head_count_kv"
         heads = header.metadata[f"{header.metadata['general.architecture']}.attention.{count}"]
-        heads = heads[0] if isinstance(heads, list) else heads  # by layer: `config_of` has seen that they are alike
+        heads = heads[0] if isinstance(heads, list) else heads  # by layer: `config_of` has checked that all are equal
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)
     return IndexedTensor(

@@ -1,7 +1,7 @@
-"""`python -m minisgl_backend.models.gguf_tokenizer FILE FOLDER`: the tokenizer and the chat template that are inside
-of a GGUF file, as transformers reads them, as files of a model folder.
+"""`python -m minisgl_backend.models.gguf_tokenizer FILE FOLDER`: writes the tokenizer and the chat template of a GGUF
+file, as transformers reads them, as files of a model folder.
 
-A process of its own, since whoever asks may need neither torch nor transformers.
+It runs as a separate process, since the calling process should import neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which kernels a model's weights are multiplied with, on a device that need not be there.
+"""Which kernels a model's GEMMs use, on a device that need not exist here.
 
-The layers of a model run on tensors without data (torch's `meta` device), and its weights, instead of multiplying, note
-what is asked of them: so norms, residuals and ranks are where the layers have them. Kernels are then looked up in the
-tables of kernels/linear/choose.py and kernels/moe/choose.py.
+The layers of a model run on tensors without data (torch's `meta` device), and its weights record the GEMMs that are
+requested instead of computing them: so fusions with norms, residuals and all-reduces are those of the real layers.
+Kernels are then looked up in the tables of kernels/linear/choose.py and kernels/moe/choose.py.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from minisgl_backend.weights.parts import WeightPart
 
 META = torch.device("meta")
 ROWS = (1, 8, 64, 256, 4096)  # of a step: three decode batches and two with prompts
-MOST_LOGITS = 256  # rows of a step that want logits: of a prompt one does
+MOST_LOGITS = 256  # most rows of a step that need logits: a prompt needs one
 _PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel, and why it is taken."""
+    """A kernel, and why it is chosen."""
 
     kernel: str
     why: str
@@ -51,17 +51,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as it is multiplied with, alike in several layers."""
+    """A weight and the GEMM that is requested of it, the same in several layers."""
 
     path: str  # within its layer: self_attn.qkv_proj
     shape: str
     weight_format: str
-    inside: str  # what is asked for beside the GEMM: norm, residual, activation; a result that lies elsewhere
+    inside: str  # what is fused with the GEMM: norm, residual, activation; output into another tensor
 
 
 @dataclass
 class _Notes:
-    """What the weights of a model are asked for, in a pass of `rows` rows."""
+    """Records the GEMMs that are requested of a model's weights, in a pass of `rows` rows."""
 
     facts: DeviceFacts
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class _NotedLinear(LinearMethod):
         self.spec, self._notes, self._format = spec, notes, weight_format
         self.block = earnest.block
         fitting = (name for name in layouts_on(notes.facts) if name in earnest.second_layouts)
-        self.second_layout = next(fitting, None)  # memory may have room for it
+        self.second_layout = next(fitting, None)  # if memory is large enough for it
         first, *others = [output.name for output in spec.outputs]
         self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
         self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
@@ -209,8 +209,8 @@ class _NotedExperts(ExpertsMethod):
 
 
 class _NotingFactory(MethodFactory):
-    """Of weights that are not there, in one format. What the methods that are made of them in earnest refuse is refused
-    here, too, and what they make of a spec counts."""
+    """Makes recording methods for weights of one format. It also makes the real methods on the meta device, so that
+    specs are checked and changed as at a real start."""
 
     def __init__(self, earnest: MethodFactory, notes: _Notes, scheme: WeightScheme | None) -> None:
         super().__init__(earnest.plain, notes.dtype, META)
@@ -238,7 +238,7 @@ class _NotingMethods(WeightMethods):
 
 
 class _PretendedRanks(TensorParallel):
-    """Rank 0 of ranks that are not there: on GPUs of one machine, which share memory, or on processors."""
+    """Rank 0 of simulated ranks: on GPUs of one machine, which share memory, or on CPUs."""
 
     def __init__(self, size: int, hidden_size: int, dtype: torch.dtype, *, on_gpu: bool) -> None:
         super().__init__(0, size, None, META)
@@ -268,7 +268,7 @@ class _PretendedRanks(TensorParallel):
 
 @dataclass(frozen=True, kw_only=True)
 class _NoAttention(ForwardContext):
-    """Attention has no weights but those around it."""
+    """Skips attention, which has no weights of its own."""
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         return q if layer.latent is None else q.new_empty(*q.shape[:2], layer.latent.v_dim)
@@ -289,10 +289,10 @@ def kernel_choices(
     quantization: QuantizationConfig | None = None,
     rows: Sequence[int] = ROWS,
 ) -> dict[Weight, dict[int, Choice]]:
-    """Of each weight as it is asked for, in the order of a forward pass: the kernel by the number of rows of a step.
+    """For each weight and requested GEMM, in the order of a forward pass: the kernel by the number of rows of a step.
 
-    A weight may have several entries: the first layer's norm, for one, cannot be made by a sum over ranks before it.
-    quantization: number formats of the weights; None: those that the checkpoint says.
+    A weight may have several entries: for example, the first layer's norm cannot be fused with a preceding all-reduce.
+    quantization: formats of the weights; None: the checkpoint's.
     """
     config.check_tensor_parallel(tp_size)
     notes, ops = _Notes(facts, dtype), TorchOps()
@@ -308,7 +308,7 @@ def kernel_choices(
         config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
     )
     model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, places=spec.kv_places))
-    for notes.rows in sorted(rows, reverse=True):  # the largest asks for all but logits, in order
+    for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
         hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), rehearses=True))
         if notes.rows <= MOST_LOGITS:
@@ -317,7 +317,7 @@ def kernel_choices(
 
 
 def table(choices: dict[Weight, dict[int, Choice]], rows: Sequence[int] = ROWS) -> str:
-    """Aligned text, a line a weight; numbers in brackets point to the reasons below."""
+    """Aligned text, one line per weight; numbers in brackets refer to the reasons below."""
     paths = list(dict.fromkeys(weight.path for weight in choices))
     weights = sorted(choices, key=lambda weight: paths.index(weight.path))
     found = [choices[weight].get(count) for weight in weights for count in rows]

@@ -12,32 +12,32 @@ _LONGEST_VALUE = 200  # characters of a value that a message repeats
 
 
 class Keys:
-    """A key that is absent or null has its default; without one it must be there.
+    """A key that is absent or null has its default; a key without a default is required.
 
-    Whatever a family asks for counts as read. What it never asks for is judged by `known_keys.check_unread`.
+    All keys that a family asks for count as read; `known_keys.check_unread` checks the others.
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """`defaults`: what absent keys mean, where `read` does not say it."""
+        """`defaults`: values of absent keys for which the caller gives no default."""
         self._defaults = defaults or {}
         self._values = {**self._defaults, **values}
         self._given = values
         self._read: set[str] = set()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
-        """The same keys and the same record of what was read, where more absent keys mean something."""
+        """The same keys, with a shared record of what was read and more defaults."""
         other = Keys(self._given, {**self._defaults, **defaults})
         other._read = self._read
         return other
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is, of any type."""
+        """The raw value, of any type."""
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Whether the key is there at all, be it null."""
+        """Whether the key is present, even if null."""
         self._read.add(key)
         return key in self._values
 
@@ -79,11 +79,11 @@ class Keys:
         return value
 
     def without_effect(self, *keys: str) -> None:
-        """These keys change nothing that this family computes, or nothing with the values read so far."""
+        """Marks keys as read that do not change what this family computes, at least with the values read so far."""
         self._read.update(keys)
 
     def unread(self) -> dict[str, Any]:
-        """All keys with a value that was not asked for."""
+        """All keys that were not read, with their values."""
         return {key: value for key, value in self._given.items() if key not in self._read and value is not None}
 
     def _required(self, key: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What to make of keys of config.json that the model's family does not read: refuse them, warn of them, or neither.
+"""Checks keys of config.json that the model's family does not read: refused, warned about, or ignored.
 
-known_keys.json has the keys that decoders' config classes of transformers define; scripts/list_config_keys.py writes
-it, so that serving needs no transformers.
+known_keys.json has the keys of the config classes of transformers' decoders; scripts/list_config_keys.py writes it, so
+that serving needs no transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl_backend.models.keys import Keys, refuse
 
 _FILE = Path(__file__).with_name("known_keys.json")
 
-# Keys that change no logits: of training, of tokens, of files, of what a caller of transformers is given.
+# Keys that do not change logits: about training, tokens, files, and what transformers returns to its caller.
 _WITHOUT_EFFECT = frozenset(
     """
     _name_or_path _attn_implementation _attn_implementation_autoset architectures auto_map model_type
@@ -35,11 +35,11 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 
-# Values that switch off what a key of another family is for; 1 is that of multipliers.
+# Values that switch off the feature of another family's key; 1 for multipliers.
 _NEUTRAL: tuple[Any, ...] = (False, 0, 1, "", [], {})
 
-# Keys of other engines and of models' own code, which no config class of transformers defines: with any value but
-# null and false they change what is computed.
+# Keys of other engines and of models' own code, which no config class of transformers defines: any value except null
+# and false changes what is computed.
 _REFUSED = (
     "dual_chunk_attention_config",
     "use_mrope",
@@ -47,11 +47,11 @@ _REFUSED = (
 
 
 def check_unread(keys: Keys, model_type: str) -> tuple[str, ...]:
-    """Raises ConfigError for a key that changes what a decoder of transformers computes, and that was not read.
+    """Raises ConfigError for an unread key that changes what a decoder of transformers computes.
 
-    Such is a key of a config class unless its value is the default of `model_type`'s class; where that class has no
-    such key, unless the value is neutral: null, false, 0, 1 or empty. Returns the other keys that were not read:
-    transformers does not know them either.
+    That is a key of any config class, unless its value is the default of `model_type`'s class or, where that class does
+    not have the key, neutral: null, false, 0, 1 or empty. Returns the other unread keys, which transformers does not
+    know either.
     """
     unread = {key: value for key, value in keys.unread().items() if key not in _WITHOUT_EFFECT}
     known = json.loads(_FILE.read_text(encoding="utf-8"))["keys"]
@@ -68,8 +68,8 @@ def check_unread(keys: Keys, model_type: str) -> tuple[str, ...]:
 
 
 def check_model_type(given: Any, architecture: str, model_type: str) -> None:
-    """transformers chooses a model's code by this key, whatever `architectures` says. Raises ConfigError for another
-    type of its decoders than the architecture's."""
+    """Raises ConfigError for the type of another decoder than the architecture's: transformers chooses a model's code
+    by this key, whatever `architectures` says."""
     if given in (None, model_type):
         return
     if given in json.loads(_FILE.read_text(encoding="utf-8"))["model_types"]:

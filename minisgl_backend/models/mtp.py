@@ -1,8 +1,8 @@
-"""A layer behind a checkpoint's last one, which drafts (multi-token prediction, MTP; DeepSeek-AI, 2024: DeepSeek-V3
-Technical Report, section 2.2).
+"""Config of MTP layers: layers after a checkpoint's last one, which draft (multi-token prediction; DeepSeek-AI, 2024:
+DeepSeek-V3 Technical Report, section 2.2).
 
-The layout is that of DeepSeek-V3, which GLM-4.5 and GLM-4.7-Flash have, too: `num_nextn_predict_layers` such layers,
-numbered on from the model's own. Needs neither torch nor transformers.
+The layout is that of DeepSeek-V3, also used by GLM-4.5 and GLM-4.7-Flash: `num_nextn_predict_layers` layers, numbered
+after the model's own. Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _ALLOWED = "a checkpoint with such layers, in the layout of DeepSeek-V3 and GLM-
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(ModelConfig):
-    """The first of these layers, as a model of one layer; it is applied again for each further draft.
+    """The first MTP layer, as a model of one layer; it is applied again for each further draft.
 
-    Its embedding and its output projection are the model's: copies of them that are stored with it are not read.
+    Its embedding and its output projection are the model's: copies that are stored with it are not read.
     """
 
-    prefix: str  # what the names of its tensors begin with
+    prefix: str  # of its tensors' names
 
     @classmethod
     def of(cls, model: ModelConfig, quantization: QuantizationConfig) -> MtpConfig:
-        """Of a model's checkpoint. Raises ConfigError where there is no such layer."""
+        """The MTP layer of a model's checkpoint. Raises ConfigError where there is none."""
         if model.implementation != "native":
             raise ConfigError(
                 f"{model.architecture} runs through transformers' code (model_impl), which tells no hidden states; "
@@ -47,8 +47,8 @@ class MtpConfig(ModelConfig):
         return cls(**own, prefix=prefix)
 
     def check_stored(self, names: Set[str]) -> None:
-        """Raises ConfigError where a checkpoint with tensors of these names lacks the layer: some are published
-        without it, whatever their config.json says."""
+        """Raises ConfigError where a checkpoint with tensors of these names lacks the layer: some are published without
+        it despite their config.json."""
         if (needed := f"{self.prefix}eh_proj.weight") not in names:
             raise ConfigError(
                 f"the checkpoint lacks {needed}, of the layer that predicts further tokens; allowed: {_ALLOWED}"

@@ -1,9 +1,8 @@
-"""The modules of a layer that predicts further tokens (MTP; DeepSeek-AI, 2024: DeepSeek-V3 Technical Report, section
-2.2).
+"""The modules of an MTP layer (multi-token prediction; DeepSeek-AI, 2024: DeepSeek-V3 Technical Report, section 2.2).
 
-A norm of the token's embedding and one of the model's hidden state, projected to one vector, go through a decoder layer
-and a norm (`shared_head.norm`) to the model's output projection. The hidden states are those behind norms: the model's
-behind its final one, and for further drafts the layer's own behind `shared_head.norm`, as in vLLM and SGLang.
+The normed embedding of the token and the normed hidden state of the model are projected to one vector, which passes a
+decoder layer, a norm (`shared_head.norm`) and the model's output projection. The input hidden states are after a norm:
+the model's final one, and for further drafts the layer's own `shared_head.norm`, as in vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from minisgl_backend.weights.parts import check_filled
 
 
 class MtpHead(DraftHead):
-    """With tensor parallelism its layer is split as the model's; what combines two vectors is whole on each rank."""
+    """With tensor parallelism its layer is split like the model's; the projection (`eh_proj`) is replicated."""
 
     def __init__(self, config: MtpConfig, layer_context: LayerContext, max_seq_len: int, model: CausalLM) -> None:
-        """layer_context: of the whole model, whose embedding and output projection it takes."""
+        """layer_context: of the whole model, whose embedding and output projection it uses."""
         super().__init__()
         self.config, self.states_size = config, config.hidden_size
         self._tp = layer_context.tp
@@ -48,13 +47,13 @@ class MtpHead(DraftHead):
         cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
         self.enorm, self.hnorm = (make_norm(size, config.norm, name, own) for name in ("enorm", "hnorm"))
         output = LinearOutput(name=own.name("eh_proj"), size=size, start=0, local=size)
-        # Plain in checkpoints of every number format.
+        # Not quantized in any checkpoint.
         self.eh_proj: LinearMethod = own.methods.plain_linear(
             LinearSpec(outputs=(output,), input_size=2 * size, local_inputs=2 * size)
         )
         self.layer = decoder_layer(config.draft_layer, 0, size, cos_sin, own)
         self.norm = make_norm(size, config.norm, "norm", own.at("shared_head"))
-        # Functions and not modules, which would be its own.
+        # Functions and not modules, which would become its submodules.
         self._embed, self._logits = model.model.embed_tokens.forward, model.logits
 
     def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -78,12 +77,12 @@ class MtpHead(DraftHead):
                 module.prepare([module], batch_sizes, longest if module in of_prompts else 0)
 
     def derive_weights(self) -> None:
-        """To be called once, when all weights are loaded."""
+        """Called once, when all weights are loaded."""
         process_weights_after_loading(self)
         self.layer.derive_weights()
 
     def _projected(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """As of `forward` -> what goes into the layer, [num_tokens, hidden_size]."""
+        """Arguments as in `forward` -> the input of the layer, [num_tokens, hidden_size]."""
         both = torch.cat([self.enorm(self._embed(token_ids)), self.hnorm(hidden)], dim=-1)
         return self.eh_proj.apply_weights(both)
 

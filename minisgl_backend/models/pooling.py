@@ -1,7 +1,7 @@
-"""How a checkpoint's texts become embeddings: the files of sentence-transformers, where it has them.
+"""How a checkpoint makes embeddings: read from the files of sentence-transformers, where it has them.
 
-modules.json lists what follows one another: a Transformer, a Pooling (its folder's config.json says of which kind) and
-perhaps a Normalize.
+modules.json lists the modules in order: a Transformer, a Pooling (the config.json in its folder has the kind) and
+possibly a Normalize.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.request import PoolingKind
 
 _MODULES = "modules.json"
 _KINDS: Mapping[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-_FLAGS = {  # of sentence-transformers before 6
+_FLAGS = {  # keys of sentence-transformers before 6
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
@@ -29,16 +29,16 @@ _FLAGS = {  # of sentence-transformers before 6
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingDefaults:
-    """What an embedding of this model is, unless a request says otherwise."""
+    """Defaults of a model's embeddings, unless a request has others."""
 
     kind: PoolingKind = "last"
     normalize: bool = True
-    is_embedding_model: bool = False  # its files say how, so that texts are compared by their embeddings
-    not_served: str = ""  # why its embeddings are not: they would be others than its files say
+    is_embedding_model: bool = False  # its files define embeddings
+    not_served: str = ""  # why its embeddings are not served: they would differ from what its files define
 
     @classmethod
     def load(cls, folder: Path) -> EmbeddingDefaults:
-        """From the files of a model folder; the last token's hidden state, normalized, where it has none."""
+        """From the files of a model folder; default: the last token's hidden state, normalized."""
         if not (folder / _MODULES).exists():
             return cls()
         try:

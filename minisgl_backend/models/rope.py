@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json has it: `rope_theta` and `rope_scaling` of transformers 4.x, or
+"""Reads rotary position embedding from config.json: `rope_theta` and `rope_scaling` of transformers 4.x, or
 `rope_parameters` of 5.x."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def read_rope(
     mrope: bool = False,
     apart: Iterable[str] = (),
 ) -> RopeConfig:
-    """The one set of values of all layers. `partial`: the family reads partial_rotary_factor, the part of a head's
-    dimensions that is rotated; `part`: what its absence means; `interleaved`: as in RopeConfig; `mrope`: the family
-    gives parts of an image a position for each axis, which are one for text (M-RoPE; Qwen, 2024: Qwen2-VL); `apart`:
-    keys among the values that are no matter of the rope."""
-    # As transformers 5.23: where both spellings are there, rope_scaling counts and rope_parameters does not.
+    """The rope of all layers, which must be the same. `partial`: the family reads partial_rotary_factor, the share of a
+    head's dimensions that is rotated; `part`: its default; `interleaved`: as in RopeConfig; `mrope`: the family gives
+    parts of an image a position per axis, which are equal for text (M-RoPE; Qwen, 2024: Qwen2-VL); `apart`: keys among
+    the values that do not concern the rope."""
+    # As in transformers 5.23: if both spellings are present, rope_scaling counts and rope_parameters does not.
     unread = keys.get("rope_parameters")
     given = keys.get("rope_scaling") or unread or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -54,8 +54,8 @@ def read_rope(
     theta = values.pop("rope_theta", keys.get("rope_theta", 10000.0))
     if isinstance(unread, dict) and unread.get("rope_theta", theta) != theta and given is not unread:
         raise ConfigError(
-            f"config.json: rope_parameters has rope_theta {json.dumps(unread['rope_theta'])}, but beside rope_scaling "
-            f"transformers reads none of it, which makes rope_theta {json.dumps(theta)}; allowed: the keys of "
+            f"config.json: rope_parameters has rope_theta {json.dumps(unread['rope_theta'])}, but transformers ignores "
+            f"rope_parameters if there is rope_scaling, and takes rope_theta {json.dumps(theta)}; allowed: the keys of "
             "rope_scaling written into rope_parameters, and no rope_scaling"
         )
     part = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", part))
@@ -69,7 +69,7 @@ def read_rope(
 
 
 def by_layer_type(keys: Keys, types: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """rope_parameters where it has a set of values for each layer type; of a type that it leaves out, none."""
+    """rope_parameters by layer type, where it has a set of values for each; {} for missing types."""
     given, types = keys.mapping("rope_parameters"), tuple(types)
     if any(kind not in types or not isinstance(values, (dict, type(None))) for kind, values in given.items()):
         refuse("rope_parameters", given, f"a JSON object each for {' and '.join(types)}, and nothing else")
@@ -77,11 +77,11 @@ def by_layer_type(keys: Keys, types: Iterable[str]) -> dict[str, dict[str, Any]]
 
 
 def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_dim: int) -> RopeConfig:
-    """From the values of one rope: rope_type (or type) and those that belong to it."""
+    """From the values of one rope: rope_type (or type) and the keys of that type."""
     values = dict(values)
     rope_type = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
-    rope_type = "longrope" if rope_type == "su" else rope_type  # as early configs of Phi-3 have it
+    rope_type = "longrope" if rope_type == "su" else rope_type  # "su" in early configs of Phi-3
     if rope_type not in _KEYS:
         refuse("rope_type", rope_type, ", ".join(_KEYS))
     for key, value in {"rope_theta": theta, **values}.items():
@@ -94,7 +94,7 @@ def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_d
     for key in values:
         if key not in required + optional:
             refuse(key, values[key], f"absent for rope type {rope_type}")
-    # dynamic stretches, anew with each token, what is longer than max_position_embeddings: here nothing is.
+    # "dynamic" only rescales sequences longer than max_position_embeddings, which are not served.
     if rope_type in ("default", "dynamic"):
         return RopeConfig(theta=float(theta), rotary_dim=rotary_dim)
     original = int(values.pop(_ORIGINAL, max_position))
@@ -118,7 +118,7 @@ def _factors(key: str, values: Any, count: int) -> tuple[float, ...]:
 
 
 def stretched(rope: RopeConfig | None, max_position: int) -> int:
-    """The longest sequence in tokens: YaRN's factor makes it longer than max_position_embeddings."""
+    """The longest sequence in tokens: max_position_embeddings, extended by YaRN's factor."""
     if rope is None or rope.type != "yarn":
         return max_position
     return max(max_position, int(rope.factor * rope.original_max_position))

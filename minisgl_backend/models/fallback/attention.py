@@ -1,6 +1,7 @@
-"""Attention of transformers' modules: one function that their attention interface hands rotated queries, keys, values.
+"""Attention of transformers' modules: one function, which their attention interface calls with rotated queries, keys
+and values.
 
-It is registered once under the name `IMPLEMENTATION`. No mask function is, so that transformers makes no masks.
+It is registered once under the name `IMPLEMENTATION`, without a mask function, so that transformers makes no masks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from minisgl_backend.kernels.torch_ops import store_tokens
 from minisgl_backend.layers.context import ForwardContext
 
 IMPLEMENTATION = "minisgl"
-_KEY = "_minisgl_calls"  # the attribute of each module of a model, by which its attention finds the model's calls
+_KEY = "_minisgl_calls"  # attribute of each module of a model, by which its attention finds the model's calls
 
 
 class AttentionCalls:
     """The calls of attention in one forward pass of a model, in their order: call i is layer i of the KV pool.
 
-    A module may attend more than once a pass. `ctx` is that of the pass that is running; one thread runs a model.
+    A module may attend more than once per pass. `ctx` is that of the running pass; one thread runs a model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +35,7 @@ class AttentionCalls:
             setattr(module, _KEY, self)
 
     def bind(self, layers: list[AttentionLayer]) -> None:
-        """From now on attention reads and writes the pool of these."""
+        """Binds attention to the pool of these layers."""
         self._layers = layers
 
     def begin(self, ctx: ForwardContext) -> None:
@@ -42,9 +43,10 @@ class AttentionCalls:
         self._ctx, self._next = ctx, 0
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [num_tokens, num_q_heads, head_dim], key and value with num_kv_heads -> like query, as wide as value.
+        """query [num_tokens, num_q_heads, head_dim], key and value with num_kv_heads -> [num_tokens, num_q_heads, size
+        of value].
 
-        Values narrower than keys (MLA) are stored with zeros behind them.
+        Values narrower than keys (MLA) are stored padded with zeros.
         """
         if self._ctx is None:
             raise RuntimeError("attention is called outside of a forward pass")

@@ -26,7 +26,7 @@ from minisgl_backend.weights.shards import some
 
 log = logging.getLogger(__name__)
 
-# What checkpoints with encoders call the text model.
+# Names of the text model in checkpoints with encoders.
 _TEXT_NAMES = {r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.", r"^language_model\.lm_head": "lm_head"}
 
 
@@ -41,8 +41,8 @@ def build_fallback(
     trust_remote_code: bool = False,
     on_progress: Progress | None = None,
 ) -> TransformersCausalLM:
-    """Raises ConfigError naming tensors that are missing or of another shape than config.json says, or what the model
-    does that no batch allows."""
+    """Raises ConfigError naming tensors that are missing or have another shape than in config.json, or computations of
+    the model that do not work with batches."""
     source = find_source(folder, read_json(folder / "config.json"), trust_remote_code=trust_remote_code)
     probed = describe.build_on_meta(source, dtype)
     base = base_name(probed)
@@ -81,14 +81,14 @@ def _load(source: Source, folder: Path | None, dtype: torch.dtype, device: torch
     if source.model_class._can_set_experts_implementation():
         options["experts_implementation"] = "grouped_mm" if device.type == "cuda" else "eager"
     if device.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
-        options["device_map"] = {"": device}  # each tensor goes there once it is read
+        options["device_map"] = {"": device}  # each tensor is moved there once it is read
     if source.is_part:
         options["key_mapping"] = _TEXT_NAMES
     if folder is None:
         options["state_dict"] = {}
         torch.manual_seed(0)
     level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # what it reports of names is checked here
+    transformers.utils.logging.set_verbosity_error()  # tensor names are checked here
     try:
         with reasons(f"cannot load {source.name}"):
             loaded: Any = source.model_class.from_pretrained(
@@ -129,8 +129,8 @@ def _check_names(source: Source, report: dict[str, Any]) -> None:
 
 
 def _fix_rope(model: Any, max_seq_len: int) -> None:
-    """Rope types whose frequencies transformers chooses in each pass, by the longest sequence in it, get those for the
-    longest sequence that is served: others in the batch must not change what a sequence gets."""
+    """Rope types whose frequencies transformers chooses in each pass by the longest sequence in it get those of the
+    longest sequence that is served: a sequence's result must not depend on others in the batch."""
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, dict):

@@ -33,15 +33,15 @@ from minisgl_backend.models.pooling import EmbeddingDefaults
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
 
-# Where configs have the longest sequence, in tokens; the first that is there.
+# Keys of the longest sequence, in tokens; the first that is present counts.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _ANY_LENGTH = 8192  # where a config has none
-# What checkpoints with encoders call the text model, and what it is called on its own.
+# Name of the text model in checkpoints with encoders, and in those without.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 
 
 def describe(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
-    """Raises ConfigError naming what is not served and why. Needs config.json alone, no weights."""
+    """Raises ConfigError naming what is not served and why. Only needs config.json, no weights."""
     config_json = read_json(folder / "config.json")
     source = find_source(folder, config_json, trust_remote_code=trust_remote_code)
     generation = read_json_if_there(folder / "generation_config.json") or {}
@@ -52,7 +52,7 @@ def describe(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
 def describe_source(
     source: Source, config_json: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None = None
 ) -> ModelConfig:
-    """The same of what was read."""
+    """`describe` for a source that was read already."""
     model = build_on_meta(source)
     try:
         base, calls, vocab_size, hidden_size = _probe(model)
@@ -99,9 +99,9 @@ def build_on_meta(source: Source, dtype: torch.dtype = torch.float32) -> PreTrai
 
 
 def _probe(model: PreTrainedModel) -> tuple[str, list[Call], int, int]:
-    """The decoder's name, its calls of attention, sizes of the vocabulary and of hidden states."""
+    """(Name of the decoder, its attention calls, vocabulary size, hidden size)."""
     if getattr(model, "_is_stateful", False) or any(isinstance(one, nn.Conv1d) for one in model.modules()):
-        raise UnservedError("keeps another state than keys and values (it is recurrent)")
+        raise UnservedError("has a state other than keys and values (it is recurrent)")
     base = base_name(model)
     if base is None:
         raise UnservedError("has no decoder apart from its output projection")
@@ -119,7 +119,7 @@ def _attention(call: Call, max_position: int) -> AttentionConfig:
         num_q_heads=call.num_q_heads,
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
-        rope=None,  # the module rotates
+        rope=None,  # the module applies rope itself
         window=window,
         scale=call.scale,
         soft_cap=call.soft_cap,
@@ -128,7 +128,7 @@ def _attention(call: Call, max_position: int) -> AttentionConfig:
 
 
 def _max_position(config: PreTrainedConfig) -> int:
-    """The longest sequence in tokens: YaRN's factor makes it longer than max_position_embeddings."""
+    """The longest sequence in tokens: max_position_embeddings, extended by YaRN's factor."""
     found = [value for name in _LENGTHS if isinstance(value := getattr(config, name, None), int) and value > 0]
     longest = found[0] if found else _ANY_LENGTH
     rope = getattr(config, "rope_parameters", None) or {}
@@ -146,7 +146,8 @@ def _dtype(config_json: Mapping[str, Any], config: PreTrainedConfig) -> str:
 
 
 def _intermediate_size(base: nn.Module, calls: list[Call], hidden_size: int, config: PreTrainedConfig) -> int:
-    """Of gated MLPs with as many weights for each token as the layers have besides attention."""
+    """Intermediate size of gated MLPs with the same number of weights per token as the layers' weights outside
+    attention."""
     embeddings = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
     weights = sum(
         parameter.numel() * (_share_of_experts(config, parameter.shape[0]) if parameter.dim() == 3 else 1)
@@ -158,7 +159,7 @@ def _intermediate_size(base: nn.Module, calls: list[Call], hidden_size: int, con
 
 
 def _share_of_experts(config: PreTrainedConfig, num_experts: int) -> float:
-    """Of those that a layer has, how many a token takes."""
+    """The share of a layer's experts that a token takes."""
     names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
     taken = next((value for name in names if isinstance(value := getattr(config, name, None), int)), num_experts)
     return min(1.0, taken / num_experts)

@@ -1,6 +1,6 @@
-"""Kernels of this project in place of what transformers' modules compute in many: RMSNorm, and experts in two weights.
+"""Replaces chains of kernels in transformers' modules by kernels of this project: RMSNorm, and experts in two weights.
 
-Modules keep their parameters and names; only their `forward` is another one. What is not recognised stays as it is.
+Modules keep their parameters and names; only their `forward` is replaced. Unrecognised modules are left unchanged.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from minisgl_backend.layers.config import Activation
 log = logging.getLogger(__name__)
 
 _TRIAL_ROWS = 4
-_OFFSETS = (0.0, 1.0)  # added to stored weights; Gemma stores what is to be added to 1
+_OFFSETS = (0.0, 1.0)  # added to stored weights; Gemma stores weight - 1
 _TOLERANCE = {torch.float32: 1e-4}
-_COARSE = 2e-2  # of 16-bit formats
-_SMALLEST = 1e-3  # of what is compared
+_COARSE = 2e-2  # for 16-bit dtypes
+_SMALLEST = 1e-3  # least magnitude of compared values
 
 
 @torch.inference_mode()
 def fuse(model: nn.Module, ops: Ops, kernels: PlainKernels) -> list[nn.Module]:
-    """Returns the modules of experts that are left as they were. To be called once all weights are loaded."""
+    """Returns the modules of experts that are left unchanged. Called once all weights are loaded."""
     norms, experts, others = 0, 0, []
     for module in model.modules():
         norm = _fused_norm(module, ops)
@@ -47,7 +47,8 @@ def fuse(model: nn.Module, ops: Ops, kernels: PlainKernels) -> list[nn.Module]:
 
 
 def _fused_norm(module: nn.Module, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """None: it is no RMSNorm with a weight, as a trial shows: names and fields of such classes differ."""
+    """The fused forward of a norm. None: a trial shows that it is no RMSNorm with a weight (class and field names do
+    not tell)."""
     parameters = dict(module.named_parameters())
     weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or weight is None or weight.dim() != 1 or not isinstance(eps, float):
@@ -57,14 +58,14 @@ def _fused_norm(module: nn.Module, ops: Ops) -> Callable[[torch.Tensor], torch.T
     x = torch.randn(_TRIAL_ROWS, size, device=weight.device, generator=generator).to(weight.dtype) + 0.5
     try:
         expected = module(x)
-    except Exception:  # it takes something else than one tensor: no norm
+    except Exception:  # it does not take one tensor: no norm
         return None
     for offset in _OFFSETS:
         with_offset = weight.detach() if offset == 0.0 else weight.detach().float() + offset
         found = ops.rms_norm(x, with_offset, eps)
         if found.shape != expected.shape:
             return None
-        # By channel: a single large weight must not hide that the others are something else.
+        # By channel: a single large weight must not hide that the others differ.
         tolerance = _TOLERANCE.get(x.dtype, _COARSE) * (expected.abs().amax(0) + _SMALLEST)
         if bool(((found - expected).abs() <= tolerance).all()):
             return _Norm(ops, with_offset, eps)
@@ -81,7 +82,7 @@ class _Norm:
 
 
 def _fused_experts(module: nn.Module, kernels: PlainKernels) -> Callable[..., torch.Tensor] | None:
-    """None: they compute something else than down(activation(gate) * up), or are stored in another way."""
+    """The fused forward of experts. None: they do not compute down(activation(gate) * up), or have another layout."""
     activation = _activation(getattr(module, "act_fn", None))
     flags = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
     plain = all(getattr(module, name, None) is value for name, value in flags.items())

@@ -1,8 +1,8 @@
-"""The law of a ragged batch: a token's hidden state depends on its own sequence and position, and on nothing beside it.
+"""Checks the requirement of ragged batches: a token's hidden state only depends on its own sequence and position.
 
-Attention is the only place where tokens may meet. A module that mixes them elsewhere (a convolution, a token shift, a
-router with a capacity), or that counts rows of the batch instead of reading `position_ids`, would give wrong answers in
-silence; this finds it.
+Tokens may only interact in attention. A module that mixes them elsewhere (a convolution, a token shift, a router with a
+capacity), or that counts rows of the batch instead of reading `position_ids`, would silently give wrong answers; this
+finds it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minisgl_backend.models.fallback.attention import AttentionCalls
 
 _POSITIONS = (4, 7)
 _TOLERANCE = {torch.float32: 1e-3}
-_COARSE = 5e-2  # of 16-bit formats
+_COARSE = 5e-2  # for 16-bit dtypes
 
 
 class _OwnTokenOnly(AttentionCalls):
-    """Attention in which each token sees itself alone, and that shows what its queries and keys are."""
+    """Attention in which each token only sees itself, with an output that depends on its query and key."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         group, size = query.shape[1] // key.shape[1], value.shape[-1]
@@ -32,10 +32,10 @@ class _OwnTokenOnly(AttentionCalls):
 
 @torch.inference_mode()
 def mixes_tokens(model: PreTrainedModel, base: nn.Module, vocab_size: int) -> bool:
-    """Whether the second of two tokens changes when the first is not there. Attention is to be bound afterwards.
+    """Whether the second of two tokens changes when the first is missing. Attention must be bound afterwards.
 
-    Several pairs must say so: with one of them, rounding alone (GEMMs of one and of two rows are different kernels in
-    16 bits) can give a token other experts.
+    Several pairs must agree: in a single one, rounding (GEMMs of one and of two rows use different kernels in 16 bits)
+    may change a token's experts.
     """
     calls = _OwnTokenOnly(model)
     return all(_changes(model, base, calls, vocab_size // part) for part in (2, 3, 5))
@@ -47,7 +47,7 @@ def _changes(model: PreTrainedModel, base: nn.Module, calls: _OwnTokenOnly, toke
     positions = torch.tensor([_POSITIONS], device=device)
 
     def hidden(first: int) -> torch.Tensor:
-        calls.begin(cast(ForwardContext, None))  # which this attention does not ask for
+        calls.begin(cast(ForwardContext, None))  # not used by this attention
         inputs = {"input_ids": tokens[:, first:], "position_ids": positions[:, first:]}
         states: torch.Tensor = base(**inputs, use_cache=False, return_dict=True)[0][0, -1]
         return states.float()

@@ -1,4 +1,4 @@
-"""A CausalLM of transformers as the runner knows models: one ragged batch in, hidden states and logits out."""
+"""A CausalLM of transformers with the runner's interface: one ragged batch in, hidden states and logits out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl_backend.models.fallback.attention import AttentionCalls
 
 
 class _Output(MoeModelOutputWithPast):
-    """Whatever else a class may ask its decoder for is None."""
+    """Decoder output in which every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -26,11 +26,11 @@ class _Output(MoeModelOutputWithPast):
 
 
 class _Hidden(nn.Module):
-    """Takes the decoder's place where only the output projection is to run: gives back what it gets."""
+    """Replaces the decoder to run only the output projection: returns its input."""
 
     @property
     def decoder(self) -> _Hidden:
-        """OPT's decoder is within its model."""
+        """In OPT the decoder is inside its model."""
         return self
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> _Output:
@@ -47,17 +47,17 @@ def base_name(model: PreTrainedModel) -> str | None:
 
 def logits_head(model: PreTrainedModel, base: str) -> PreTrainedModel:
     """The same model, with the same parameters, without its decoder: from `inputs_embeds`, which are hidden states, to
-    logits, with all that its class does to them."""
+    logits, including what its class does to them."""
     head = copy.copy(model)
     head.__dict__["_modules"] = {**model._modules, base: _Hidden()}
     return head
 
 
 class TransformersCausalLM(nn.Module):
-    """All tokens of a step are one row of transformers' batch, with positions; attention alone knows sequences."""
+    """All tokens of a step are one row of transformers' batch, with positions; only attention separates sequences."""
 
     def __init__(self, model: PreTrainedModel, base: str, sinks: Sequence[str | None]) -> None:
-        """`base`: the name of the decoder in `model`; sinks: by call of attention, the parameter that holds them."""
+        """`base`: name of the decoder in `model`; sinks: by attention call, name of the parameter, None: no sinks."""
         super().__init__()
         self.model = model
         self._base: nn.Module = getattr(model, base)
@@ -75,7 +75,7 @@ class TransformersCausalLM(nn.Module):
         return hidden if ctx.logits_indices is None else hidden[ctx.logits_indices]
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """From now on attention reads and writes this pool."""
+        """Binds attention to this pool."""
         layers = []
         for index, name in enumerate(self._sinks):
             sinks = None if name is None else self.model.get_parameter(name).detach().float().flatten()
@@ -88,7 +88,7 @@ class TransformersCausalLM(nn.Module):
         return logits
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Classifiers are none of transformers' causal language models."""
+        """Causal language models of transformers have no classification head."""
         raise RuntimeError("a request for scores is refused where there is no head")
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,4 +96,4 @@ class TransformersCausalLM(nn.Module):
         return self.logits(hidden)
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """GEMMs are torch's: there are no kernels to choose."""
+        """GEMMs use torch: there are no kernels to choose."""

@@ -1,6 +1,6 @@
-"""What a model of transformers asks of attention, seen in a forward pass on the meta device, which computes nothing.
+"""The attention calls of a transformers model, recorded in a forward pass on the meta device, which computes nothing.
 
-Config keys would not tell: each modeling file reads its own, and passes scale, window, soft cap and sinks as it likes.
+Config keys are not enough: each modeling file reads its own, and decides how to pass scale, window, soft cap and sinks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ IMPLEMENTATION = "minisgl_probe"
 NUM_TOKENS = 5
 OWN_ATTENTION = "computes attention itself, outside of transformers' attention interface"
 _OWN_MASK = "masks attention in a way of its own"
-_SEEN = 1 << 17  # positions over which a mask is looked at: longer windows are taken for none
+_SEEN = 1 << 17  # positions over which a mask is evaluated: longer windows count as none
 _PATTERN, _KEY = "_minisgl_pattern", "_minisgl_recorder"  # attributes of masks and modules
 
-# Of the options that attention functions get, those that change nothing of what is computed here.
+# Options of attention functions that have no effect here.
 _WITHOUT_EFFECT = frozenset(
     "position_ids use_cache output_attentions output_hidden_states output_router_logits is_causal cache_position "
     "deterministic target_dtype token_type_ids return_dict".split()
@@ -43,12 +43,12 @@ class Call:
     window: int | None
     scale: float
     soft_cap: float | None
-    sinks: str | None  # the parameter that holds them, by its name in the model
+    sinks: str | None  # name of their parameter in the model
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What a mask lets a token see."""
+    """The tokens that a mask lets a token see."""
 
     window: int | None
 
@@ -112,7 +112,7 @@ class _Recorder:
 
 
 def _window(mask: torch.Tensor | None, sliding_window: int | None) -> int | None:
-    """What the mask says counts, as in transformers' own attention: the option is for kernels without masks."""
+    """The window of a mask, as in transformers' own attention: the option is for kernels without masks."""
     if mask is None:
         return sliding_window
     pattern: _Pattern | None = getattr(mask, _PATTERN, None)
@@ -122,7 +122,7 @@ def _window(mask: torch.Tensor | None, sliding_window: int | None) -> int | None
 
 
 def _mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **_: Any) -> torch.Tensor:
-    """Stands for a mask and says what it lets a token see."""
+    """Replaces a mask by a tensor that carries its `_Pattern`."""
     mask = torch.zeros(1, 1, q_length, kv_length, device=device)
     setattr(mask, _PATTERN, _Pattern(_pattern_window(mask_function)))
     return mask
@@ -134,7 +134,7 @@ def _pattern_window(mask_function: Any) -> int | None:
     for position in (_SEEN - 1, _SEEN * 5 // 8 + 3):
         try:
             seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), positions)).expand(_SEEN)
-        except (NotImplementedError, RuntimeError) as error:  # it is made from values, as where each chunk begins
+        except (NotImplementedError, RuntimeError) as error:  # the mask depends on tensor values, e.g. chunk starts
             raise UnservedError(f"{_OWN_MASK}, as in chunks") from error
         size = int(seen.sum())
         if bool(seen[position + 1 :].any()):
@@ -148,7 +148,8 @@ def _pattern_window(mask_function: Any) -> int | None:
 
 
 def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
-    """In the order of a forward pass. `model` is on the meta device, with IMPLEMENTATION for attention and experts.
+    """The calls in the order of a forward pass. `model` is on the meta device, with IMPLEMENTATION for attention and
+    experts.
 
     Raises UnservedError for what the engine cannot do for it.
     """
@@ -159,9 +160,9 @@ def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     inputs: Mapping[str, Any] = {
         "position_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),  # without one, transformers looks for packed sequences
+        "attention_mask": torch.ones_like(tokens),  # without it, transformers looks for packed sequences
         "use_cache": False,
-        "logits_to_keep": None,  # Gemma 4 cuts masks to as many tokens, be it all of them
+        "logits_to_keep": None,  # Gemma 4 truncates masks to this number of tokens, even if it is all of them
     }
     with torch.inference_mode():
         try:
@@ -169,7 +170,7 @@ def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
-            raise UnservedError("looks at values of tensors on its way, as of what each expert gets") from error
+            raise UnservedError("reads values of tensors in its forward pass, such as each expert's tokens") from error
     if not recorder.calls:
         raise UnservedError(OWN_ATTENTION)
     return recorder.calls
@@ -192,5 +193,5 @@ def register() -> None:
 
 
 def refusal(architecture: str, error: UnservedError) -> ConfigError:
-    """For a model that the engine cannot run through transformers."""
+    """The error for a model that the engine cannot run through transformers."""
     return ConfigError(f"config.json: {architecture} is not served through transformers' code: it {error}")

@@ -20,12 +20,12 @@ from minisgl_backend.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LEAST_TRANSFORMERS = (5, 17)
-# Types of layers that keep another state than keys and values.
+# Layer types with a state other than keys and values.
 _RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "mamba2", "hybrid")
 
 
 class UnservedError(Exception):
-    """What a model asks for and the engine does not compute; a clause that follows "it"."""
+    """A feature of a model that the engine does not support; a clause that follows "it"."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _read(folder: Path, config_json: Mapping[str, Any], trust_remote_code: bool)
 def _check_config(config_json: Mapping[str, Any], config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
-        raise ConfigError("config.json: is_encoder_decoder is true; allowed: false, decoders alone are served")
+        raise ConfigError("config.json: is_encoder_decoder is true; allowed: false, only decoders are served")
     for key in ("quantization_config", "compression_config"):
         if config_json.get(key):
             raise ConfigError(
@@ -110,14 +110,14 @@ def _check_config(config_json: Mapping[str, Any], config: PreTrainedConfig) -> N
     for layer_type in getattr(text, "layer_types", None) or ():
         if layer_type in _RECURRENT:
             raise ConfigError(
-                f"config.json: layer_types has {json.dumps(layer_type)}; allowed: layers of attention: those that keep "
-                "another state than keys and values are not served"
+                f"config.json: layer_types has {json.dumps(layer_type)}; allowed: attention layers: those with a state "
+                "other than keys and values are not served"
             )
 
 
 @contextlib.contextmanager
 def reasons(what: str) -> Iterator[None]:
-    """Turns whatever transformers raises inside into a ConfigError: `what` follows the word transformers."""
+    """Converts all exceptions of transformers inside to a ConfigError: `what` follows the word transformers."""
     try:
         yield
     except (ConfigError, UnservedError):

@@ -1,4 +1,4 @@
-"""The architectures that are served natively: one table, one file a family, none of which needs torch."""
+"""The natively supported architectures: one table, and one file per family, none of which needs torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from minisgl_backend.models.families.common import Family
 
 
 class Row(NamedTuple):
-    """Where a family is described."""
+    """Where a family is defined."""
 
     module: str  # its file in this folder
     name: str = "FAMILY"  # in that file
-    # The class of transformers that runs it, and is in what it saves, where it is another family's.
+    # transformers' class that runs it, which is also in `architectures` of what it saves, if it is another family's.
     runs_as: str | None = None
 
 
 class Families(Mapping[str, Family]):
-    """By the name in config.json's `architectures`. A family's file is imported when the family is asked for, so that a
-    start pays for one of them; `values()` and `items()` import them all."""
+    """Families by the name in config.json's `architectures`. A family's file is imported on first access, so that a
+    start imports one of them; `values()` and `items()` import all."""
 
     def __init__(self, rows: Mapping[str, Row]) -> None:
         self._rows = rows
@@ -40,7 +40,7 @@ class Families(Mapping[str, Family]):
         return len(self._rows)
 
     def run_as(self, architecture: str) -> Iterator[Family]:
-        """Those that transformers runs with this class of another family."""
+        """The families that transformers runs with this class of another family."""
         return (self[name] for name, row in self._rows.items() if row.runs_as == architecture)
 
 

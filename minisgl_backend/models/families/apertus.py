@@ -1,4 +1,4 @@
-"""Apertus: norms of heads, and an MLP without a gate whose activation (xIELU) is learned."""
+"""Apertus: head norms, and an MLP without a gate whose activation (xIELU) is learned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROPE = {
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("hidden_act", ("xielu",))
-    # Keys of the released models, which transformers takes for granted.
+    # Keys of the released models whose values transformers assumes.
     keys.choice("mlp_bias", (False,))
     keys.choice("post_norm", (False,))
     keys.choice("qk_norm", (True,))

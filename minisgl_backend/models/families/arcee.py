@@ -1,4 +1,4 @@
-"""AFM (Arcee): Llama whose MLP has no gate, and squares what is above 0."""
+"""AFM (Arcee): Llama with an MLP without a gate, whose activation is relu(x) ** 2."""
 
 from __future__ import annotations
 

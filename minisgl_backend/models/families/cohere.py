@@ -1,4 +1,4 @@
-"""Command R: LayerNorm without a bias, whose output attention and MLP both take; neighbours are rotated together."""
+"""Command R: LayerNorm without a bias, attention and MLP in parallel, interleaved rope."""
 
 from __future__ import annotations
 

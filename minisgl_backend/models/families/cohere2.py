@@ -1,4 +1,4 @@
-"""Command R7B and Command A: Cohere's layers, of which every fourth sees everything and has no position embedding."""
+"""Command R7B and Command A: Cohere's layers; every fourth has full attention and no position embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(keys: Keys) -> DecoderConfig:
     size = window(keys, 4096)
     if size is None:
         refuse("sliding_window", size, "an integer, 1 or more")
-    # Keys of the released models, which transformers takes for granted.
+    # Keys of the released models whose values transformers assumes.
     keys.choice("position_embedding_type", ("rope_gptj",))
     keys.choice("use_parallel_block", (True,))
     keys.choice("use_gated_activation", (True,))

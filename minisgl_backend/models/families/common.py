@@ -1,4 +1,4 @@
-"""What a family is, and what most of them read alike."""
+"""Definition of a family, and readers that most families share."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. `read` asks for every key that changes what is computed, and refuses values that it does not
-    serve; keys that it never asks for are judged by `known_keys.check_unread`."""
+    """One architecture. `read` reads every key that changes what is computed, and refuses unsupported values;
+    `known_keys.check_unread` checks the keys that it does not read."""
 
     model_type: str  # its name in transformers
     read: Callable[[Keys], DecoderConfig]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that its configs leave out, as transformers has
-    text_config: str | None = None  # the key of config.json in which the text model is described; None: it is all of it
-    may_be_flat: bool = False  # older configs have no `text_config`, but its keys among their own
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults of keys that its configs omit
+    text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
+    may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
     tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
 def attention(keys: Keys, **more: Any) -> AttentionConfig:
-    """Self-attention with sizes and rope under their usual names; `more`: other fields. `num_kv_heads` and `head_dim`
-    in it are what absent keys mean, `rope` is what the family read itself."""
+    """Self-attention with sizes and rope under their usual names; `more`: other fields. Its `num_kv_heads` and
+    `head_dim` are defaults for absent keys, its `rope` replaces the usual reader's."""
     num_q_heads = keys.integer("num_attention_heads")
     head_dim = more.pop("head_dim", None) or keys.integer("hidden_size") // num_q_heads
     head_dim = keys.integer("head_dim", head_dim)
@@ -66,7 +66,7 @@ def activation(keys: Keys, key: str = "hidden_act") -> Activation:
 
 
 def ungated_mlp(keys: Keys, default: str, *, bias: bool) -> UngatedMlpConfig:
-    """The dense MLP without a gate; `default`: what an absent hidden_act means."""
+    """The dense MLP without a gate; `default`: of hidden_act."""
     activations: Mapping[str, UngatedActivation] = {
         "silu": "silu",
         "gelu": "gelu",
@@ -82,12 +82,12 @@ def ungated_mlp(keys: Keys, default: str, *, bias: bool) -> UngatedMlpConfig:
 
 
 def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
-    """RMSNorm; `eps`: what an absent key means."""
+    """RMSNorm; `eps`: default for an absent key."""
     return NormConfig(eps=keys.number("rms_norm_eps", eps), **more)
 
 
 def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
-    """Vocabulary, hidden size, context and tied weights under their usual names; the last norm as the layers'."""
+    """Vocabulary, hidden size, context and tied weights under their usual names; the final norm as in the layers."""
     positions = keys.integer("max_position_embeddings")
     return DecoderConfig(
         vocab_size=keys.integer("vocab_size"),
@@ -114,7 +114,7 @@ def layer_types(
 
 
 def window(keys: Keys, default: int | None) -> int | None:
-    """`sliding_window` in tokens; an explicit null is none. It may be one that no sequence outgrows (`outgrows`)."""
+    """`sliding_window` in tokens; an explicit null means none. It may be longer than any sequence (`outgrows`)."""
     value = keys.get("sliding_window", None if keys.has("sliding_window") else default)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""CWM: Llama three of four of whose layers have a window."""
+"""CWM: Llama with a window in three of four layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention (MLA), experts chosen by softmax, the best within some groups.
+"""DeepSeek-V2 and V2-Lite: latent attention (MLA), experts chosen by softmax within the best groups.
 
 DeepSeek-AI, 2024: DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model.
 """
@@ -25,7 +25,7 @@ from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("mlp_bias", (False,))
     keys.choice("moe_layer_freq", (1,))
-    keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # of training, and of serving with the authors' code
+    keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # for training, and for the authors' own serving code
     attention = latent_attention(keys, interleaved=True)
     num_dense, dense, mixture = keys.integer("first_k_dense_replace", 0, least=0), mlp(keys), _mixture(keys)
     layers = [
@@ -62,7 +62,7 @@ def latent_attention(keys: Keys, *, interleaved: bool) -> LatentAttentionConfig:
 
 
 def _temperature(rope: RopeConfig) -> float:
-    """YaRN's (Peng et al., 2023), where it is a factor of the scores and not of the rotated dimensions alone."""
+    """YaRN's temperature (Peng et al., 2023), where it scales the whole scores and not only the rotated dimensions."""
     if not rope.mscale_all_dim or rope.factor <= 1.0:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
@@ -95,7 +95,7 @@ def _mixture(keys: Keys) -> MoeConfig:
             num_groups=groups,
             groups_per_token=groups_per_token,
             scaling=scaling,
-            # Else the experts' kernels have the router inside, whose weights no checkpoint has in float32.
+            # Otherwise the experts' kernels include the router, whose weights no checkpoint has in float32.
             in_float32=groups > 1 or scaling != 1.0,
         ),
         shared_intermediate_size=size * keys.integer("n_shared_experts", least=0),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and what has their shape, as Kimi-K2: latent attention (MLA), experts chosen by sigmoids.
+"""DeepSeek-V3 and R1, and models of the same architecture such as Kimi-K2: latent attention (MLA), sigmoid routing.
 
 DeepSeek-AI, 2024: DeepSeek-V3 Technical Report.
 """
@@ -16,7 +16,7 @@ from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("moe_layer_freq", (1,))
-    keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # of training, and of serving with the authors' code
+    keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # for training, and for the authors' own serving code
     attention = latent_attention(keys, interleaved=keys.boolean("rope_interleave", True))
     layers = [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=3)]
     drafts = keys.integer("num_nextn_predict_layers", 1, least=0)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama whose neighbouring dimensions are rotated together."""
+"""ERNIE 4.5, dense: Llama with interleaved rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: those of ERNIE 4.5's layers are chosen with a correction of the softmax's shares."""
+"""ERNIE 4.5 with experts, chosen by a softmax with a correction bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
     heads = attention(keys, num_kv_heads=4, rope=read_rope(keys, head_dim, interleaved=True))
     dense, mixture = mlp(keys), _mixture(keys)
     has_experts = [start <= layer <= last and (layer + 1) % interval == 0 for layer in range(num_layers)]
-    # Layers that predict further tokens stand outside of the others: see `left_out`.
+    # MTP layers are stored apart from the others: see `left_out`.
     keys.without_effect("num_nextn_predict_layers")
     norms = norm(keys, eps=1e-5)
     return decoder(
@@ -35,7 +35,7 @@ def _mixture(keys: Keys) -> MoeConfig:
     if experts_per_token > num_experts:
         refuse("moe_k", experts_per_token, f"1 to moe_num_experts ({num_experts})")
     least = keys.number("moe_norm_min", 1e-12)
-    if least > experts_per_token / num_experts:  # else the best shares add up to more
+    if least > experts_per_token / num_experts:  # otherwise the best weights always add up to more
         refuse("moe_norm_min", least, f"a number up to moe_k / moe_num_experts ({experts_per_token / num_experts})")
     size = keys.integer("moe_intermediate_size", 1536)
     return MoeConfig(

@@ -1,4 +1,4 @@
-"""EXAONE 3.0, 3.5 and Deep: Llama with other names of keys and tensors."""
+"""EXAONE 3.0, 3.5 and Deep: Llama with other names for keys and tensors."""
 
 from __future__ import annotations
 

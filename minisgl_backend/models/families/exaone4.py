@@ -1,4 +1,4 @@
-"""EXAONE 4: norms of what attention and MLP give, and of heads; layers without a window have no position embedding."""
+"""EXAONE 4: norms of the outputs of attention and MLP, and of heads; layers without a window have no rope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_backend.models.rope import read_rope
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
     window = read_window(keys, None)
-    is_mixed = window is not None  # be it one that no sequence outgrows
+    is_mixed = window is not None  # even if it is longer than any sequence
     head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
     rope = read_rope(keys, head_dim)
 
@@ -37,8 +37,8 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _types(keys: Keys, num_layers: int) -> tuple[str, ...]:
-    """By sliding_window_pattern: every so many layers one is global, or a letter for each layer, L or G, over and over.
-    With letters the last layer is always global."""
+    """By sliding_window_pattern: an integer n makes every n-th layer global; letters L and G repeat over the layers,
+    and the last layer is then always global."""
     letters = keys.get("sliding_window_pattern")
     if isinstance(letters, str):
         if not letters or set(letters) - set("LG"):

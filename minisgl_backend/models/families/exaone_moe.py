@@ -1,4 +1,4 @@
-"""K-EXAONE: norms of heads, layers without a window have no position embedding, the mixtures of DeepSeek-V3."""
+"""K-EXAONE: head norms, no position embedding in layers without a window, the mixtures of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def read(keys: Keys) -> DecoderConfig:
         LayerConfig(attention=heads[kind == SLIDING], mlp=mlps[sparse], norm=norm(keys, eps=1e-5))
         for kind, sparse in zip(types, _mlp_types(keys, num_layers), strict=True)
     ]
-    keys.without_effect("num_nextn_predict_layers")  # they stand outside of the others: see `left_out`
+    keys.without_effect("num_nextn_predict_layers")  # MTP layers are stored apart: see `left_out`
     return decoder(keys, layers)
 
 
 def _mlp_types(keys: Keys, num_layers: int) -> list[str]:
-    """dense or sparse, of each layer."""
+    """dense or sparse, for each layer."""
     num_dense = keys.integer("first_k_dense_replace", 1, least=0)
     keys.without_effect("is_moe_layer")
     types = keys.get("mlp_layer_types") or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""FlexOlmo: OLMoE with norms of what attention and experts give."""
+"""FlexOlmo: OLMoE with norms of the outputs of attention and experts."""
 
 from __future__ import annotations
 

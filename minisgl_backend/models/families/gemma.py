@@ -1,4 +1,4 @@
-"""Gemma: Llama with GeGLU, norms whose weights are added to 1, and a scaled embedding."""
+"""Gemma: Llama with GeGLU, norms that store weight - 1, and a scaled embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.models.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_bidirectional_attention", (False,))
-    # Its first configs say gelu, and mean the approximation; others say so under another key.
+    # "gelu" in its first configs means the tanh approximation; later ones have it under another key.
     keys.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"))
     keys.choice("hidden_activation", ("gelu_pytorch_tanh",))
     bias = keys.boolean("attention_bias", False)

@@ -1,5 +1,5 @@
-"""Gemma 2: norms before and after, whose weights are added to 1; soft caps of scores and logits; every second layer has
-a window."""
+"""Gemma 2: norms before and after attention and MLP, which store weight - 1; soft caps of scores and logits; a window
+in every second layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.models.families.common import SLIDING, Family, attention, d
 from minisgl_backend.models.keys import Keys
 from minisgl_backend.models.rope import read_rope
 
-DEFAULTS: dict[str, Any] = {  # those that Gemma 2 and 3 share
+DEFAULTS: dict[str, Any] = {  # shared by Gemma 2 and 3
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -31,7 +31,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def every(pattern: int, num_layers: int) -> tuple[str, ...]:
-    """All layers slide but every `pattern`-th."""
+    """Layer types: full attention in every `pattern`-th layer, a window in the others."""
     return tuple(SLIDING if (layer + 1) % pattern else "full_attention" for layer in range(num_layers))
 
 
@@ -41,7 +41,7 @@ def gemma(
     ropes: dict[str, RopeConfig],
     **more: Any,
 ) -> DecoderConfig:
-    """What Gemma 2 and 3 have in common. types: by layer, of `ropes`. more: of attention."""
+    """The parts that Gemma 2 and 3 share. types: by layer, keys of `ropes`. more: fields of attention."""
     keys.choice("use_bidirectional_attention", (False,))
     bias = keys.boolean("attention_bias", False)
     size = window(keys, None)
@@ -63,7 +63,7 @@ def gemma(
             norms="both",
         )
 
-    # Its first configs had this key, of which transformers reads nothing.
+    # A key of its first configs, which transformers does not read.
     keys.without_effect("hidden_act")
     return decoder(
         keys,

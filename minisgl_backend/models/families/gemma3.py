@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 without soft caps, with norms of heads, and another rope in layers that have a window."""
+"""Gemma 3, text: Gemma 2 without soft caps, with head norms, and another rope in layers with a window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _ropes(keys: Keys) -> dict[str, RopeConfig]:
-    """By layer type: rope_parameters has a set for each; in transformers 4 they were spread over three keys."""
+    """By layer type: rope_parameters has a set for each; in transformers 4 there were three keys."""
     thetas = {
         FULL: keys.number("rope_theta", 1_000_000.0),
         SLIDING: keys.number("rope_local_base_freq", 10_000.0),
@@ -38,7 +38,7 @@ _DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_0
 
 FAMILY = Family(model_type="gemma3_text", read=read, defaults=_DEFAULTS)
 
-# The text model of a checkpoint that has an encoder of images too; by the names of transformers 4 and 5.
+# The text model of a checkpoint with an image encoder; with the names of transformers 4 and 5.
 MULTIMODAL_FAMILY = Family(
     model_type="gemma3",
     read=read,

@@ -1,7 +1,7 @@
-"""Gemma 4, text, of the size whose layers are dense and have no embeddings of their own (31B): norms of queries, keys
-and values, another head size in layers without a window, a stored factor of the residual stream behind each layer.
+"""Gemma 4, text, of the size with dense layers and without per-layer embeddings (31B): norms of queries, keys and
+values, another head size in layers without a window, a stored factor of the residual stream after each layer.
 
-Others run through transformers' code.
+Other sizes run on transformers' code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read(keys: Keys) -> DecoderConfig:
     _check_kind(keys)
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, 512)
     types = layer_types(keys, num_layers) or every(6, num_layers)
-    types = (*types[:-1], FULL)  # as transformers has it
+    types = (*types[:-1], FULL)  # as in transformers
     check_window(size, types)
     given = by_layer_type(keys, _ROPES)
     ropes = {kind: {**_ROPES[kind], **values} for kind, values in given.items()}
@@ -73,19 +73,19 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _check_kind(keys: Keys) -> None:
-    """Refuses what smaller models and those with experts have besides."""
+    """Refuses the additional features of smaller models and of those with experts."""
     keys.choice("hidden_size_per_layer_input", (0,))
     keys.choice("num_kv_shared_layers", (0,))
     keys.choice("enable_moe_block", (False,))
     keys.choice("attention_bias", (False,))
-    keys.choice("use_bidirectional_attention", (None, "vision"))  # of images, which are not served
+    keys.choice("use_bidirectional_attention", (None, "vision"))  # for images, which are not served
     keys.without_effect("vocab_size_per_layer_input", "use_double_wide_mlp")
     keys.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _per_layer(keys: Keys, types: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Head size and number of KV heads: those of `per_layer_config`, or those that layers without a window have in
-    common."""
+    """(Head size, number of KV heads) of each layer: from `per_layer_config`, or one pair for all layers without a
+    window."""
     head_dim, num_kv_heads = keys.integer("head_dim"), keys.integer("num_key_value_heads")
     full: Mapping[str, Any] = {"head_dim": keys.integer("global_head_dim", 512)}
     own_heads = keys.get("num_global_key_value_heads")
@@ -129,7 +129,7 @@ FAMILY = Family(model_type="gemma4_text", read=read, defaults=_DEFAULTS)
 
 _ENCODERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
-# The text model of a checkpoint that has encoders, too.
+# The text model of a checkpoint with encoders.
 MULTIMODAL_FAMILY = Family(
     model_type="gemma4",
     read=read,

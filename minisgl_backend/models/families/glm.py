@@ -1,4 +1,4 @@
-"""GLM-4 (9B, of 2024): Llama with half of each head rotated by neighbours, gate and up merged."""
+"""GLM-4 (9B, of 2024): Llama with interleaved rope over half of each head, and merged gate and up."""
 
 from __future__ import annotations
 

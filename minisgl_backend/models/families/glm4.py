@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after, half of each head rotated by neighbours, gate and up merged."""
+"""GLM-4 (0414): norms before and after attention and MLP, interleaved rope over half of each head, merged gate_up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids, and one that every token takes; half of each head is rotated."""
+"""GLM-4.5, 4.6 and 4.7: sigmoid routing and a shared expert; rope over half of each head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def mlps(keys: Keys, dense: int, *, norm_topk_prob: bool = True) -> list[MlpConfig | MoeConfig]:
-    """Dense MLPs in the first layers, `dense` of them where first_k_dense_replace is absent, then mixtures."""
+    """Dense MLPs in the first layers, then mixtures; `dense`: default of first_k_dense_replace."""
     num_dense = keys.integer("first_k_dense_replace", dense, least=0)
     mixture = routed_experts(keys, norm_topk_prob=norm_topk_prob)
     return [mlp(keys) if layer < num_dense else mixture for layer in range(keys.integer("num_hidden_layers"))]
@@ -38,7 +38,7 @@ def routed_experts(
     scaling: float = 1.0,
 ) -> MoeConfig:
     """Mixtures with the router of DeepSeek-V3 (DeepSeek-AI, 2024). count_key, shared_key: of the numbers of experts;
-    norm_topk_prob, scaling: what absent keys mean."""
+    norm_topk_prob, scaling: defaults of absent keys."""
     num_experts, num_groups = keys.integer(count_key), keys.integer("n_group", 1)
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         refuse("n_group", num_groups, f"a divisor of {count_key} ({num_experts}), for 2 experts or more in each")

@@ -24,7 +24,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _mlp_types(keys: Keys) -> list[str]:
-    """Of each layer. Where the list is absent, first_k_dense_replace counts, which transformers does not read."""
+    """MLP type of each layer. If the list is absent, first_k_dense_replace counts, which transformers does not read."""
     num_layers = keys.integer("num_hidden_layers")
     num_dense = keys.integer("first_k_dense_replace", 1, least=0)
     types = keys.get("mlp_layer_types") or [_DENSE if layer < num_dense else _SPARSE for layer in range(num_layers)]

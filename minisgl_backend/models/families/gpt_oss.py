@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every second layer a window, experts with biases and a clamped activation."""
+"""gpt-oss: attention sinks, a window in every second layer, experts with biases and a clamped activation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
         )
 
     mixture = _mixture(keys)
-    keys.without_effect("initial_context_length")  # of the rope, which has it too
+    keys.without_effect("initial_context_length")  # the rope's values have it, too
     return decoder(keys, [layer(kind) for kind in types])
 
 
@@ -43,7 +43,7 @@ def _mixture(keys: Keys) -> MoeConfig:
         intermediate_size=keys.integer("intermediate_size"),
         activation="swiglu_oai",
         bias=True,
-        router=RouterConfig(bias=True),  # a softmax over the best logits alone
+        router=RouterConfig(bias=True),  # a softmax over the best logits only
     )
 
 
@@ -58,12 +58,12 @@ _ROPE = {
 
 
 def _experts(kind: str, stored: str) -> Stored:
-    """Gate and up of all experts are in one tensor, whose outputs take turns."""
+    """Gate and up of all experts are in one tensor with alternating outputs."""
     of = tuple(f"mlp.experts.{name}_proj.{kind}" for name in ("gate", "up"))
     return Stored(name=stored, of=of, interleaved=True, transposed=kind == "weight")
 
 
-# As published, in MXFP4: rows of gate and up stay as they are, by turns.
+# As published, in MXFP4: rows of gate and up alternate, and stay so.
 _MXFP4 = tuple(
     Stored(name=f"mlp.experts.{name}_proj_{kind}", of=(f"mlp.experts.{name}_proj.{kind}",))
     for name, kinds in (("gate_up", ("blocks", "scales", "bias")), ("down", ("blocks", "scales")))

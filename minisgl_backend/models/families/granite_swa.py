@@ -1,4 +1,4 @@
-"""Granite with windows in three of four layers, attention sinks in all, and a theta for each."""
+"""Granite with windows in three of four layers, attention sinks in all layers, and a rope theta per layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def with_sinks(keys: Keys, without: DecoderConfig) -> DecoderConfig:
-    """`without`: as Granite's, without windows."""
+    """`without`: Granite's config without windows and sinks."""
     num_layers, size = without.num_layers, window(keys, 128)
     types = layer_types(keys, num_layers) or tuple(SLIDING if layer % 4 else FULL for layer in range(num_layers))
     check_window(size, types)
@@ -31,7 +31,7 @@ def with_sinks(keys: Keys, without: DecoderConfig) -> DecoderConfig:
 
 
 def _ropes(keys: Keys, plain: DecoderConfig) -> list[RopeConfig | None]:
-    """By layer: that of the config, with the theta of layer_rope_theta, of which 0 is no position embedding."""
+    """By layer: the config's rope with the theta of layer_rope_theta, where 0 means no position embedding."""
     ropes = [layer.attention.rope for layer in plain.layers]
     thetas = keys.get("layer_rope_theta")
     if thetas is None:

@@ -21,7 +21,7 @@ def read(keys: Keys) -> DecoderConfig:
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         intermediate_size=keys.integer("intermediate_size"),
-        router=RouterConfig(renormalize=True),  # a softmax over the best logits alone
+        router=RouterConfig(renormalize=True),  # a softmax over the best logits only
     )
     dense = granite.read(keys)
     return replace(dense, layers=tuple(replace(layer, mlp=mixture) for layer in dense.layers))

@@ -1,4 +1,4 @@
-"""Granite with experts, windows in three of four layers, attention sinks in all, and a theta for each."""
+"""Granite with experts, windows in three of four layers, attention sinks in all layers, and a rope theta per layer."""
 
 from __future__ import annotations
 

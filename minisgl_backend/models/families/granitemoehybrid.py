@@ -11,7 +11,7 @@ from minisgl_backend.models.families.common import FULL, Family, activation, lay
 from minisgl_backend.models.keys import Keys
 from minisgl_backend.weights.names import Stored, TensorNames
 
-_ATTENTION = "attention"  # as its own configs call what transformers now calls full_attention
+_ATTENTION = "attention"  # in its own configs; full_attention in those of recent transformers
 
 
 def read(keys: Keys) -> DecoderConfig:

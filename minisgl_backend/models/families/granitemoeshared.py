@@ -1,4 +1,4 @@
-"""Granite 3 with experts and an MLP that every token takes besides."""
+"""Granite 3 with experts and a shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helium: Llama whose rope rotates neighbours."""
+"""Helium: Llama with interleaved rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan 0.5B to 7B: Llama with norms of heads behind the rotation, and a theta stretched by a fixed alpha."""
+"""Hunyuan 0.5B to 7B: Llama with head norms after the rotation, and a theta scaled by a fixed alpha."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hunyuan_attention(keys: Keys) -> AttentionConfig:
 
 
 def _rope(keys: Keys, head_dim: int) -> RopeConfig:
-    """With `alpha` a rope of type dynamic is not dynamic: the theta is larger once and for all, and nothing else of
+    """With `alpha` a rope of type dynamic is not dynamic: the theta is scaled by a constant, and no other value of
     rope_parameters counts."""
     given = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
     alpha = given.get("alpha")
@@ -43,7 +43,7 @@ def _rope(keys: Keys, head_dim: int) -> RopeConfig:
 
 
 def _check_released_keys(keys: Keys) -> None:
-    """Keys of the released config.json that describe what is always so in transformers' class."""
+    """Keys of the released config.json whose values transformers' class assumes."""
     keys.choice("use_qk_norm", (True,))
     keys.choice("use_cla", (False,))
     keys.choice("use_mla", (False,))

@@ -1,4 +1,4 @@
-"""Hunyuan A13B: Hunyuan with experts, and an MLP that every token takes besides."""
+"""Hunyuan A13B: Hunyuan with experts and a shared expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
         refuse("moe_topk", experts_per_token, f"1 to num_experts ({num_experts})")
     for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if (given := _one(keys, key, value)) != value:
-            refuse(key, given, f"{value}, as transformers takes for granted")
+            refuse(key, given, f"{value}, which transformers assumes")
     keys.choice("moe_layer_num_skipped", (0,))
     keys.choice("norm_topk_prob", (True,))
     keys.choice("use_mixed_mlp_moe", (True,))
@@ -37,7 +37,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _one(keys: Keys, key: str, default: int) -> int:
-    """A number that is the same in all layers, be it in a list of one for each."""
+    """A number that is the same in all layers; the key may have a list with one entry per layer."""
     value = keys.get(key, default)
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1 or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in values):

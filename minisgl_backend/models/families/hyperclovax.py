@@ -16,12 +16,12 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_post_norm", (True,))
     like_granite = granite.read(keys)
     layers = tuple(replace(layer, norms="both", attention=_scaled(keys, layer)) for layer in like_granite.layers)
-    # Logits are multiplied with what Granite divides them by.
+    # Logits are multiplied by the number by which Granite divides them.
     return replace(like_granite, layers=layers, logits_multiplier=keys.number("logits_scaling", 1.0))
 
 
 def _scaled(keys: Keys, layer: LayerConfig) -> AttentionConfig:
-    """An absent multiplier is 1 for Granite, and here the usual scale."""
+    """An absent multiplier means 1 for Granite, and the usual scale here."""
     assert isinstance(layer.attention, AttentionConfig), "Granite keeps no latents"
     return replace(layer.attention, scale=keys.optional_number("attention_multiplier"))
 

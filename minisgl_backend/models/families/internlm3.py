@@ -10,7 +10,7 @@ from minisgl_backend.models.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     bias = keys.boolean("attention_bias", keys.boolean("qkv_bias", False))
-    keys.choice("mlp_bias" if keys.get("mlp_bias") is not None else "bias", (bias,))  # as transformers has it
+    keys.choice("mlp_bias" if keys.get("mlp_bias") is not None else "bias", (bias,))  # as in transformers
     layer = LayerConfig(
         attention=attention(keys, qkv_bias=bias, output_bias=bias),
         mlp=mlp(keys, bias=bias),

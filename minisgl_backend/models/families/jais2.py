@@ -1,4 +1,4 @@
-"""Jais 2: LayerNorm, biases everywhere, an MLP without a gate, which squares what is above 0."""
+"""Jais 2: LayerNorm, biases everywhere, an MLP without a gate, whose activation is relu(x) ** 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 (text), 3.3, and what is built like them."""
+"""Llama 2, 3, 3.1, 3.2 (text), 3.3, and models of the same architecture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Llama 4, text: attention in chunks, but in layers without position embedding, whose queries grow with their position;
-experts of which a token takes one, besides one that all take."""
+"""Llama 4, text: chunked attention, except in layers without position embedding, whose queries are scaled by their
+position; one expert per token and a shared expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import Stored, TensorNames
 
 _CHUNKED = "chunked_attention"  # in layer_types
-_ROPES = ("default", "linear", "llama3")  # others scale what is rotated, which the norm behind it would undo
+_ROPES = ("default", "linear", "llama3")  # other types scale queries and keys, which the norm after it would undo
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -70,7 +70,7 @@ def _attention(keys: Keys, *, has_rope: bool, chunk: int | None) -> AttentionCon
         chunk=chunk,
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=norm(keys, eps=1e-5, weight=False) if has_norm else None,  # before or behind the rope is the same
+        qk_norm=norm(keys, eps=1e-5, weight=False) if has_norm else None,  # the same before or after the rope
         query_growth=None if has_rope else growth,
     )
 
@@ -86,7 +86,7 @@ def _growth(keys: Keys) -> QueryGrowth | None:
 def _mixture(keys: Keys) -> MoeConfig:
     keys.choice("num_experts_per_tok", (1,))
     size = keys.integer("intermediate_size")
-    keys.without_effect("router_jitter_noise")  # of training
+    keys.without_effect("router_jitter_noise")  # for training
     return MoeConfig(
         num_experts=keys.integer("num_local_experts"),
         experts_per_token=1,
@@ -125,7 +125,7 @@ _DEFAULTS = {
 
 FAMILY = Family(model_type="llama4_text", read=read, defaults=_DEFAULTS, tensor_names=TensorNames(stored=_STORED))
 
-# The text model of a checkpoint that has an encoder of images too.
+# The text model of a checkpoint with an image encoder.
 MULTIMODAL_FAMILY = Family(
     model_type="llama4",
     read=read,

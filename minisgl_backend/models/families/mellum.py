@@ -45,7 +45,7 @@ def read(keys: Keys) -> DecoderConfig:
         for kind, values in by_layer_type(keys, _THETAS).items()
     }
     mlps: dict[str, MlpConfig | MoeConfig] = {"dense": mlp(keys), "sparse": experts(keys)}
-    # A layer that predicts further tokens stands outside of the others: see `left_out`.
+    # The MTP layer is stored apart from the others: see `left_out`.
     keys.without_effect("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
     layers = [
         LayerConfig(attention=heads[kind], mlp=mlps[sparse], norm=norm(keys))

@@ -1,4 +1,4 @@
-"""MiniMax-M2: RMSNorm of all heads together, part of each rotated; experts chosen by sigmoids."""
+"""MiniMax-M2: RMSNorm over all heads together, partial rope, sigmoid routing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _check_released_keys(keys: Keys) -> None:
-    """Keys of the released config.json that describe what is always so in transformers' class."""
+    """Keys of the released config.json whose values transformers' class assumes."""
     keys.choice("use_qk_norm", (True,))
     keys.choice("qk_norm_type", ("per_layer",))
     keys.choice("scoring_func", ("sigmoid",))

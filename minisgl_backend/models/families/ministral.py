@@ -1,4 +1,4 @@
-"""Ministral: Mistral some of whose layers have a window."""
+"""Ministral: Mistral with a window in some layers."""
 
 from __future__ import annotations
 

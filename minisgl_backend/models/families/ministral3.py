@@ -1,4 +1,4 @@
-"""Ministral 3 and Mistral Large 3's dense kind: Mistral whose queries grow with their position."""
+"""Ministral 3 and the dense Mistral Large 3: Mistral with queries scaled by their position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROPE = {
 
 
 def read(keys: Keys) -> DecoderConfig:
-    # transformers reads the longest sequence from its own key alone.
+    # transformers only reads the longest sequence from its own key.
     rope = read_rope(keys, keys.integer("head_dim"), apart=(_BETA, "max_position_embeddings"))
     heads = attention(keys, rope=rope, window=window(keys, None), query_growth=_growth(keys))
     layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))

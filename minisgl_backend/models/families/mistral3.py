@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2, Ministral 3: the text model of checkpoints that have an encoder of images too."""
+"""Mistral Small 3.1 and 3.2, Ministral 3: the text model of checkpoints with an image encoder."""
 
 from __future__ import annotations
 

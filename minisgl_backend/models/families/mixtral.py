@@ -28,7 +28,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def experts_stored() -> tuple[Stored, ...]:
-    """Router and experts as Mixtral's checkpoints have them."""
+    """Router and experts in Mixtral's checkpoints."""
     experts = (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
     return (
         Stored(name="block_sparse_moe.gate", of=("mlp.gate",)),

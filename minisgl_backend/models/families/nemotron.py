@@ -1,4 +1,4 @@
-"""Nemotron-4 and Minitron: LayerNorm whose weights are added to 1, an MLP without a gate, half of each head rotated."""
+"""Nemotron-4 and Minitron: LayerNorm that stores weight - 1, an MLP without a gate, rope over half of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what attention and MLP give instead of what they get, and of all query and key heads together."""
+"""OLMo 2: norms of the outputs of attention and MLP, not of their inputs, and over all query and key heads together."""
 
 from __future__ import annotations
 

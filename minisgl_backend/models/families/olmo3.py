@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 three of four of whose layers have a window, with a rope for those and one for the others."""
+"""OLMo 3: OLMo 2 with a window in three of four layers, and another rope in those."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _ropes(keys: Keys, head_dim: int) -> dict[str, RopeConfig]:
-    """By layer type: rope_parameters has a set for each. The rope_scaling of transformers 4 is that of layers without a
+    """By layer type: rope_parameters has a set for each. The rope_scaling of transformers 4 applies to layers without a
     window."""
     given, theta = by_layer_type(keys, (FULL, SLIDING)), keys.number("rope_theta", _THETA)
     if theta != _THETA and "rope_theta" not in given[SLIDING]:
-        # transformers 4 takes it for all layers, 5 for those without a window alone.
+        # transformers 4 uses it for all layers, transformers 5 only for those without a window.
         refuse("rope_theta", theta, f"{_THETA}, or a rope_theta for each of the layer types in rope_parameters")
     given[FULL] |= {key: value for key, value in keys.mapping("rope_scaling").items() if value is not None}
     positions = keys.integer("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""OLMoE: Qwen's experts, RMSNorm of all heads together."""
+"""OLMoE: Qwen's experts, RMSNorm over all heads together."""
 
 from __future__ import annotations
 

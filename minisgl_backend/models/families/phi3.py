@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with merged projections, LongRoPE and partial rotation."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with merged projections, LongRoPE and partial rope."""
 
 from __future__ import annotations
 

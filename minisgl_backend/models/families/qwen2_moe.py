@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts, and one more MLP for every token, weighted by its own gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts, and a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _slides(layer: int, max_window_layers: int) -> bool:
-    """Not as in Qwen2: every second layer below max_window_layers, from the first on."""
+    """Unlike Qwen2: every second layer below max_window_layers, from the first on."""
     return layer % 2 == 0 and layer < max_window_layers
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, text: Qwen2. Its images have an encoder, which is left out."""
+"""Qwen2-VL, text: Qwen2 without the image encoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.models.keys import Keys
 from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import TensorNames
 
-# Of the parts that are left out, in configs that are flat.
+# Keys of the parts that are left out, in flat configs.
 _AROUND = (
     "vision_config",
     *(f"{name}_token_id" for name in ("image", "video", "vision_start", "vision_end", "vision")),
@@ -27,7 +27,7 @@ def read(keys: Keys) -> DecoderConfig:
     return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows_above(keys)])
 
 
-# By the names of transformers 4 and 5.
+# With the names of transformers 4 and 5.
 TEXT_NAMES = TensorNames(
     prefixes=(("model.language_model.", "model."),),
     left_out=("visual.", "model.visual."),

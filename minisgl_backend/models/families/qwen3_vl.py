@@ -1,4 +1,4 @@
-"""Qwen3-VL, text: Qwen3. Its images have an encoder, which is left out."""
+"""Qwen3-VL, text: Qwen3 without the image encoder."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FAMILY = Family(
     tensor_names=replace(
         TEXT_NAMES,
         stored=(
-            # As published each expert's are [inputs, outputs]; transformers 5 saves them the other way.
+            # Published checkpoints have each expert as [inputs, outputs]; transformers 5 saves [outputs, inputs].
             Stored(name="mlp.experts.gate_up_proj", of=_GATE_UP, either_way=True),
             Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), either_way=True),
         ),

@@ -1,4 +1,4 @@
-"""Sarvam 30B: GLM-4.5's layers, with heads that are rotated whole."""
+"""Sarvam 30B: GLM-4.5's layers, with rope over whole heads."""
 
 from __future__ import annotations
 

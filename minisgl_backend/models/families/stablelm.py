@@ -1,4 +1,4 @@
-"""StableLM: LayerNorm, a quarter of each head rotated; in some, attention and MLP take the same norm's output."""
+"""StableLM: LayerNorm, rope over a quarter of each head; in some models attention and MLP in parallel."""
 
 from __future__ import annotations
 

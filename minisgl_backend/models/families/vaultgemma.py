@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2 with norms before attention and MLP alone."""
+"""VaultGemma: Gemma 2 with norms before attention and MLP only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints of the served families that do not generate: sequence classifiers, and models without an output
-projection."""
+"""Checkpoints of the families that do not generate: sequence classifiers, and models without an output projection."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _BASE_NAMES = TensorNames(prefixes=tuple((f"{name}.", f"model.{name}.") for name
 
 
 def find_family(architecture: str, model_type: Any, families: Families) -> Family | None:
-    """The family with this name in config.json's `architectures`, or the one that is made of its ...ForCausalLM. Where
-    transformers runs several types with one class, `model_type` says which."""
+    """The family with this name in config.json's `architectures`, or one derived from that of ...ForCausalLM. Where
+    transformers runs several types with one class, `model_type` decides."""
     for one in families.run_as(architecture):
         if one.model_type == model_type:
             return one
@@ -33,7 +32,7 @@ def find_family(architecture: str, model_type: Any, families: Families) -> Famil
 
 
 def _classifier(family: Family) -> Family:
-    """`score` in place of the output projection, transformers' GenericForSequenceClassification."""
+    """`score` replaces the output projection: transformers' GenericForSequenceClassification."""
 
     def read(keys: Keys) -> DecoderConfig:
         labels = keys.get("id2label", {0: "", 1: ""})
@@ -44,7 +43,7 @@ def _classifier(family: Family) -> Family:
 
 
 def _base_model(family: Family) -> Family:
-    """Nothing behind the last norm, whose checkpoints' names have no "model." before them."""
+    """Ends with the final norm; tensor names in its checkpoints have no "model." prefix."""
 
     def read(keys: Keys) -> DecoderConfig:
         return replace(family.read(keys), generates=False)

@@ -88,7 +88,7 @@ def test_what_neither_serves_is_refused_with_both_reasons(tmp_path: Path) -> Non
     [
         ("bloom", "BloomForCausalLM", "takes no position_ids"),
         ("bert", "BertLMHeadModel", r"attends to later tokens \(it is no decoder\)"),
-        ("mamba", "MambaForCausalLM", "keep another state than keys and values"),
+        ("mamba", "MambaForCausalLM", "with a state other than keys and values"),
         ("doge", "DogeForCausalLM", "masks attention in a way of its own"),
         ("bart", "BartForCausalLM", "is_encoder_decoder is true"),
         (

@@ -81,7 +81,7 @@ def test_rope_scaling_beside_rope_parameters_counts() -> None:
     assert read(**saved, rope_theta=5e5, rope_scaling=yarn) == read(rope_theta=5e5, rope_scaling=yarn)
     assert read(**saved, rope_scaling=None).layers[0].attention.rope == RopeConfig(theta=5e5)
     assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).layers[0].attention.rope == RopeConfig()
-    with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but beside rope_scaling"):
+    with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but transformers ignores"):
         read(**saved, rope_scaling=yarn)
 
 
