@@ -1,1 +1,1 @@
-"""Pages of the KV cache: which are free, which hold a known prefix, and who may use them."""
+"""Pages of the KV cache: which are free, which hold a known prefix, and which sequences use them."""

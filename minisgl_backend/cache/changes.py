@@ -1,7 +1,7 @@
-"""What a prefix cache tells others of its contents: pages that it has stored and removed, named by hashes.
+"""Changes of a prefix cache for subscribers: pages that it has stored and removed, identified by hashes.
 
-The hash of a page stands for its tokens, all before them, and the salt of their prompt. It depends on nothing else, so
-that equal prefixes have equal hashes in every engine with pages of the same size.
+A page's hash covers its tokens, all tokens before them and the salt of their prompt, and nothing else. So equal
+prefixes have equal hashes in every engine with pages of the same size.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages that follow one another are in the cache from now on."""
+    """Consecutive pages have been added to the cache."""
 
     hashes: list[int]  # [num_pages]
     parent: int | None  # hash of the page before the first one; None: they begin a prompt
     token_ids: IdArray  # [num_pages * page_size]
-    salt: bytes = b""  # with which the first one begins a prompt
+    salt: bytes = b""  # the prompt's salt, if the first page begins a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PagesRemoved:
-    """Pages are in the cache no longer."""
+    """Pages have been removed from the cache."""
 
     hashes: list[int]
 
@@ -36,8 +36,8 @@ CacheChange = PagesStored | PagesRemoved
 
 
 def page_hashes(parent: int | None, token_ids: IdArray, page_size: int, salt: bytes = b"") -> list[int]:
-    """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`, or begin a
-    prompt with this salt."""
+    """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`, or (None)
+    begin a prompt with this salt."""
     before = salt if parent is None else parent.to_bytes(HASH_BYTES, "big")
     hashes = []
     for start in range(0, len(token_ids) - page_size + 1, page_size):

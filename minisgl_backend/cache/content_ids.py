@@ -1,8 +1,8 @@
-"""Ids by which the prefix cache knows tokens that stand for something else, as an image's do.
+"""The prefix cache's ids of placeholder tokens, which stand for other content such as an image.
 
-A token of the vocabulary is known by its own id. One that stands for a part of some content has a number beyond any
-vocabulary, made of the content's digest and the place in it, so that equal tokens share a page only where what they
-stand for is equal, too. SGLang pads prompts with such numbers, vLLM puts digests into the keys of blocks.
+A vocabulary token's id is its own. A placeholder gets an id beyond any vocabulary, made of the content's digest and
+its position in the content, so that equal placeholders share a page only where their contents are equal, too. SGLang
+pads prompts with such ids (pad_value); vLLM adds the digests to the block hashes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from minisgl_backend.arrays import IdArray, Int32Array
 from minisgl_backend.request import Content
 
-FIRST = 1 << 62  # ids from here on are of contents; int64
+FIRST = 1 << 62  # ids from here on stand for content; int64
 _LARGEST_TOKEN = 2**31 - 1
 
 
 def content_ids(token_ids: Int32Array, contents: Sequence[Content]) -> IdArray:
-    """Of the first tokens of a prompt, int64 [num_tokens]; where it has no contents, these themselves."""
+    """The ids of a prompt's first tokens, int64 [num_tokens]; without contents `token_ids` itself."""
     if not contents:
         return token_ids
     ids = token_ids.astype(np.int64)
@@ -32,6 +32,7 @@ def content_ids(token_ids: Int32Array, contents: Sequence[Content]) -> IdArray:
 
 
 def id_bytes(ids: IdArray) -> bytes:
-    """Of a page, for keys and hashes: 4 a token, or 8 where some are of contents; the same in every engine."""
+    """The ids of a page as bytes for keys and hashes: 4 per token, or 8 if one stands for content; same in every
+    engine."""
     is_wide = ids.dtype != np.int32 and bool((ids > _LARGEST_TOKEN).any())
     return ids.astype("<i8" if is_wide else "<i4", copy=False).tobytes()

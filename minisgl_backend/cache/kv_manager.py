@@ -1,7 +1,7 @@
-"""Who may use which KV pages: leases, and the page table that they make up.
+"""KV page management: leases of pages, and the page table that they make up.
 
-A lease belongs to a row; that row of the page table is its page list. The prefix cache, the free pages and the page
-table are behind `KVManager`: nothing else reads or changes them.
+A lease belongs to a row; that row of the page table is its list of pages. Only `KVManager` reads and changes the prefix
+cache, the free pages and the page table.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMa
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.kv.groups import CacheGroups
 
-# By the names of the option cache_type; each is given the groups, the number of pages, and whether changes are
-# recorded.
+# By the values of the option cache_type; each gets the groups, the number of pages, and whether changes are recorded.
 PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]] = {
     "radix": lambda groups, num_pages, record_changes: RadixCache(
         groups.page_size, groups=groups, num_pages=num_pages, record_changes=record_changes
@@ -30,22 +29,22 @@ PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]
 
 
 class PageLease:
-    """The right of one row to its pages. The first `num_shared` of each group belong to the prefix cache and are pinned
-    there, without those that a group with a window has given back; the others are this row's alone."""
+    """A row's right to its pages. The first `num_shared` pages of each group belong to the prefix cache and are pinned
+    there, except those that a group with a window has given back; all others are this row's alone."""
 
     __slots__ = ("num_shared", "pin", "released", "row", "salt")
 
     def __init__(self, row: int, pin: Any, num_shared: int, salt: bytes) -> None:
         self.row = row
-        self.pin = pin  # of the prefix cache
-        self.salt = salt  # of what is published
+        self.pin = pin  # its pin in the prefix cache
+        self.salt = salt  # the salt to publish under
         self.num_shared = num_shared
         self.released = False
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntries:
-    """Entries of the page table that a row, or several, have from now on; page 0: the row needs none there any more."""
+    """New values of page-table entries of one or more rows; page 0: the row no longer needs a page there."""
 
     groups: Int32Array  # [num_entries]
     rows: Int32Array  # [num_entries]
@@ -55,8 +54,8 @@ class TableEntries:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Pages of a row that were exchanged for equal ones of the prefix cache. `old` is the caller's to `free`, once no
-    step that was planned before still reads it."""
+    """Pages of a row that were exchanged for equal ones of the prefix cache. The caller passes `old` to `free` once no
+    step that was planned before still reads them."""
 
     entries: TableEntries
     old: Int32Array  # [num_swapped]
@@ -75,26 +74,25 @@ class KVManager:
         *,
         record_changes: bool = False,
     ) -> None:
-        """`record_changes`: of the prefix cache, for `take_cache_changes`."""
+        """`record_changes`: record the prefix cache's changes for `take_cache_changes`."""
         self.groups = groups
         self.page_size = groups.page_size
         self.has_windows = groups.num_windows > 0
-        self.version = 0  # one more whenever pages become available: until then what did not fit does not fit
+        self.version = 0  # incremented whenever pages become available: until then, what did not fit does not fit
         self._num_full = groups.num_full
         self._pool = PagePool(num_pages)
         self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes)
-        # [num_groups, max_rows, max_pages_per_row]; with windows 0 where a row has no page
+        # [num_groups, max_rows, max_pages_per_row]; 0 where a group with a window has no page
         self._table: Int32Array = np.zeros((groups.num_groups, max_rows, max_pages_per_row), dtype=np.int32)
         self._only = self._table[0] if groups.num_groups == 1 else None  # indexed faster than with an axis of length 1
-        # Columns up to which each row has pages of all groups, [max_rows]. While its prompt is computed, groups
-        # without a window may have them up to `_reserved`, all that the prompt needs; those with one get them chunk by
-        # chunk.
+        # Columns up to which each row has pages of all groups, [max_rows]. While its prompt is computed, groups without
+        # a window have pages up to `_reserved`, all that the prompt needs; groups with one get them chunk by chunk.
         self._held = np.zeros(max_rows, dtype=np.int32)
         self._reserved = np.zeros(max_rows, dtype=np.int32)
-        self.covered = np.zeros(max_rows, dtype=np.int32)  # tokens that `_held` has room for; for others to read
-        self._matched = np.zeros(max_rows, dtype=np.int32)  # columns that the prefix cache supplied at first
-        self._shared = np.zeros(max_rows, dtype=np.int32)  # and that are the cache's now, as in the leases
-        self._first = np.zeros((groups.num_windows, max_rows), dtype=np.int32)  # first column that is not given back
+        self.covered = np.zeros(max_rows, dtype=np.int32)  # tokens that `_held` has room for; others only read it
+        self._matched = np.zeros(max_rows, dtype=np.int32)  # columns that the prefix cache supplied at admission
+        self._shared = np.zeros(max_rows, dtype=np.int32)  # columns that belong to the cache now, as in the leases
+        self._first = np.zeros((groups.num_windows, max_rows), dtype=np.int32)  # first column not given back
 
     @property
     def num_pages(self) -> int:
@@ -106,21 +104,21 @@ class KVManager:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that only the prefix cache keeps."""
+        """Pages that are in the prefix cache and that no row uses."""
         return self._cache.num_evictable
 
     @property
     def num_available(self) -> int:
-        """Pages that could be handed out now: free and evictable ones."""
+        """Pages that can be handed out now: free and evictable ones."""
         return self._pool.num_free + self._cache.num_evictable
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether what is published outlives its lease."""
+        """Whether published pages outlive their lease."""
         return self._cache.keeps_prefixes
 
     def pages_for(self, num_tokens: int) -> int:
-        """Of one group that sees everything."""
+        """Pages of a group without a window for that many tokens."""
         return -(-num_tokens // self.page_size)
 
     def cached_tokens(self, token_ids: IdArray, salt: str | None = None) -> int:
@@ -128,17 +126,17 @@ class KVManager:
         return self._cache.peek(token_ids, salt.encode() if salt else b"") * self.page_size
 
     def match(self, token_ids: IdArray, salt: str | None = None) -> PrefixMatch[Any]:
-        """The longest prefix of `token_ids` in whole pages that was published with this salt, pinned until `acquire` or
-        `unmatch`."""
+        """The longest prefix of `token_ids` in whole pages that was published with this salt. It is pinned until
+        `acquire` or `unmatch`."""
         return self._cache.match(token_ids, salt.encode() if salt else b"")
 
     def unmatch(self, match: PrefixMatch[Any]) -> None:
-        """Ends the pin of a match of which no lease was made."""
+        """Unpins a match that no lease was made of."""
         self._let_go(match.pages[self._num_full :])
         self._cache.unpin(match.pin)
 
     def pages_to_take(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
-        """Pages that `acquire` takes."""
+        """Number of pages that `acquire` takes."""
         cached = match.num_pages
         pages = self._num_full * (self.pages_for(num_tokens) - cached)
         if self.has_windows:
@@ -146,7 +144,7 @@ class KVManager:
         return pages
 
     def pages_to_start(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
-        """Pages that a prompt needs until it is computed, with chunks as long as the first one: at least those that
+        """Number of pages that a prompt needs until it is computed, in chunks as long as the first; never less than
         `acquire` takes."""
         needed = self.pages_to_take(match, num_tokens, chunk_end)
         if self.has_windows:
@@ -155,15 +153,16 @@ class KVManager:
         return needed
 
     def first_reach(self, match: PrefixMatch[Any], num_tokens: int) -> int:
-        """Tokens up to which a prompt's first chunk could go with the pages that are available; what is cached where
-        they are not enough."""
+        """The token up to which a prompt's first chunk can go with the available pages; the end of the cached prefix
+        where they do not suffice."""
         left = self.num_available - self._num_full * (self.pages_for(num_tokens) - match.num_pages)
         return (match.num_pages + max(left, 0) // self.groups.num_windows) * self.page_size
 
     def acquire(self, row: int, match: PrefixMatch[Any], num_tokens: int, chunk_end: int | None = None) -> PageLease:
-        """A lease for a free row that covers `num_tokens`; takes over the match's pin.
+        """Returns a lease of `num_tokens` for a free row; takes over the match's pin.
 
-        Groups with windows cover only the first `chunk_end` of them (None: all), and `grow` brings more. The caller has
+        Groups with windows get pages for the first `chunk_end` tokens only (None: for all), and more by `grow`. The
+        caller has
         checked that `pages_to_take <= num_available`.
         """
         assert self._held[row] == 0, "a row has one lease at a time"
@@ -185,12 +184,12 @@ class KVManager:
         return PageLease(row, match.pin, shared, match.salt)
 
     def reach(self, row: int) -> int:
-        """Tokens up to which `grow` could go with the pages that are available."""
+        """Tokens up to which `grow` can go with the available pages."""
         return int(self._held[row] + self.num_available // self.groups.num_windows) * self.page_size
 
     def grow(self, row: int, num_tokens: int) -> TableEntries | None:
-        """Pages of groups with windows for the row's first `num_tokens`, of which `reach` was asked; None: it has
-        them."""
+        """Takes pages of groups with windows for the row's first `num_tokens`, at most `reach`; None: it has them
+        already."""
         held, count = int(self._held[row]), self.pages_for(num_tokens)
         if count <= held:
             return None
@@ -205,9 +204,9 @@ class KVManager:
         )
 
     def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
-        """One more page in each group for each of these rows (no row twice): their columns of the page table, int32
-        [num_rows], and the pages, int32 [num_groups * num_rows], group by group. The caller has checked that
-        `num_groups * len(rows) <= num_available`."""
+        """Takes one more page in each group for each of these rows (no row twice). Returns their columns of the page
+        table, int32 [num_rows], and the pages, int32 [num_groups * num_rows], group by group. The caller has checked
+        that `num_groups * len(rows) <= num_available`."""
         pages = self._take(self.groups.num_groups * len(rows))
         columns = self._held[rows]
         if self._only is not None:
@@ -220,8 +219,8 @@ class KVManager:
         return columns, pages
 
     def shrink(self, rows: IndexArray, num_tokens: Int32Array) -> None:
-        """Takes back the pages of these rows behind their first `num_tokens` tokens, [num_rows] each, which none of
-        them was published from; no step that is in flight names the rows."""
+        """Takes back these rows' pages after their first `num_tokens` tokens, [num_rows] each. None of these pages is
+        published, and no step in flight includes the rows."""
         counts = -(-num_tokens // self.page_size)
         for which in np.flatnonzero(self._held[rows] > counts).tolist():
             row, count, held = rows[which], counts[which], self._held[rows[which]]
@@ -231,10 +230,10 @@ class KVManager:
             self.version += 1
 
     def trim(self, rows: IndexArray, columns: Int32Array) -> TableEntries | None:
-        """Groups with windows give back the pages that these rows' tokens from `columns` on, and the one before them,
-        do not see; the caller knows that no other is in flight. What is published stays cached.
+        """Gives back pages of groups with windows that these rows' tokens from `columns` on, and the token before them,
+        do not see. The caller ensures that no earlier token is in flight. Published pages stay cached.
 
-        rows: no row twice; columns: [num_rows]. Returns the entries that are gone; None where there are none.
+        rows: no row twice; columns: [num_rows]. Returns the removed entries; None where there are none.
         """
         first = self._first[:, rows]
         live = np.maximum(self.groups.first_kept(columns), first)
@@ -256,14 +255,14 @@ class KVManager:
         return TableEntries(group.astype(np.int32), row.astype(np.int32), column.astype(np.int32), none)
 
     def publish(self, lease: PageLease, token_ids: IdArray) -> Swap | None:
-        """Gives the full pages of `token_ids` (the row's tokens from its first one on, all computed) to the prefix
-        cache and pins them there. Where the cache knew the tokens, the row changes over to its pages."""
+        """Adds the full pages of `token_ids` (the row's tokens from the first one on, all computed) to the prefix cache
+        and pins them there. Where the cache had these tokens already, the row switches to the cache's pages."""
         self._refuse_released(lease)
         count = len(token_ids) // self.page_size
         first = lease.num_shared
         if count <= first:
             return None
-        self.version += 1  # of those who wait, some may share these pages now
+        self.version += 1  # some waiting sequences may share these pages now
         own = self._table[:, lease.row, first:count]
         tokens = token_ids[first * self.page_size : count * self.page_size]
         kept = self._cache.extend(lease.pin, tokens, own, lease.salt)
@@ -277,7 +276,7 @@ class KVManager:
             return None
         groups, columns = differs.nonzero()
         old, new = own[groups, columns], kept.pages[groups, columns]
-        own[groups, columns] = new  # a view: this writes the page table
+        own[groups, columns] = new  # `own` is a view: this writes the page table
         rows = np.full(len(new), lease.row, dtype=np.int32)
         return Swap(TableEntries(groups.astype(np.int32), rows, (first + columns).astype(np.int32), new), old)
 
@@ -287,8 +286,8 @@ class KVManager:
         self.version += 1
 
     def release(self, lease: PageLease, token_ids: IdArray = NO_INT32) -> Int32Array:
-        """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
-        prefix cache. Returns the others, which are free now, int32 [num_freed].
+        """Ends a lease. The full pages of `token_ids` (computed tokens from the row's first one on) stay in the prefix
+        cache. Returns the other pages, which are free now, int32 [num_freed].
 
         Raises RuntimeError for a lease that has ended already.
         """
@@ -311,28 +310,28 @@ class KVManager:
         return own
 
     def take_cache_changes(self) -> list[CacheChange]:
-        """What the prefix cache has stored and removed since the last call, in order, where that is recorded."""
+        """What the prefix cache has stored and removed since the last call, in order, if changes are recorded."""
         return self._cache.take_changes()
 
     def pages_of(self, lease: PageLease) -> Int32Array:
         """All pages of a lease in order, int32 [num_groups, num_pages]; a view of the page table. 0: a group with a
-        window has given the page back, or does not have it yet."""
+        window has given the page back, or has not taken it yet."""
         count = self._held[lease.row]
         if self.has_windows:
             count = max(count, self._reserved[lease.row])
         return self._table[:, lease.row, :count]
 
     def entries(self, groups: Int32Array, rows: Int32Array, columns: Int32Array) -> TableEntries:
-        """What the page table has at these places now; [num_entries] each."""
+        """The current values of these page-table entries; [num_entries] each."""
         return TableEntries(groups, rows, columns, self._table[groups, rows, columns])
 
     def num_private(self, lease: PageLease) -> int:
-        """Pages of this lease alone; at least these become available when it ends."""
+        """Pages that belong to this lease alone; at least these become available when it ends."""
         return int(np.count_nonzero(self.pages_of(lease)[:, lease.num_shared :]))
 
     def freed_pages(self, rows: IndexArray) -> Int64Array:
-        """Pages that become available when each of these rows ends, estimated: all but those that were cached when it
-        was admitted; int64 [num_rows]."""
+        """Estimates the pages that become available when each of these rows ends: all but those that were cached at its
+        admission; int64 [num_rows]."""
         held, matched = self._held[rows], self._matched[rows]
         if not self.has_windows:
             return (self._num_full * (held - matched)).astype(np.int64)
@@ -340,7 +339,7 @@ class KVManager:
         return (self._num_full * (np.maximum(held, self._reserved[rows]) - matched) + live).astype(np.int64)
 
     def window_growth(self, rows: IndexArray, lengths: Int64Array) -> int:
-        """Pages of groups with windows that these rows will take on top of theirs on the way to these `lengths`."""
+        """Pages of groups with windows that these rows will take until they have these `lengths`."""
         if not self.has_windows:
             return 0
         most = np.minimum(-(-lengths // self.page_size), self.groups.kept + 1)
@@ -350,7 +349,7 @@ class KVManager:
         """Raises AssertionError unless each page has exactly one owner.
 
         Args:
-            leases: all that are out.
+            leases: all leases that have not ended.
             in_passing: pages that were swapped out and not given back yet.
         """
         leases = list(leases)

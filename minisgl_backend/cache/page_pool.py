@@ -1,4 +1,4 @@
-"""Which pages are free."""
+"""The free list of KV pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from minisgl_backend.arrays import Int32Array
 class PagePool:
     """A free list of the page ids 1 to `num_pages`; page 0 belongs to the runner's padding row.
 
-    Last in, first out: a page that was just freed is the likeliest to be warm in a device cache, and the order is
-    the same in every run.
+    Last in, first out: a page that was just freed is the likeliest to be in a device cache, and the order is the same
+    in every run.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)  # the top is the end: page 1 goes out first
-        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)  # page 0 too: it is never given back
+        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)  # the top is the end: page 1 is handed out first
+        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)  # page 0, too: giving it back is an error
         self._count = num_pages
 
     @property
@@ -33,7 +33,7 @@ class PagePool:
         return pages
 
     def give_back(self, pages: Int32Array) -> None:
-        """The opposite of `take`. Raises RuntimeError when one of the pages is free already."""
+        """The opposite of `take`. Raises RuntimeError when one of the pages is already free."""
         if not len(pages):
             return
         if self._is_free[pages].any():
@@ -50,5 +50,5 @@ class PagePool:
         assert int(self._is_free[1:].sum()) == self._count, "a page is flagged as free and not on the list"
 
     def free_pages(self) -> Int32Array:
-        """The ids of all free pages, int32 [num_free], in no promised order; for checks."""
+        """The ids of all free pages, int32 [num_free], in no particular order; for checks."""
         return self._stack[: self._count].copy()

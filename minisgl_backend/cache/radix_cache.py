@@ -1,14 +1,14 @@
 """A prefix cache as a radix tree whose edges are whole pages.
 
-The idea of a radix tree of KV pages is from SGLang (Zheng et al. 2024, "SGLang: Efficient Execution of Structured
-Language Model Programs", section 3). Here an edge holds any number of whole pages; children are told apart by the
-tokens of their first page, so a node is split only on a page border. A salt is part of the key of a prompt's first
-page, and so keeps apart all that follows: there is one root, whatever salts there are.
+The radix tree of KV pages is SGLang's idea (Zheng et al. 2024, "SGLang: Efficient Execution of Structured Language
+Model Programs", section 3). Here an edge holds any number of whole pages, and children are keyed by the tokens of their
+first page, so a node is split only at a page boundary. The salt is part of the key of a prompt's first page, which
+separates all pages after it, too: one root serves all salts.
 
-A node has the pages of every cache group. Those without a window have all of them, and a node leaves the tree from its
-end as these are evicted. Those with a window have holes (page 0) where a page was given back or evicted, which says
-nothing of the pages around it: a prefix is used as far as the token behind it finds all that it sees. Where no group is
-without a window, a node goes when nothing but holes is left of it.
+A node holds the pages of every cache group. In groups without a window none is missing, and eviction shortens a node
+from its end. In groups with a window there are holes (page 0) where a page was given back or evicted, independently of
+the pages around it: a prefix is usable as far as the token after it finds all pages that it sees. If all groups have
+windows, a node is removed when only holes are left.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from minisgl_backend.kv.groups import FULL, CacheGroups
 
 
 class RadixNode:
-    """One edge of the tree with the node at its lower end. Only `RadixCache` touches it."""
+    """One edge of the tree with the node at its lower end. Only `RadixCache` uses it."""
 
     __slots__ = ("children", "hashes", "key", "pages", "parent", "pins", "serial", "token_ids", "used_at")
 
     def __init__(
         self, parent: RadixNode | None, key: bytes, token_ids: IdArray, pages: Int32Array, serial: int
     ) -> None:
-        self.parent = parent  # None: the root, or a node that has left the tree
-        self.key = key  # in the parent's children
+        self.parent = parent  # None: the root, or a node removed from the tree
+        self.key = key  # its key in the parent's children
         self.token_ids = token_ids  # [num_pages * page_size]
         self.pages = pages  # [num_groups, num_pages]; 0: a hole
-        self.hashes: list[int] = []  # [num_pages], where changes are recorded
+        self.hashes: list[int] = []  # [num_pages], if changes are recorded
         self.children: dict[bytes, RadixNode] = {}  # by the salt and the tokens of the child's first page
         self.pins = 0  # pins on this node or below it
-        self.used_at = 0  # tick of the last match or unpin that went through here
+        self.used_at = 0  # tick of the last match or unpin on a path through this node
         self.serial = serial  # breaks ties, so that the eviction order is the same in every run
 
     @property
     def num_pages(self) -> int:
-        return self.pages.shape[1]  # of each group, holes included
+        return self.pages.shape[1]  # in each group, holes included
 
 
 class RadixCache(PrefixCache[RadixNode]):
     """See the module. A match costs the depth of the path plus one comparison of its tokens; evicting a leaf costs
-    O(log n): the heap holds unpinned leaves, and entries that are no longer true are dropped when they surface."""
+    O(log n): the heap holds unpinned leaves, and outdated entries are dropped when they reach the top."""
 
     def __init__(
         self, page_size: int, *, groups: CacheGroups | None = None, num_pages: int = 0, record_changes: bool = False
     ) -> None:
         """`num_pages`: page ids are 1 to num_pages; only groups with windows need it. `record_changes`: for
-        `take_changes`, which then has to be called again and again."""
+        `take_changes`, which must then be called regularly."""
         self._page_size = page_size
         self._groups = groups = groups or CacheGroups(FULL, page_size)
         self._num_full = groups.num_full
         self._windows = WindowPages(num_pages) if groups.num_windows else None
-        self._holders = np.empty(num_pages + 1, dtype=object)  # of pages of groups with windows: their nodes, by page
+        self._holders = np.empty(num_pages + 1, dtype=object)  # page id -> its node, for groups with windows
         self._none: Int32Array = np.zeros((groups.num_groups, 0), dtype=np.int32)
         self._records = record_changes
         self._changes: list[CacheChange] = []
@@ -71,7 +71,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._tick = 0
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap of (used_at, serial, node), lazily cleaned
         self._num_nodes = 0
-        self._num_columns = 0  # pages of one group without a window: in the tree,
+        self._num_columns = 0  # pages per group without a window: in the tree,
         self._num_pinned = 0  # and on pinned paths
 
     @property
@@ -137,7 +137,7 @@ class RadixCache(PrefixCache[RadixNode]):
         node, position, runs = pin, 0, []
         count = pages.shape[1]
         if self._windows is None and count and (key := self._key(pin, token_ids, 0, salt)) not in pin.children:
-            node = self._add_leaf(pin, key, token_ids, pages, salt)  # most often nothing is known of what is new
+            node = self._add_leaf(pin, key, token_ids, pages, salt)  # the common case: none of the new tokens is known
             node.used_at = self._tick
             self._pin(node, pin)
             return PrefixMatch(pages, node, salt)
@@ -222,7 +222,7 @@ class RadixCache(PrefixCache[RadixNode]):
             self._windows.check(held[held > 0], in_use)
 
     def _path(self, token_ids: IdArray, salt: bytes) -> tuple[list[RadixNode], int]:
-        """The nodes that hold a beginning of `token_ids`, and how many of their pages can be used."""
+        """The nodes that hold a prefix of `token_ids`, and how many of their pages are usable."""
         path: list[RadixNode] = []
         node, position, count = self._root, 0, len(token_ids) // self._page_size
         while position < count:
@@ -240,15 +240,16 @@ class RadixCache(PrefixCache[RadixNode]):
         return path, position
 
     def _usable(self, pages: Int32Array) -> int:
-        """The longest prefix of a path's pages behind which a token finds all that it sees."""
+        """Length of the longest prefix of a path's pages after which a token finds all pages that it sees."""
         seen, columns = pages[self._num_full :], np.arange(pages.shape[1], dtype=np.int32)
         last_hole = np.maximum.accumulate(np.where(seen == 0, columns, -1), axis=1)
-        # -1: no hole; there all of a prefix that is shorter than a window is seen.
+        # -1: no hole. A prefix shorter than a window is seen whole.
         ends = np.flatnonzero((last_hole < np.maximum(self._groups.first_needed(columns + 1), 0)).all(axis=0))
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:
-        """What `extend` returns for one node, where there are groups with windows; `own` are pages with its tokens."""
+        """What `extend` returns for one node, where groups have windows; `own` are the caller's pages with its
+        tokens."""
         assert self._windows is not None, "there are such groups"
         theirs, own = node.pages[self._num_full :], own[self._num_full :]
         fills = (theirs == 0) & (own > 0)
@@ -260,7 +261,7 @@ class RadixCache(PrefixCache[RadixNode]):
         return np.concatenate([node.pages[: self._num_full], kept])
 
     def _hold(self, node: RadixNode, pages: Int32Array) -> None:
-        """Pages of groups with windows that are new in the cache."""
+        """Records the node of pages of groups with windows that are new in the cache."""
         assert self._windows is not None, "pages of groups with windows"
         self._holders[pages] = node
         self._windows.add(pages)
@@ -272,7 +273,7 @@ class RadixCache(PrefixCache[RadixNode]):
         return np.concatenate(runs, axis=1) if runs else self._none
 
     def _oldest_leaf(self) -> RadixNode | None:
-        """The leaf to be evicted next, the first of the heap."""
+        """The next leaf to evict, the first of the heap."""
         while self._leaves:
             used_at, _, node = self._leaves[0]
             if node.parent is not None and not node.pins and not node.children and node.used_at == used_at:
@@ -281,7 +282,7 @@ class RadixCache(PrefixCache[RadixNode]):
         return None
 
     def _shorten(self, leaf: RadixNode, missing: int) -> Int32Array:
-        """Evicts the end of a leaf, the first of the heap: its prefix stays useful."""
+        """Evicts the end of a leaf, the first of the heap: the rest of its pages stay useful as a prefix."""
         size = leaf.num_pages
         kept = max(size - -(-missing // self._num_full), 0)
         evicted = leaf.pages[:, kept:].reshape(-1)
@@ -305,7 +306,7 @@ class RadixCache(PrefixCache[RadixNode]):
         return evicted
 
     def _punch(self, missing: int) -> Int32Array:
-        """Evicts pages of groups with windows, wherever they are."""
+        """Evicts pages of groups with windows, anywhere in the tree."""
         assert self._windows is not None, "there are such groups"
         evicted = rest = self._windows.take_oldest(missing)
         while len(rest):
@@ -319,7 +320,8 @@ class RadixCache(PrefixCache[RadixNode]):
         return evicted
 
     def _note_leaf(self, node: RadixNode) -> None:
-        """A node has neither children nor pins any more."""
+        """Queues a node without children and pins for eviction, or removes it once it is all holes (all groups
+        windowed)."""
         if self._num_full:
             self._push_leaf(node)
             return
@@ -333,13 +335,14 @@ class RadixCache(PrefixCache[RadixNode]):
             node = parent
 
     def _key(self, parent: RadixNode, token_ids: IdArray, page: int, salt: bytes) -> bytes:
-        """What a child of `parent` that begins with this page is filed under."""
+        """The key, in `parent`'s children, of a child that begins with this page."""
         ids = token_ids[page * self._page_size : (page + 1) * self._page_size]
         key = ids.tobytes() if ids.dtype == np.int32 else id_bytes(ids)
         return salt + key if salt and parent is self._root else key
 
     def _common_pages(self, node: RadixNode, token_ids: IdArray, page: int) -> int:
-        """Whole pages that the edge shares with `token_ids` from `page` on; the first one is known to be equal."""
+        """Number of whole pages that the edge shares with `token_ids` from `page` on; the first page is known to be
+        equal."""
         if node.num_pages == 1:
             return 1
         start = page * self._page_size
@@ -349,9 +352,9 @@ class RadixCache(PrefixCache[RadixNode]):
         return (first if differs[first] else size) // self._page_size
 
     def _split(self, node: RadixNode, count: int) -> RadixNode:
-        """Moves the first `count` pages of an edge to a new node above it, and returns that one.
+        """Moves the first `count` pages of an edge to a new node above it, which is returned.
 
-        The node itself keeps the lower end, since pins point to it and must go on to protect the whole path.
+        The node itself keeps the lower part, since pins point to it and must still protect the whole path.
         """
         assert node.parent is not None, "the root has no edge to split"
         border = count * self._page_size
@@ -390,7 +393,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._num_nodes -= 1
 
     def _pin(self, node: RadixNode, end: RadixNode) -> None:
-        """One more pin on every node from `node` up to, not including, its ancestor `end`."""
+        """Adds a pin to every node from `node` up to its ancestor `end`, which is excluded."""
         while node is not end:
             if node.pins == 0:
                 self._num_pinned += node.num_pages

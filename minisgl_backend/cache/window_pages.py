@@ -1,7 +1,7 @@
-"""Cached pages of groups with windows: how many rows use each, and in which order they are forgotten.
+"""Cached pages of groups with windows: how many rows use each page, and the order of eviction.
 
-A row uses such a page while its next token sees it, so these pages are pinned one by one, not by the path that leads to
-them. All arrays are indexed by page id.
+A row uses a page while its next token sees it, so these pages are pinned one by one instead of by path. All arrays are
+indexed by page id.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from minisgl_backend.arrays import Int32Array
 
 
 class WindowPages:
-    """The least recently used first: the page that was let go first is the first to be forgotten."""
+    """Least recently used first: the page that was released first is evicted first."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = 0  # cached, pinned or not
+        self.num_pages = 0  # cached pages, pinned or not
         self.num_pinned = 0
         self._is_cached = np.zeros(num_pages + 1, dtype=np.bool_)
         self._pins = np.zeros(num_pages + 1, dtype=np.int32)
         self._idle_since = np.zeros(
             num_pages + 1, dtype=np.int64
         )  # tick of the last `let_go`; 0: pinned, or not cached
-        self._queue: deque[tuple[int, Int32Array]] = deque()  # (tick, pages let go then), lazily cleaned
-        self._queued = 0  # entries of all its arrays
+        self._queue: deque[tuple[int, Int32Array]] = deque()  # (tick, pages released then), lazily cleaned
+        self._queued = 0  # total length of the queue's arrays
 
     def add(self, pages: Int32Array) -> None:
-        """Pages that the cache holds from now on, and that are pinned at once."""
+        """Adds pages to the cache, which are pinned at once."""
         self.num_pages += len(pages)
         self._is_cached[pages] = True
 
     def pin(self, pages: Int32Array) -> None:
-        """One more user of each of these pages, no page twice."""
+        """Adds a user to each of these pages, no page twice."""
         self.num_pinned += int((self._pins[pages] == 0).sum())
         self._pins[pages] += 1
         self._idle_since[pages] = 0
 
     def let_go(self, pages: Int32Array, tick: int) -> None:
-        """One user less of each; a page is listed once for each user that lets it go."""
+        """Removes a user from each page; a page is listed once for each user that releases it."""
         np.subtract.at(self._pins, pages, 1)
         idle = pages[self._pins[pages] == 0]
         if len(idle) > 1:
-            idle = idle[np.sort(np.unique(idle, return_index=True)[1])]  # in the order given
+            idle = idle[np.sort(np.unique(idle, return_index=True)[1])]  # keeps the given order
         if not len(idle):
             return
         self.num_pinned -= len(idle)
@@ -54,7 +54,7 @@ class WindowPages:
             self._compact()
 
     def oldest(self) -> int | None:
-        """When the page that is to be forgotten next was let go; None: all are in use."""
+        """The tick at which the next page to evict was released; None: all pages are in use."""
         while self._queue:
             tick, pages = self._queue[0]
             if (self._idle_since[pages] == tick).any():
@@ -64,8 +64,7 @@ class WindowPages:
         return None
 
     def take_oldest(self, count: int) -> Int32Array:
-        """Forgets up to `count` of the pages that were let go first, together; `oldest` has said that there are
-        some."""
+        """Evicts up to `count` of the pages with the `oldest` tick; there must be some."""
         tick, pages = self._queue.popleft()
         self._queued -= len(pages)
         pages = pages[self._idle_since[pages] == tick]
@@ -77,14 +76,14 @@ class WindowPages:
         return pages
 
     def forget(self, pages: Int32Array) -> None:
-        """Pages without a user, which leave the cache."""
+        """Removes pages without a user from the cache."""
         self.num_pages -= len(pages)
         self._is_cached[pages] = False
         self._idle_since[pages] = 0
 
     def check(self, cached: Int32Array, in_use: Int32Array) -> None:
-        """Raises AssertionError unless `cached` are the pages of the cache and `in_use` its users' pages, each as often
-        as it has users."""
+        """Raises AssertionError unless `cached` are the cached pages and `in_use` the pages in use, once for each
+        user."""
         expected = np.bincount(in_use, minlength=len(self._pins))
         assert np.array_equal(expected, self._pins), "users of cached pages are miscounted"
         assert np.array_equal(np.sort(cached), np.flatnonzero(self._is_cached)), "cached pages are misknown"

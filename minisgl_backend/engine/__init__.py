@@ -1,1 +1,1 @@
-"""The engine core's process: the loop that joins scheduler and runner, its commands, grammars and followers."""
+"""The engine core's process: the loop around scheduler and runner, its commands, grammars and tensor-parallel ranks."""

@@ -1,6 +1,6 @@
-"""Puts an engine together: options -> model and device facts -> runner (with followers) -> scheduler -> EngineCore.
+"""Builds an engine: options -> model and device facts -> runner (with followers) -> scheduler -> EngineCore.
 
-The build order is in the calls: the page count comes out of the runner and goes into the scheduler.
+The build order follows from the data: the runner determines the page count, which the scheduler needs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WARMS_BESIDE_CORES = 4  # from so many on, compilers of grammars start while weights are loaded, else behind that
-MAX_QUICK_COMPILERS = 4  # where a quarter of the processors are as many
+EARLY_COMPILER_CORES = 4  # with that many, grammar compilers start while weights are loaded, otherwise afterwards
+MAX_QUICK_COMPILERS = 4  # where a quarter of the processors are that many
 NULL_PAGE_SIZE = 16
 NULL_MAX_PAGES = 1 << 16
 NULL_MIXED_PREFILL = 512
@@ -66,7 +66,7 @@ NULL_ANSWER = "The null runner says this again and again, and computes nothing. 
 
 @dataclass(frozen=True)
 class _Built:
-    """A runner, and what is known of it."""
+    """A runner with the limits and facts that its build determined."""
 
     runner: StepRunner
     limits: SchedulerLimits
@@ -77,17 +77,17 @@ class _Built:
 
 @dataclass(frozen=True)
 class Engine:
-    """A core that is ready, and what belongs to it."""
+    """A core that is ready, with its resources."""
 
     core: EngineCore
     welcome: Welcome
     model_dir: Path
     model: ModelConfig
-    heartbeat: Heartbeat  # whoever calls `core.step` is to do so inside of `heartbeat.step`
+    heartbeat: Heartbeat  # `core.step` must be called inside `heartbeat.step`
     _close: Callable[[], None]
 
     def close(self) -> None:
-        """Ends the core, the followers and the signs of life."""
+        """Ends the core, the followers and the heartbeat."""
         try:
             self.core.close()
             self._close()
@@ -104,11 +104,11 @@ def build_engine(
     heartbeat: Heartbeat | None = None,
     owns_process: bool = False,
 ) -> Engine:
-    """Raises ConfigError for whatever cannot be served.
+    """Builds an engine. Raises ConfigError for options or a model that cannot be served.
 
-    `dp_rank`: which of config.dp engine cores this is. `on_hang_or_death` is called on a thread of its own, with a
-    reason, when a step does not come to an end or a tensor-parallel follower has died. `heartbeat`: this process's,
-    where it has one already. `owns_process`: nothing else in it computes, so that it may choose torch's threads.
+    `dp_rank`: the number of this engine core, of config.dp. `on_hang_or_death` is called with a reason, on a thread of
+    its own, when a step hangs or a tensor-parallel follower has died. `heartbeat`: this process's, if it has one
+    already. `owns_process`: nothing else computes in this process, so the engine may set torch's number of threads.
     """
     heartbeat = heartbeat or Heartbeat(environment.hang_s)
     with contextlib.ExitStack() as undo:
@@ -122,14 +122,14 @@ def build_engine(
             heartbeat.ready(on_cpu=False)
         else:
             has_grammars = importlib.util.find_spec("xgrammar") is not None
-            # On a small machine the load of weights would wait for processors that the compilers take.
-            warms_beside = has_grammars and len(os.sched_getaffinity(0)) >= WARMS_BESIDE_CORES
-            if warms_beside:
+            # On a small machine the compilers would take the processors that the loading of weights needs.
+            starts_early = has_grammars and len(os.sched_getaffinity(0)) >= EARLY_COMPILER_CORES
+            if starts_early:
                 compilers.warm()
             built = _model_runner(
                 config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
             )
-            if has_grammars and not warms_beside:
+            if has_grammars and not starts_early:
                 compilers.warm()
         undo.callback(built.close)
         overlap = built.is_asynchronous if environment.overlap is None else environment.overlap
@@ -158,14 +158,14 @@ def _grammar_compilers(
     config: EngineConfig, model_dir: Path, model: ModelConfig, owns_process: bool
 ) -> GrammarCompilers:
     source = TokenizerSource(str(model_dir), config.trust_remote_code, model.vocab_size, list(model.eos_token_ids))
-    # An engine core has no use for transformers; other threads of a program that holds an engine may.
+    # An engine core does not use transformers; other threads of a program that embeds an engine may.
     limits = Limits(max_quick=min(MAX_QUICK_COMPILERS, max(1, len(os.sched_getaffinity(0)) // 4)))
     without = ["transformers"] if owns_process else []
     return GrammarCompilers(source, without=without, limits=limits, cuts_text=config.speculation is not None)
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
-    """What the options come to on this machine, without loading anything. Raises ConfigError."""
+    """Resolves the options for this machine, without loading anything. Raises ConfigError."""
     from minisgl_backend.runner.start.device import MachineFacts
     from minisgl_backend.runner.start.resolve import resolve
 
@@ -201,7 +201,7 @@ def _model_runner(
             _share_cores(runtime, runner)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
         return _Built(runner, _limits(runtime, model, runner), description, runtime.device != "cpu")
-    model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
+    model.check_tensor_parallel(config.tp)  # before any process is started in vain
     followers = Followers.start(config, environment, model_dir, dp_rank)
     try:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
@@ -220,13 +220,13 @@ def _model_runner(
     return _Built(leader, limits, description, runtime.device != "cpu", leader.close)
 
 
-# Both import torch, which takes seconds: the null runner needs none, and followers import theirs at the same time.
+# The two functions below import torch, which takes seconds: the null runner needs none, followers do it meanwhile.
 
 
 def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
-    """What the options come to on this machine, and a description of it."""
+    """The options as resolved for this machine, and a description of the engine."""
     opened = _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.start.device import MachineFacts
     from minisgl_backend.runner.start.memory import check_weights_fit
@@ -250,16 +250,16 @@ def _resolve(
 
 
 def _load_torch(first_device: int) -> OpenedDevice | None:
-    """Imports torch without the garbage collector, and opens the device meanwhile. None: torch has been imported
-    already, or there is no collector to stop.
+    """Imports torch with the garbage collector off, and opens the device meanwhile. None: torch had been imported
+    already, or the collector was off.
 
-    It brings 180,000 objects that never go, and looking at them took a sixth of the import, and as long again at the
-    process's end.
+    The import creates 180,000 permanent objects. Collections of them took a sixth of the import time, and as long again
+    when the process ended.
     """
     if "torch" in sys.modules or not gc.isenabled():
         return None
     opened = OpenedDevice(first_device)
-    gc.collect()  # freezing is for ever: of what is there now, only what is in use
+    gc.collect()  # freezing is permanent: first drop what is not in use
     gc.disable()
     try:
         import torch  # noqa: F401
@@ -270,7 +270,7 @@ def _load_torch(first_device: int) -> OpenedDevice | None:
 
 
 def _device(runtime: RuntimeConfig) -> torch.device:
-    """Rank 0's."""
+    """Rank 0's device."""
     from minisgl_backend.tensor_parallel import device_of_rank
 
     return device_of_rank(runtime.device, runtime.device_index(0))
@@ -376,7 +376,7 @@ def _null_runner(config: EngineConfig, environment: Environment, model_dir: Path
 
 
 def _read_scripts(path: Path, encode: Callable[[str], list[int]], eos_token_ids: Sequence[int]) -> list[Int32Array]:
-    """The entries of a JSON list, each a text or token ids, as tokens; all but the last end."""
+    """The entries of a JSON list (texts or token ids) as token ids; each but the last gets an end token."""
     given = json.loads(path.read_text(encoding="utf-8"))
     scripts = [encode(script) if isinstance(script, str) else script for script in given]
     scripts[:-1] = [[*script, eos_token_ids[0]] for script in scripts[:-1]]
@@ -384,7 +384,7 @@ def _read_scripts(path: Path, encode: Callable[[str], list[int]], eos_token_ids:
 
 
 def _encoder(config: EngineConfig, model_dir: Path) -> Callable[[str], list[int]]:
-    """Text -> token ids, without special tokens of the tokenizer's; without transformers where it can be."""
+    """Text -> token ids, without the tokenizer's special tokens; without transformers where possible."""
     backend = complete_backend(model_dir)
     if backend is not None:
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)

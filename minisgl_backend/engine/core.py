@@ -1,4 +1,4 @@
-"""The loop that joins scheduler and runner: commands between steps, plan, prepare, execute, commit, outputs."""
+"""The loop around scheduler and runner: commands between steps, plan, prepare, execute, commit, outputs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
 log = logging.getLogger(__name__)
 
 
-MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless a health-check step succeeds
-# Texts of errors after which the device answers nothing more.
+MAX_FAILED_STEPS = 3  # in a row; then the engine gives up, unless a health-check step succeeds
+# Parts of error texts after which the device cannot be used any more.
 FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory access", "NCCL", "Connection closed by peer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way."""
+    """A launched step."""
 
     plan: StepPlan
-    pending: PendingStep | None  # None: nothing of it was executed
-    failed_rows: frozenset[int] = frozenset()  # those whose part was not executed
-    why: str = ""  # and why, for their clients
+    pending: PendingStep | None  # None: nothing was executed
+    failed_rows: frozenset[int] = frozenset()  # rows whose part was not executed
+    why: str = ""  # the reason, for their clients
 
 
 class _FailedStep:
@@ -55,7 +55,7 @@ class _FailedStep:
 class EngineCore:
     """One engine: a scheduler, a runner and the order of their stages. Used by one thread.
 
-    Overlapped, the next step is launched before the one before is committed; sequential, after.
+    With overlap scheduling the next step is launched before the previous one is committed; without it, after.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class EngineCore:
         grammars: Grammars | None = None,
         health_check_plan: StepPlan | None = None,
     ) -> None:
-        """`health_check_plan`: a step of the padding row only, which tells a broken engine from requests that break
-        steps; None: there is none."""
+        """`health_check_plan`: a step of the padding row only, which distinguishes a broken engine from requests that
+        break steps; None: there is none."""
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
         self._grammars = grammars
-        self._guides = False  # a request with a grammar has come: until then no step asks for masks
+        self._guides = False  # a request with a grammar has come; until then steps ask for no masks
         self._health_check_plan = health_check_plan
         self._in_flight: _Launched | None = None
-        self._failed_steps = 0  # in a row
-        self._last_error = ""  # of a step; the exception would keep what the step had allocated
+        self._failed_steps = 0  # failures in a row
+        self._last_error = ""  # as text: the exception object would keep the step's tensors alive
         self._rejected: list[Rejected] = []
-        self._names: dict[int, str] = {}  # by uid of every sequence that has not ended: its request, for the log
+        self._names: dict[int, str] = {}  # uid -> request id, of all sequences that have not ended, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
 
     def submit(self, request: Request) -> None:
-        """Queues the request; one that cannot be taken comes back from `take_rejected`."""
+        """Queues the request; `take_rejected` returns it if it cannot be taken."""
         name = request.request_id or f"uid {request.uid}"
         self._names.update(dict.fromkeys(range(request.uid, request.uid + request.params.n), name))
         try:
@@ -111,9 +111,9 @@ class EngineCore:
                 self._scheduler.abort(uid, reason)
 
     def step(self) -> bool:
-        """Runs one turn of the loop. False: there was nothing to do, and there will be nothing without a command.
+        """Runs one turn of the loop. False: there was nothing to do, and without a command there will be nothing.
 
-        Raises EngineDeadError when the device or several steps in a row have failed; the engine is of no use then.
+        Raises EngineDeadError when the device or several steps in a row have failed; the engine is then unusable.
         """
         self._admit_compiled()
         plan = self._scheduler.plan()
@@ -122,19 +122,19 @@ class EngineCore:
         if ready is not None:
             self._commit(ready)
         if launched is not None and launched.pending is not None and launched.pending.unsampled is not None:
-            # What grammars allow rests on the tokens committed just now; the device computes logits meanwhile.
+            # Grammar masks depend on the tokens just committed; the device computes logits meanwhile.
             self._in_flight = launched = self._sample(launched)
             self._end_guided()
-        # The step after a failed one must not be planned on what it did not compute.
+        # The step after a failed one must not be planned on tokens that were not computed.
         if launched is not None and (launched.failed_rows or not self._overlap):
             self._commit(launched)
             self._in_flight = None
-        if self._failed_steps >= MAX_FAILED_STEPS:  # now that no step waits for its sampling
+        if self._failed_steps >= MAX_FAILED_STEPS:  # now that no step waits to be sampled
             self._check_health()
         return ready is not None or launched is not None
 
     def drain_outputs(self) -> SequenceOutputs | None:
-        """The records since the last call: parallel arrays; None when there are none."""
+        """The records since the last call, as parallel arrays; None when there are none."""
         outputs = self._scheduler.drain_outputs()
         if self._early_aborts:
             outputs = _with_early_aborts(outputs, self._early_aborts)
@@ -147,7 +147,7 @@ class EngineCore:
         return outputs
 
     def take_cache_changes(self) -> list[CacheChange]:
-        """What the prefix cache has stored and removed since the last call, where that is recorded."""
+        """What the prefix cache has stored and removed since the last call, if that is recorded."""
         return self._scheduler.take_cache_changes()
 
     def take_rejected(self) -> list[Rejected]:
@@ -160,26 +160,26 @@ class EngineCore:
         return self._scheduler.stats()
 
     def tenant_stats(self) -> dict[str, TenantStats]:
-        """By name; {} where shares are not fair."""
+        """By name; {} without fair shares."""
         return self._scheduler.tenant_stats()
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for their grammar to be compiled; the scheduler has not seen them yet."""
+        """Requests whose grammar is being compiled; the scheduler has not seen them yet."""
         return 0 if self._grammars is None else self._grammars.num_compiling
 
     @property
     def waits_for_compiler(self) -> bool:
-        """True while a grammar is being compiled: `step` will have something to do without a command."""
+        """True while a grammar is being compiled, so that `step` will have work without a command."""
         return self.num_compiling > 0
 
     @property
     def room_for_grammars(self) -> int:
-        """Requests that `submit` takes now, whatever their grammars are; one whose grammar is known always."""
+        """Number of requests that `submit` takes now, with any grammar; known grammars need no room."""
         return 0 if self._grammars is None else self._grammars.room
 
     def close(self) -> None:
-        """Waits for what is in flight and ends the compiler."""
+        """Waits for the step in flight and ends the compiler."""
         if self._in_flight is not None and self._in_flight.pending is not None:
             try:
                 self._in_flight.pending.result()
@@ -226,8 +226,8 @@ class EngineCore:
             log.error("ended with an error: %s", _request_list(failed))
 
     def _launch(self, plan: StepPlan) -> _Launched:
-        """Launches the plan, or as much of it as can be: a sequence that cannot be prepared is left out alone, and
-        where the step fails as a whole, running streams get a second chance without the step's prompts."""
+        """Launches the plan, or as much of it as possible: a sequence that cannot be prepared is left out alone; where
+        the whole step fails, running sequences are tried again without the step's prompts."""
         if self._grammars is not None and self._guides:
             self._grammars.begin(plan)
         prompts = {chunk.row for chunk in plan.prefill}
@@ -249,7 +249,7 @@ class EngineCore:
             left_out = more
 
     def _sample(self, launched: _Launched) -> _Launched:
-        """Goes on with a step that waits for masks; its failure shows when it is committed."""
+        """Continues a step that waits for grammar masks; a failure shows when the step is committed."""
         try:
             masks = None
             if self._grammars is not None:
@@ -280,13 +280,13 @@ class EngineCore:
         self._end_guided()
 
     def _end_guided(self) -> None:
-        """Ends the sequences whose grammars say so."""
+        """Ends the sequences whose grammar is complete."""
         if self._grammars is not None and self._guides:
             for ended in self._grammars.take_ended():
                 self._scheduler.abort(ended.uid, ended.reason, ended.detail)
 
     def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:
-        """Logs a failure and gives up where the device is lost; else returns what the clients are to hear."""
+        """Logs a failure and gives up if the device is lost; otherwise returns the message for the clients."""
         self._failed_steps += counts
         self._last_error = str(error)
         log.error(

@@ -1,4 +1,4 @@
-"""The engine core behind sockets: takes commands of all fronts between steps, sends each front its records."""
+"""The engine core behind sockets: takes commands from all fronts between steps, and sends each front its records."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from minisgl_backend.step import StepStats
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
-STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
+IDLE_WAIT_MS = 500  # longest sleep of an idle core between commands
+STALLED_WAIT_MS = 2  # the same while a sequence waits for something other than a command
 COLLECT_EVERY_S = 60.0
-ALLOWED_STEPS = 2  # that a sequence may stay after its client was found gone,
-ALLOWED_S = 0.05  # and in seconds, apart from these
-REMEMBERED_STEPS = 1024  # ends of steps
+ALLOWED_STEPS = 2  # steps that a sequence may stay after its client was found to have left,
+ALLOWED_S = 0.05  # and the seconds that it may stay apart from these
+REMEMBERED_STEPS = 1024  # end times of steps
 
 
 class CoreServer:
@@ -57,7 +57,7 @@ class CoreServer:
         kv_events: KVEventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`heartbeat` learns when a turn of the loop begins and ends, `kv_events` what the prefix cache changes."""
+        """`heartbeat` is told when a turn of the loop begins and ends, `kv_events` what changes in the prefix cache."""
         self._core = core
         self._channel = channel
         self._welcome = welcome
@@ -66,7 +66,7 @@ class CoreServer:
         self._kv_events = kv_events
         self._clock = clock
         self._started = clock()
-        self._live: dict[int, set[int]] = {}  # uids that each front waits for
+        self._live: dict[int, set[int]] = {}  # front -> uids of its open sequences
         self._cancellations = Cancellations()
         self._status = StatusLine(self._started)
         self._collected = self._started
@@ -74,21 +74,21 @@ class CoreServer:
         self._was_busy = False
 
     def stop(self) -> None:
-        """Ends `run` after the step that is being computed; may be called from a signal handler."""
+        """Ends `run` after the current step; may be called from a signal handler."""
         self._stopped = True
 
     def run(self) -> None:
-        """Serves. Raises EngineDeadError when the core can compute no more."""
+        """Serves until `stop`. Raises EngineDeadError when the core can no longer compute."""
         gc.collect()
         gc.freeze()
-        gc.disable()  # collections happen in `_housekeep`, not in a step
+        gc.disable()  # garbage is collected in `_housekeep`, not during a step
         busy = False
         while not self._stopped:
             with self._heartbeat.step():
                 busy = self.turn(busy)
 
     def turn(self, busy: bool) -> bool:
-        """Commands, a step, what came of it. `busy`: the turn before had something to do; returns whether this had."""
+        """One turn: commands, a step, its outputs. `busy`: the last turn had work; returns whether this one had."""
         for command in self._channel.receive(0 if busy else self._idle_wait_ms()):
             self._obey(command)
         for front in self._channel.take_lost():
@@ -110,7 +110,7 @@ class CoreServer:
         if isinstance(command, Submit):
             request = command.request
             if not self._channel.is_attached(front_of(request.uid)):
-                return  # it went away after it had sent this
+                return  # it left after it had sent this
             self._live.setdefault(front_of(request.uid), set()).update(
                 range(request.uid, request.uid + request.params.n)
             )
@@ -191,11 +191,11 @@ def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
 
 
 class StatusLine:
-    """Logs a line every `period_s` while there is work, and one when the work has ended."""
+    """Logs a status line every `period_s` while there is work, and one when the work has ended."""
 
     def __init__(self, now: float, period_s: float = 10.0) -> None:
         self._period_s = period_s
-        self.due = now + period_s  # when `update` is to be called next
+        self.due = now + period_s  # when to call `update` next
         self._since = now
         self._last: StepStats | None = None  # at the last line
 
@@ -227,26 +227,26 @@ def _describe(stats: StepStats, last: StepStats | None, seconds: float) -> str:
 
 
 class Cancellations:
-    """How long sequences stay after their client was found gone, and which of them stayed too long.
+    """How long sequences stay after their client has left, and which of them stayed too long.
 
-    All times are time.monotonic() seconds, which the processes of one machine share.
+    All times are time.monotonic() seconds, which all processes of a machine share.
     """
 
     def __init__(self) -> None:
-        self.seconds = Histogram(CANCELLATION_BOUNDS_S)  # from the finding to the return of the sequence's pages
-        self.num_late = 0  # more than ALLOWED_STEPS steps and ALLOWED_S
-        self._found: dict[int, float] = {}  # by uid, until the engine loop's turn ends
+        self.seconds = Histogram(CANCELLATION_BOUNDS_S)  # from detecting that a client has left to the release of pages
+        self.num_late = 0  # took more than ALLOWED_STEPS steps and ALLOWED_S
+        self._found: dict[int, float] = {}  # by uid, until the turn of the engine loop ends
         self._step_ends: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def begin(self, uids: Iterable[int], found_at: float) -> None:
-        """The core has heard that the client of these was found gone at that time."""
+        """The core has heard that the client of these sequences left at `found_at`."""
         for uid in uids:
             self._found.setdefault(uid, found_at)
 
     def end_turn(self, ended: Iterable[int], now: float, *, stepped: bool) -> None:
-        """A turn of the engine loop is over; `ended` are those whose last record is among its outputs.
+        """A turn of the engine loop has ended; `ended` are the sequences whose last record is among its outputs.
 
-        The step that was in flight when they were ended has been committed in this turn: nothing names their pages.
+        The step that was in flight when they ended has been committed in this turn: no step uses their pages any more.
         """
         if stepped:
             self._step_ends.append(now)
@@ -255,7 +255,7 @@ class Cancellations:
         for uid in ended:
             if (found_at := self._found.pop(uid, None)) is not None:
                 self._observe(found_at, now)
-        self._found.clear()  # the others were gone before
+        self._found.clear()  # the others had ended before
 
     def _observe(self, found_at: float, now: float) -> None:
         self.seconds.observe(max(0.0, now - found_at))

@@ -1,4 +1,4 @@
-"""How many of a machine's processor cores one rank of a CPU engine computes on."""
+"""How many processor cores one rank of a CPU engine computes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 
 
 def share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:
-    """For the steps of this process, which are the calling thread's, from now on."""
+    """Sets the number of threads for this process's steps, which the calling thread runs."""
     if runtime.device != "cpu":
         return
     threads = threads_of_rank(runtime.config.ranks_per_node * runtime.config.dp, runner.weight_bytes, os.environ)

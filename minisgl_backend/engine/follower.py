@@ -1,6 +1,6 @@
-"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, a mirror of rank 0, which alone schedules.
+"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower` repeats the steps that rank 0 schedules.
 
-Started by rank 0, or by its own node (`host/node_supervisor.py`) where that is another one.
+Started by rank 0, or by its own node (`host/node_supervisor.py`) if that is another machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """A follower: builds its part of the model, then mirrors plans until the link closes."""
+    """Runs a follower: builds its part of the model, then executes rank 0's plans until the link closes."""
     parser = argparse.ArgumentParser(description="A tensor-parallel rank of the engine; started by its node.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--dp-rank", type=int, required=True, help="number of the engine core that it belongs to")
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("%s", error)
         return 2
     except Exception as error:
-        if isinstance(error, EngineDeadError):  # of another rank
+        if isinstance(error, EngineDeadError):  # another rank's failure
             log.error("%s", error)
         else:
             log.exception("rank %d failed", options.rank)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tell(link: socket.socket, sign: Sign) -> None:
-    with contextlib.suppress(OSError):  # rank 0 has gone, or does not read: either ends this process in another way
+    with contextlib.suppress(OSError):  # rank 0 has gone or does not read: either ends this process in another way
         link.send(sign, socket.MSG_DONTWAIT)
 
 
@@ -91,7 +91,7 @@ def _build(
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)
     share_cores(runtime, runner)
-    measure_prefill_budget(runner, runtime, model.vocab_size, tp)  # its steps are those of all ranks
+    measure_prefill_budget(runner, runtime, model.vocab_size, tp)  # takes part in the steps of all ranks
     heartbeat.ready(on_cpu=runtime.device == "cpu")
     return runner
 
@@ -102,7 +102,7 @@ def _mirror(runner: ModelRunner, link: socket.socket, heartbeat: Heartbeat) -> N
         with heartbeat.step():
             pending = runner.execute(runner.mirror(*unpack_step(frame)))
             if previous is not None:
-                previous.wait()  # at most two steps in flight, as on rank 0; and errors of the device surface
+                previous.wait()  # at most two steps in flight, as on rank 0; also surfaces the device's errors
             previous = pending
 
 
@@ -124,4 +124,4 @@ def _read_exactly(link: socket.socket, count: int) -> bytes | None:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # what NCCL does at an orderly end waits for the other ranks
+    os._exit(code)  # NCCL's orderly shutdown would wait for the other ranks

@@ -1,10 +1,10 @@
-"""Rank 0's side of tensor parallelism: starts the follower processes, hands each step plan to them, watches them.
+"""Rank 0's side of tensor parallelism: starts the follower processes, sends them each step plan, watches them.
 
-Imports torch only once the followers are on their way: they import it at the same time.
+Imports torch only after the followers have been started, so that all import it at the same time.
 
-Plans travel over one connection a follower: a socket pair on this machine, what `Nodes` has accepted to those of other
-nodes, which their own nodes start. The tensors of a step go over the ranks' own collectives. A rank that fails cannot
-be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
+Plans travel over one connection per follower: a socket pair on this machine, or the connection that another node's
+follower has opened (`Nodes`). Tensors go through collectives (NCCL or gloo). A rank that fails cannot be replaced in
+the middle of a step, since the others wait in a collective: the whole engine starts again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-LENGTH = struct.Struct("<I")  # before each plan on a link: its bytes
+LENGTH = struct.Struct("<I")  # before each plan on a link: its length in bytes
 STOP_GRACE_S = 2.0
 START_GRACE_S = 5.0
 
@@ -58,15 +58,15 @@ class Followers:
     """The followers of one engine, as rank 0 sees them."""
 
     def __init__(self, config: EngineConfig, environment: Environment, model_dir: Path) -> None:
-        """Raises ConfigError where there are to be other nodes, and they could not come."""
+        """Raises ConfigError where other nodes are expected and this one cannot listen for them."""
         self._size = size = config.tp
         self._hang_s = environment.hang_s
-        # Open from the start: a follower may be there first, and waits in the queue then.
+        # Open from the start: a follower may come first, and then waits in the queue.
         self._listener = socket.create_server((HOST, 0), backlog=size)
-        self._processes: list[subprocess.Popen[bytes]] = []  # of this node
-        self._links: list[socket.socket] = []  # to rank 1, 2, ...
+        self._processes: list[subprocess.Popen[bytes]] = []  # those of this node
+        self._links: list[socket.socket] = []  # to ranks 1, 2, ...
         self._port = self._listener.getsockname()[1]
-        self._nodes: Nodes | None = None  # None: this node has all ranks
+        self._nodes: Nodes | None = None  # None: all ranks are on this node
         if config.nodes > 1:
             self._nodes = Nodes(config, environment, model_dir, self._port, read_secret(os.environ))
         self._tp: TensorParallel | None = None
@@ -77,8 +77,8 @@ class Followers:
 
     @classmethod
     def start(cls, config: EngineConfig, environment: Environment, model_dir: Path, dp_rank: int = 0) -> Followers:
-        """Starts ranks 1 to tp - 1 of engine core `dp_rank`, with rank 0's settings; with other nodes, once all of them
-        have come."""
+        """Starts ranks 1 to tp - 1 of engine core `dp_rank`, with rank 0's settings; with several nodes, after all of
+        them have joined."""
         followers = cls(config, environment, model_dir)
         settings = ["--config", _json(config), "--environment", _json(environment), "--dp-rank", str(dp_rank)]
         try:
@@ -106,15 +106,15 @@ class Followers:
             )
 
     def connect(self, runtime: RuntimeConfig, device: torch.device, heartbeat: Heartbeat) -> TensorParallel:
-        """Rank 0's collectives, once all followers have come. `device`: rank 0's.
+        """Rank 0's collectives, once all followers have connected. `device`: rank 0's.
 
-        `heartbeat` learns when they wait for other ranks.
+        `heartbeat` is told while a collective waits for other ranks.
 
-        Raises ConfigError where one of this node ended instead, EngineDeadError where one of another node is lost, and
-        both as `TensorParallel.connect`.
+        Raises ConfigError if a follower of this node ended instead, EngineDeadError if one of another node is lost, and
+        both as `TensorParallel.connect` does.
         """
         outcome: queue.SimpleQueue[TensorParallel | Exception] = queue.SimpleQueue()
-        # Nothing can interrupt the rendezvous: it has a thread of its own, which is left behind where it is in vain.
+        # Nothing can interrupt the rendezvous, so it runs on a thread of its own, which is abandoned if it fails.
         threading.Thread(target=self._rendezvous, args=(runtime, device, outcome), daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
@@ -154,10 +154,11 @@ class Followers:
 
     def watch(self, on_loss: Callable[[str], None], heartbeat: Heartbeat) -> None:
         """Calls `on_loss` with a reason, on a thread of its own, when a follower ends before `close`, or when ranks
-        hang. If this process goes on after that, whatever waits for a follower goes on too, with an error or with
-        results that are not to be used.
+        hang. If this process continues after that, all waits for the follower end with an error or with unusable
+        results.
 
-        `heartbeat`: rank 0's own.
+
+        `heartbeat`: rank 0's.
         """
         heartbeat.start()
         self._watcher = threading.Thread(
@@ -176,11 +177,11 @@ class Followers:
         try:
             while (reason := self._look(ranks, heartbeat)) is None and not self._closed.is_set():
                 pass
-        except Exception as error:  # ranks that are not watched may wait for each other for ever
+        except Exception as error:  # unwatched ranks may wait for each other for ever
             log.exception("the ranks cannot be watched")
             reason = f"the tensor-parallel ranks cannot be watched: {error}"
         if not self._ready.is_set():
-            # What stops a follower from starting mostly stops rank 0 too, in clearer words.
+            # What stops a follower from starting mostly stops rank 0, too, with a clearer message.
             self._closed.wait(START_GRACE_S)
         if reason is None or self._closed.is_set():
             return
@@ -193,7 +194,7 @@ class Followers:
             self._tp.abandon()
 
     def _look(self, ranks: list[Liveness], heartbeat: Heartbeat) -> str | None:
-        """Listens to the followers for a second; the reason for which the engine cannot go on."""
+        """Listens to the followers for a second; returns the reason if the engine cannot go on."""
         nodes, period_s = ([], PERIOD_S) if self._nodes is None else (self._nodes.connections, PING_S)
         readable = select.select([*self._links, *nodes], [], [], period_s)[0]
         if self._nodes is not None and (lost := self._nodes.look()) is not None:
@@ -221,7 +222,7 @@ class Followers:
         return None
 
     def send(self, plan: StepPlan, decisions: StepDecisions) -> None:
-        """Hands the step to every follower. Raises EngineDeadError where one is gone."""
+        """Sends the step to every follower. Raises EngineDeadError if one is gone."""
         packed = pack_step(plan, decisions)
         frame = LENGTH.pack(len(packed)) + packed
         try:
@@ -234,7 +235,7 @@ class Followers:
         """Ends the followers."""
         self._closed.set()
         self._listener.close()
-        if self._tp is None:  # they are still starting: there is nothing that they could end in good order
+        if self._tp is None:  # still starting: there is nothing to shut down in order
             for process in self._processes:
                 process.kill()
         for link in self._links:
@@ -260,7 +261,7 @@ class Followers:
 
 
 class LeaderRunner:
-    """Rank 0's runner: hands each step to the followers once its host has made all that can fail of a request.
+    """Rank 0's runner: sends each step to the followers after its host has done everything in which a request can fail.
 
     So a request that cannot be served fails alone, as on one device, and the ranks stay in step.
     """
@@ -273,7 +274,7 @@ class LeaderRunner:
         """Ends the followers and leaves the group."""
         try:
             self._runner.close()
-        except RuntimeError as error:  # a device that failed can free nothing
+        except RuntimeError as error:  # a failed device cannot free anything
             log.warning("the captured graphs were not freed: %s", error)
         self._followers.close()
 
@@ -306,5 +307,5 @@ def _json(settings: EngineConfig | Environment) -> str:
 
 
 def _out_of_step(error: Exception) -> EngineDeadError:
-    """The followers have executed, or wait in the middle of, what rank 0 has not."""
+    """The followers have executed, or wait inside, a step that rank 0 has not executed."""
     return EngineDeadError(f"rank 0 failed in a step that other ranks execute too: {type(error).__name__}: {error}")

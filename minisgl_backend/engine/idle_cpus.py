@@ -1,10 +1,10 @@
 """Keeps idle processors awake while sequences run, through the interface that the Linux kernel has for it (PM QoS).
 
-A token passes some nine threads on its way to a client, and each may find the processor that it is to run on asleep. In
-a virtual machine a sleeping processor belongs to the hypervisor, and to get it back takes 0.2 ms, on a busy host
-several (docs/path.md has figures); elsewhere the deeper states take 0.1 ms. While a file stays open that holds the
-longest wake-up time that is tolerated, the kernel lets no processor sleep deeper; 0 lets it poll. When the process
-ends, however it does, the kernel forgets the request.
+A token passes about nine threads on its way to a client, and each may find its processor asleep. In a virtual machine a
+sleeping processor belongs to the hypervisor, and getting it back takes 0.2 ms, on a busy host several (docs/path.md has
+figures); on bare metal the deeper sleep states take 0.1 ms. While a process holds a file open that contains the longest
+tolerated wake-up latency, the kernel lets no processor sleep deeper; 0 makes idle processors poll. When the process
+ends, in whatever way, the kernel drops the request.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 DEVICE = Path("/dev/cpu_dma_latency")
 DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
-VIRTUAL_DRIVER = "haltpoll"  # of virtual machines on KVM
+VIRTUAL_DRIVER = "haltpoll"  # the idle driver of virtual machines on KVM
 LINGER_S = 1.0  # the next sequence often comes soon
 
 
 class IdleCpus:
-    """What one process asks of the kernel. `mode`: poll, sleep (the kernel decides), or auto (poll in a VM)."""
+    """One process's request to the kernel. `mode`: poll, sleep (the kernel decides), or auto (poll in a VM)."""
 
     def __init__(self, mode: str, *, device: Path = DEVICE, driver: Path = DRIVER) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class IdleCpus:
 
     @property
     def asks(self) -> bool:
-        """Whether it asks when there is work; not any more once it was refused."""
+        """Whether it sends requests when there is work; False once one was refused."""
         return self._asks
 
     @property
@@ -41,7 +41,7 @@ class IdleCpus:
         return self._file is not None
 
     def note(self, busy: bool, now: float) -> None:
-        """Call it when work begins, and again and again while there is none; `now` in seconds of a steady clock."""
+        """Call it when work begins, and regularly while there is none; `now` in seconds of a monotonic clock."""
         if busy:
             self._idle_since = None
             if self._file is None and self._asks:

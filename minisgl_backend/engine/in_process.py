@@ -1,4 +1,4 @@
-"""Steps an engine core in the caller's own process: answers in, and after each step what it brought them."""
+"""An engine core that is stepped in the caller's own process: takes requests, yields after each step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ AnyStream = AnswerStream | PooledAnswer
 
 
 class InProcessEngine:
-    """An engine, and the one call at a time that steps it. Calls of several threads are served one after the other."""
+    """An engine, and the one call at a time that steps it. Calls from several threads run one after the other."""
 
     def __init__(self, config: EngineConfig, environment: Environment) -> None:
-        """Builds the engine. Raises ConfigError for what cannot be served."""
+        """Builds the engine. Raises ConfigError for options or a model that cannot be served."""
         self._dead = ""
         self._max_waiting = config.max_waiting_requests
         self._turn = threading.Lock()  # held by the call that steps the engine
         self._turn_of: int | None = None  # the thread that holds it
-        self._streaming = False  # and whether it does so for a stream, so for as long as its reader likes
-        note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
+        self._streaming = False  # whether that call is a stream, which lasts as long as its reader likes
+        note_loss = weakref.WeakMethod(self._note_loss)  # the thread that watches other ranks must not keep this alive
         self._engine: Engine | None = build_engine(
             config, environment, on_hang_or_death=lambda reason: (note := note_loss()) and note(reason)
         )
-        # Also where a script ends without `close`: before Python takes apart what it needs, unlike __del__.
+        # Also runs when a script ends without `close`, and earlier than __del__, which would find modules torn down.
         self._close_engine = weakref.finalize(self, self._engine.close)
 
     @property
@@ -55,7 +55,7 @@ class InProcessEngine:
 
     @contextlib.contextmanager
     def _own_turn(self, *, streaming: bool) -> Iterator[None]:
-        """Waits for calls of other threads; but who reads a stream may not come back, or be this very thread."""
+        """Waits for calls of other threads; not for a stream, whose reader may never return or be this very thread."""
         if self._streaming or self._turn_of == threading.get_ident():
             raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
         with self._turn:
@@ -70,9 +70,9 @@ class InProcessEngine:
             yield from self._steps(answers)
 
     def _steps(self, answers: Sequence[AnyAnswer]) -> Generator[int, None, None]:
-        """Steps the engine until all are answered; after each step, how many sequences have ended with it.
+        """Steps the engine until all requests are answered; yields the number of sequences that ended with each step.
 
-        Closed early, it ends what is open.
+        If closed early, it ends the open sequences.
         """
         core = self.engine.core
         waiting = deque(answers)
@@ -93,9 +93,9 @@ class InProcessEngine:
             raise
 
     def _feed(self, waiting: deque[AnyAnswer], open_streams: dict[int, AnyStream]) -> None:
-        """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
+        """Submits requests until the engine's queue or its grammar compilers are full, and leaves the rest."""
         engine, room = self.engine, 0
-        if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
+        if waiting:  # requests whose grammar is being compiled join the queue later, perhaps all at once
             taken = engine.core.stats().num_waiting + engine.core.num_compiling
             room = self._max_waiting - taken
         while waiting and room > 0:
@@ -108,8 +108,8 @@ class InProcessEngine:
             room -= answer.request.params.n
 
     def _end_rejected(self, answers: Sequence[AnyAnswer], open_streams: dict[int, AnyStream]) -> int:
-        """Raises what a request was refused for; but where its grammar was followed in this call already, and found too
-        slow meanwhile, the request alone ends with it. Returns how many streams have ended."""
+        """Raises the reason for which a request was refused. Exception: a grammar that this call already followed and
+        that then proved too slow ends its own request alone. Returns the number of streams that have ended."""
         before = len(open_streams)
         for rejected in self.engine.core.take_rejected():
             first = open_streams.get(rejected.uid)
@@ -123,7 +123,7 @@ class InProcessEngine:
         return before - len(open_streams)
 
     def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnyStream]) -> int:
-        """Gives each record to its stream; returns how many streams have ended."""
+        """Gives each record to its stream; returns the number of streams that have ended."""
         if outputs is None:
             return 0
         before, details = len(open_streams), outputs.details
@@ -136,7 +136,7 @@ class InProcessEngine:
                 stream.take_detail(details[index])
             if stream.append(token, reason):
                 del open_streams[uid]
-                if not reason:  # a stop string, which the engine does not know of
+                if not reason:  # a stop string, which the engine does not know about
                     self.engine.core.abort([uid], FinishReason.STOP)
         return before - len(open_streams)
 
@@ -148,15 +148,15 @@ class InProcessEngine:
         except EngineDeadError as error:
             self._dead = self._dead or str(error)
             raise EngineDeadError(self._dead) from error
-        except BaseException as error:  # of whoever was too impatient for the step's end, above all
+        except BaseException as error:  # above all KeyboardInterrupt
             self._dead = self._dead or f"a step was broken off: {error!r}"
             raise
-        if self._dead:  # what a step computes without its other ranks is no answer
+        if self._dead:  # results of a step without its other ranks are invalid
             raise EngineDeadError(self._dead)
         return busy
 
     def _abandon(self, open_streams: dict[int, AnyStream]) -> None:
-        """Leaves an engine that the next call can use."""
+        """Ends the open streams, so that the next call finds a usable engine."""
         if self._engine is None or self._dead:
             return
         with interrupted_at_the_end():
@@ -167,7 +167,7 @@ class InProcessEngine:
                 self._dead = str(error)
 
     def _drain(self) -> None:
-        """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
+        """Commits the steps in flight of ended sequences, so that these hold no pages until the next call."""
         core = self.engine.core
         while self._step():
             pass
@@ -179,7 +179,7 @@ class InProcessEngine:
 
 
 def _is_followed(grammar: Grammar | None, answers: Sequence[AnyAnswer]) -> bool:
-    """Whether a sequence of these has tokens by this grammar."""
+    """Whether a sequence of these answers has tokens that followed this grammar."""
     if grammar is None:
         return False
     return any(

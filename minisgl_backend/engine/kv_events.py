@@ -1,6 +1,6 @@
 """Publishes what the prefix cache stores and removes, in the format of vLLM's KV events, over ZeroMQ.
 
-Whoever sends requests to several servers can follow where a prefix is cached. Each message on the PUB socket is
+A router in front of several servers can track which of them caches a prefix. Each message on the PUB socket is
 [topic, sequence number (8 bytes, big-endian), payload]; a payload is the MessagePack of
 
     [ts, events, data_parallel_rank]
@@ -9,13 +9,13 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
              ["BlockRemoved", block_hashes, medium]
              ["AllBlocksCleared"]
 
-`extra_keys` is null, or has an entry for each block: [cache_salt] for the first one of a prompt with a salt, else null.
-Token ids of 2**62 and more are those of contents (`cache/content_ids.py`).
+`extra_keys` is null, or has an entry for each block: [cache_salt] for the first block of a prompt with a salt, else
+null. Token ids from 2**62 on stand for other content (`cache/content_ids.py`).
 
-Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
-one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the
-first number asked for, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that is still
-kept, then [-1, empty]; `kv_replay` bounds what that may cost.
+Sequence numbers start at 0 with the engine core. Its first batch says AllBlocksCleared, and so does the first one with
+blocks: a subscriber may not be connected yet when the very first one is sent. A subscriber that has missed batches
+sends the first missing number, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that
+is still kept, then [-1, empty]; `kv_replay` bounds the cost.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from minisgl_backend.engine.kv_replay import KVReplay
 from minisgl_backend.errors import ConfigError
 
 MEDIUM = "GPU"  # the format's word for the memory that the engine computes in, whatever the device
-QUEUED_BATCHES = 10_000  # for one subscriber that does not read; what comes after is lost to it
-LINGER_MS = 500  # for what is on its way when the core ends
+QUEUED_BATCHES = 10_000  # for one subscriber that does not read; later ones are lost to it
+LINGER_MS = 500  # for batches still to be sent when the core ends
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -65,14 +65,14 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEventPublisher:
-    """Of one engine core; used by the thread that made it. Publishing never waits for a subscriber."""
+    """The publisher of one engine core; used by the thread that made it. Publishing never waits for a subscriber."""
 
     def __init__(
         self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "", page_size: int, dp_rank: int = 0
     ) -> None:
-        """An endpoint with `*` for a host, or of ipc, is bound, any other one connected to; see `endpoint_of`.
+        """An endpoint whose host is `*`, or an ipc one, is bound; any other is connected to. See `endpoint_of`.
 
-        Raises ConfigError for an address that cannot be had.
+        Raises ConfigError for an address that cannot be used.
         """
         self._topic = topic.encode()
         self._page_size = page_size
@@ -109,7 +109,7 @@ class KVEventPublisher:
             self._publisher.connect(address)
 
     def publish(self, changes: Sequence[CacheChange]) -> None:
-        """One batch of what a step has changed, in order."""
+        """Publishes a step's changes, in order, as one batch."""
         first: list[KVEvent] = [AllBlocksCleared()] if self._next == 1 else []
         self._send(first + [self._event(change) for change in changes])
 
@@ -145,7 +145,7 @@ def _extra_keys(change: PagesStored) -> list[tuple[str] | None] | None:
 
 
 def endpoint_of(endpoint: str, dp_rank: int) -> str:
-    """The address of engine core `dp_rank`: a TCP port that much higher, a path with its number behind it."""
+    """The address of engine core `dp_rank`: that number is added to a TCP port, or appended to a path."""
     if dp_rank == 0:
         return endpoint
     before, colon, port = endpoint.rpartition(":")

@@ -1,8 +1,8 @@
-"""Sends KV event batches again to those who missed some, at no cost that they could choose.
+"""Sends KV event batches again to subscribers that missed some, at a bounded cost.
 
-Nobody who asks has to say who he is. So what an answer costs is bounded on every side: requests are small, one is
-answered at a time, who does not read loses his answer, and all of it takes no more than a share of a processor, in
-pieces so short that the engine, which has the same interpreter's lock, hardly notices them.
+Anyone who reaches the socket may ask, without authentication. So the cost of a reply is bounded in every way: requests
+are small, one is answered at a time, a client that does not read loses its reply, and all of it takes no more than a
+share of one processor, in pieces so short that they hardly delay the engine, which shares the interpreter's lock (GIL).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import zmq
 
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 64 << 20
-MAX_REQUEST_BYTES = 512  # of each part, and of ZMTP's READY, with an id of up to 255 bytes; who sends more is cut off
-QUEUED_BATCHES = 64  # for each subscriber that asked, apart from what the operating system keeps
-READER_WAIT_S = 1.0  # how long one who does not read holds up those who ask after him
+MAX_REQUEST_BYTES = 512  # per part, and for ZMTP's READY with an id of up to 255 bytes; larger ones end the connection
+QUEUED_BATCHES = 64  # per asking subscriber, apart from the operating system's buffers
+READER_WAIT_S = 1.0  # how long a client that does not read delays those after it
 RETRY_S = 0.01
 PIECE_BATCHES = 16  # between two pauses
-SHARE = 0.1  # of the time of one processor
+SHARE = 0.1  # of one processor's time
 POLL_MS = 200
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class KVReplay:
-    """The latest batches, and a thread that answers. `keep` is for one thread, and never waits for an answer."""
+    """Keeps the latest batches, and answers on a thread. `keep` is called by one thread and never waits for a reply."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._router.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says who has gone, or has no room, instead of dropping
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # reports clients that are gone or have no room
         self._kept: deque[tuple[int, bytes]] = deque()  # consecutive numbers and payloads
         self._kept_bytes = 0
         self._lock = threading.Lock()  # guards the two above
@@ -44,12 +44,12 @@ class KVReplay:
         self._thread = threading.Thread(target=self._run, name="kv-replay", daemon=True)
 
     def start(self, address: str) -> None:
-        """Listens at `address`. Raises zmq.ZMQError where that cannot be had."""
+        """Listens at `address`. Raises zmq.ZMQError where that is not possible."""
         self._router.bind(address)
         self._thread.start()
 
     def keep(self, number: int, payload: bytes) -> None:
-        """The next batch. The oldest ones go beyond KEPT_BATCHES or KEPT_BYTES."""
+        """Adds the next batch. The oldest ones go beyond KEPT_BATCHES or KEPT_BYTES."""
         with self._lock:
             self._kept.append((number, payload))
             self._kept_bytes += len(payload)
@@ -57,7 +57,7 @@ class KVReplay:
                 self._kept_bytes -= len(self._kept.popleft()[1])
 
     def close(self, linger_ms: int) -> None:
-        """Ends the thread and the socket, which may take `linger_ms` for what is on its way."""
+        """Ends the thread and the socket, which may take `linger_ms` for messages still to be sent."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -76,7 +76,7 @@ class KVReplay:
         used = time.thread_time()
         if len(frames) == 3 and len(frames[2]) == 8:
             client, start = frames[0], int.from_bytes(frames[2], "big")
-            stop = self._next_number()  # an answer does not run after what is published meanwhile
+            stop = self._next_number()  # what is published meanwhile is not part of the reply
             while start < stop and (piece := self._piece(start, stop)):
                 for number, payload in piece:
                     if not self._send(client, number.to_bytes(8, "big"), payload):
@@ -102,7 +102,7 @@ class KVReplay:
             return list(itertools.islice(self._kept, low, min(high, low + PIECE_BATCHES)))
 
     def _send(self, client: bytes, number: bytes, payload: bytes) -> bool:
-        """False where the client has gone, or does not read."""
+        """False if the client has gone or does not read."""
         deadline = time.monotonic() + READER_WAIT_S
         while True:
             try:
@@ -117,7 +117,8 @@ class KVReplay:
                 return False
 
     def _pause(self, used: float) -> float:
-        """Waits until what this thread has done since `used`, a time.thread_time(), is its share; returns that time."""
+        """Waits until this thread's time since `used`, a time.thread_time(), is within its share; returns the current
+        one."""
         now = time.thread_time()
         self._closing.wait((now - used) * (1 / SHARE - 1))
         return now

@@ -1,6 +1,6 @@
-"""`python -m minisgl_backend.engine.machine_report`: what the engine would make of this machine, as JSON on one line.
+"""`python -m minisgl_backend.engine.machine_report`: how the engine would run on this machine, as JSON on one line.
 
-A process of its own for whoever must go on where torch is missing or broken (`host/doctor.py`).
+A process of its own, for callers that must go on where torch is missing or broken (`host/doctor.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 
-# What most models have that fill a GPU.
+# Typical of models that fill a GPU.
 _USUAL_HEAD = 128
 
 
 def report() -> dict[str, Any]:
-    """Of the machine, with these keys:
+    """The machine's report, with these keys:
 
-    `idle_cpus`: {asks, allowed}; then either `broken`, why torch or the engine cannot be imported, or
-    `torch`: {version, cuda, folder, bytecode: whether Python keeps it compiled}; `device`: {kind, name, count};
-    `free_bytes` of its memory; on a CPU `cpu_kernels`: why the compiled ones are not there ("": they are); then either
-    `refusal`, why the demo model cannot be served, or
-    `demo`: {dtype, attention, page_size};
-    `attention`: {prefill, decode, page_size, warnings} that auto takes for other models, with heads of `head_dim`,
-    `tried`, what auto tries here, best first, and `backends`, for each name why it cannot be chosen (None: it can).
+    `idle_cpus`: {asks, allowed}; then either `broken`, why torch or the engine cannot be imported, or `torch`:
+    {version, cuda, folder, bytecode: whether Python caches its compiled files}; `device`: {kind, name, count};
+    `free_bytes` of its memory; on a CPU `cpu_kernels`: why the compiled ones are missing ("": they are there); then
+    either `refusal`, why the demo model cannot be served, or `demo`: {dtype, attention, page_size}; `attention`:
+    {prefill, decode, page_size, warnings} that auto selects for other models, with heads of `head_dim`, `tried`, what
+    auto tries here, best first, and `backends`: for each name why it cannot be chosen (None: it can).
     """
     idle = IdleCpus("auto")
     found: dict[str, Any] = {"idle_cpus": {"asks": idle.asks, "allowed": _may_poll()}}
@@ -103,6 +102,6 @@ def _pair(prefill: str, decode: str) -> str:
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):  # packages that greet when they are imported
+    with contextlib.redirect_stdout(sys.stderr):  # packages that print on import
         found = report()
     print(json.dumps(found))

@@ -1,9 +1,9 @@
-"""Rank 0's side of a model over several nodes: where the other nodes come to, and the connections they bring.
+"""Rank 0's side of a model over several nodes: where the other nodes join, and the connections that they open.
 
-One port, `rendezvous`, and whoever connects must know the secret first (`ipc/node_link.py`). A node joins with its
-options, which must be node 0's; once all have come, each is told to start its ranks and brings a connection for each of
-them, over which plans go and signs of life come back as over the socket pairs of this machine. The ranks' own
-rendezvous store listens on the loopback address alone: other nodes reach it through connections of the same kind.
+All use one port, `rendezvous`, and every peer must first prove that it knows the secret (`ipc/node_link.py`). A node
+joins with its options, which must equal node 0's. Once all have joined, each is told to start its ranks and opens a
+connection for each of them, which carries plans there and heartbeats back, as socket pairs do on this machine. The
+ranks' rendezvous store listens on the loopback address only; other nodes reach it through connections of the same kind.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from minisgl_backend.models.folder import fingerprint
 log = logging.getLogger(__name__)
 
 PING_S = 0.4
-MOST_GREETED = 32  # connections that have not said yet what they came for
+MOST_GREETED = 32  # connections that have not said yet what they are for
 RESOLVE_S = 60.0
-LINKS_S = 60.0  # from the last node's coming to its connections
+LINKS_S = 60.0  # from the last node's joining to its connections
 SAY_S = 30.0
-WARN_S = 60.0  # between two warnings of one host
-MOST_WARNED = 64  # hosts within that time; of further ones nothing is said
+WARN_S = 60.0  # between two warnings about one host
+MOST_WARNED = 64  # hosts within that time; further ones are not logged
 
 
 class Nodes:
@@ -60,7 +60,7 @@ class Nodes:
     def __init__(
         self, config: EngineConfig, environment: Environment, model_dir: Path, store_port: int, secret: bytes
     ) -> None:
-        """`store_port`: of the ranks' rendezvous store on the loopback address. Raises ConfigError."""
+        """`store_port`: port of the ranks' rendezvous store on the loopback address. Raises ConfigError."""
         assert config.rendezvous is not None, "EngineConfig sees to it"
         self._config = config
         self._environment = environment
@@ -70,10 +70,10 @@ class Nodes:
         self._group = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._started = False
-        self._nodes: dict[int, socket.socket] = {}  # by node_rank; a node lives as long as its connection
+        self._nodes: dict[int, socket.socket] = {}  # by node_rank; a node counts as alive as long as its connection
         self._links: dict[int, socket.socket] = {}  # by rank
         self._greeted = threading.BoundedSemaphore(MOST_GREETED)
-        self._warned: dict[str, float] = {}  # by host: when
+        self._warned: dict[str, float] = {}  # by host: time of the last warning
         self._closed = threading.Event()
         self._ping = NOT_READY
         self._pinged = 0.0
@@ -87,13 +87,13 @@ class Nodes:
                 f"rendezvous is {config.rendezvous!r}, where node 0 cannot listen ({reason}); allowed: an address of "
                 "node 0 and a free port"
             ) from None
-        self.address = host  # of this machine, as the other nodes see it
+        self.address = host  # this machine's, as the other nodes see it
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     def gather(self) -> None:
-        """Waits, however long, until every node has come, and lets them start.
+        """Waits, without a limit, until every node has joined, and lets them start.
 
-        Raises EngineDeadError where one leaves at that moment.
+        Raises EngineDeadError if one leaves at that moment.
         """
         said = float("-inf")
         with self._changed:
@@ -124,9 +124,9 @@ class Nodes:
         return [node_rank for node_rank in range(1, self._config.nodes) if node_rank not in self._nodes]
 
     def links(self) -> list[socket.socket]:
-        """The connections to the ranks of the other nodes, in rank order; whoever takes them closes them.
+        """The connections to the ranks of the other nodes, in rank order; the caller closes them.
 
-        Raises EngineDeadError where they do not come.
+        Raises EngineDeadError if they do not come.
         """
         ranks = range(self._config.ranks_per_node, self._config.tp)
         deadline = time.monotonic() + LINKS_S
@@ -141,7 +141,7 @@ class Nodes:
 
     @property
     def connections(self) -> list[socket.socket]:
-        """One to each node; readable where `look` has something to say."""
+        """One to each node; readable when `look` has something to report."""
         return list(self._nodes.values())
 
     def note_ready(self) -> None:
@@ -149,15 +149,15 @@ class Nodes:
         self._ping = READY
 
     def look(self) -> str | None:
-        """To be called every PING_S or more often: which node has left or is lost. A node that is not there any more
-        is one that does not take what this sends it."""
+        """Returns which node has left or is lost; to be called every PING_S or more often. A node counts as lost when
+        it does not take what is sent to it."""
         now = time.monotonic()
         pings = now - self._pinged >= PING_S
         if pings:
             self._pinged = now
         for node_rank, connection in self._nodes.items():
             if pings:
-                with contextlib.suppress(OSError):  # it is looked at in a moment
+                with contextlib.suppress(OSError):  # `look` checks it in a moment
                     connection.send(self._ping, socket.MSG_DONTWAIT)
             if has_ended(connection):
                 return f"node {node_rank} of {self._config.nodes} left or is lost; its log says more"
@@ -166,7 +166,7 @@ class Nodes:
     def close(self) -> None:
         """Leaves the other nodes, which end their ranks and wait for the next group."""
         self._closed.set()
-        # Whoever sends to a machine that is gone would wait for many minutes.
+        # Sending to a machine that is gone would otherwise block for minutes.
         for connection in (self._listener, *self._nodes.values(), *self._links.values()):
             shut(connection)
 
@@ -207,7 +207,7 @@ class Nodes:
             return True
 
     def _obey(self, request: Request, connection: socket.socket, host: str) -> bool:
-        """Whether the connection stays open."""
+        """Returns whether the connection stays open."""
         if isinstance(request, Join):
             refused = self._join(request, connection, host)
         elif request.group != self._group:
@@ -243,13 +243,13 @@ class Nodes:
         return None
 
     def _mismatch(self, join: Join) -> str | None:
-        """What is wrong with a node, as one line."""
+        """Why a node does not fit the group, as one line."""
         config = self._config
         if join.version != minisgl_backend.__version__:
             return f"version is {join.version}; allowed: {minisgl_backend.__version__}, as on node 0"
         ours = dataclasses.asdict(config)
         for name, value in ours.items():
-            # Each node has a folder of its own for the model; what is in it must be the same.
+            # The model's folder may differ between nodes; its content must not.
             if name != "model" and join.options.get(name) != value:
                 return f"{name} is {_shown(join.options.get(name))}; allowed: {_shown(value)}, as on node 0"
         if not 1 <= join.node_rank < config.nodes:

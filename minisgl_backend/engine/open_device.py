@@ -1,4 +1,4 @@
-"""Opens a GPU while torch is being imported: the driver needs half a second for it, without the interpreter's lock."""
+"""Opens a GPU while torch is being imported: the driver takes half a second, without the interpreter's lock (GIL)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from contextlib import suppress
 
 
 class OpenedDevice:
-    """A GPU's context that torch will use, made by a thread; none without a driver or that GPU.
+    """A GPU context for torch, created on a thread; none without a driver or that GPU.
 
-    What is wrong with the driver is told by torch, which calls the same functions again. Ranks behind the first one do
-    without: they import torch before they know which they are.
+    Errors of the driver are left to torch, which calls the same functions again. Ranks above 0 do not use this: they
+    import torch before they know their rank.
     """
 
     def __init__(self, index: int) -> None:
-        # As torch has it. Drivers before CUDA 12.2 read it here, and would load all kernels of all libraries otherwise.
+        # As torch sets it. Drivers before CUDA 12.2 read it here, and would otherwise load all kernels of all
+        # libraries.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         self._close: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._open, args=(index,), name="open device", daemon=True)
-        with suppress(RuntimeError):  # no thread is left: torch opens it later
+        with suppress(RuntimeError):  # no thread is left: torch opens the device later
             self._thread.start()
 
     def _open(self, index: int) -> None:
@@ -36,7 +37,7 @@ class OpenedDevice:
             self._close = lambda: driver.cuDevicePrimaryCtxRelease(device)
 
     def close(self) -> None:
-        """Where torch computes on processors; on a GPU it stays open until the process ends."""
+        """Releases the context if torch computes on the CPU; on a GPU it stays open until the process ends."""
         if self._thread.ident is not None:
             self._thread.join()
         self._close()

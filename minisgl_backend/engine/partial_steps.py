@@ -1,4 +1,4 @@
-"""Results and masks of steps that were executed without some of their rows, or not at all."""
+"""Results and grammar masks of steps that were executed without some of their rows, or not at all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from minisgl_backend.step import StepPlan, StepResult
 
 
 def rows_of(plan: StepPlan) -> frozenset[int]:
-    """All rows that it computes."""
+    """All rows that the plan computes."""
     return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
 
 
 def failed_result(plan: StepPlan, why: str, *, executed: bool) -> StepResult:
-    """Every row has failed; `executed`: after something of the plan had reached the device."""
+    """The result of a step in which every row failed; `executed`: after part of the plan had reached the device."""
     tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
     return StepResult(step=plan.step, token_ids=tokens, failed_rows=rows_of(plan), why=why, executed=executed)
 
 
 def with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], why: str) -> StepResult:
-    """The result of a plan without some of its rows as one of the whole plan."""
+    """Turns the result of a plan without some of its rows into one of the whole plan."""
     kept = _kept(plan, left_out)
     tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
     tokens[kept] = result.token_ids
@@ -37,7 +37,7 @@ def with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], 
 def masks_of(
     plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None, left_out: frozenset[int]
 ) -> tuple[Int32Array, Int32Array] | None:
-    """The masks of a plan as those of the plan without some of its rows."""
+    """Turns a plan's masks into those of the plan without some of its rows."""
     if masks is None or not left_out:
         return masks
     indices, bits = masks
@@ -47,5 +47,5 @@ def masks_of(
 
 
 def _kept(plan: StepPlan, left_out: frozenset[int]) -> IndexArray:
-    """Result indices of the rows that stay, ascending."""
+    """Result indices of the remaining rows, ascending."""
     return np.flatnonzero(np.isin(plan.sampled_rows, list(left_out), invert=True))

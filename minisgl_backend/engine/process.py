@@ -1,8 +1,8 @@
 """An engine core's own process: `python -m minisgl_backend.engine.process`, started by a front.
 
-The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it cannot
-start, and gives a sign of life every second; the parent sees the process end when the pipe closes. Logs and progress
-go to stderr.
+The parent passes the options as JSON and one end of a pipe. On the pipe the process reports that it is ready, or why it
+cannot start, and sends a heartbeat every second; the pipe closes when the process ends. Logs and progress go to
+stderr.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _kv_events(config: EngineConfig, page_size: int, dp_rank: int) -> KVEventPub
 
 
 def _end_at_once(reason: str) -> None:
-    """For failures after which neither the device nor other ranks can be trusted to end in an orderly way."""
+    """For failures after which the device or other ranks cannot be trusted to end in order."""
     log.critical("the engine core gives up: %s", reason)
     sys.stderr.flush()
     os._exit(EXIT_DEAD)
@@ -121,9 +121,9 @@ def _report(status_fd: int, report: StartReport) -> None:
 
 
 def _tell(status_fd: int, sign: Sign, tp: int) -> None:
-    with contextlib.suppress(OSError):  # the parent has gone: that ends this process in another way
+    with contextlib.suppress(OSError):  # the parent has gone, which ends this process in another way
         os.write(status_fd, sign)
-    if sign is Sign.STUCK and tp == 1:  # where there are more ranks, it may rightly wait for one of them
+    if sign is Sign.STUCK and tp == 1:  # with more ranks it may rightly wait for one of them
         _end_at_once("a step does not come to an end")
 
 

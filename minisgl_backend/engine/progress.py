@@ -1,4 +1,4 @@
-"""Progress of a start on stderr: a bar on a terminal, a line now and then in a log."""
+"""Progress of a start on stderr: a bar on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LINE_EVERY_S = 5.0
 
 
 class ProgressReport:
-    """Called with (done, of how many) as often as one likes; says something only where it is worth a look."""
+    """Called with (done, total) as often as the caller likes; prints only where that is worth it."""
 
     def __init__(self, title: str, describe: Callable[[int], str] = str) -> None:
-        """`describe` writes amounts, for example bytes as MiB."""
+        """`describe` formats amounts, for example bytes as MiB."""
         self._title = title
         self._describe = describe
         self._console = Console(stderr=True)
@@ -46,5 +46,5 @@ class ProgressReport:
 
 
 def mebibytes(count: int) -> str:
-    """A number of bytes in words."""
+    """A number of bytes as text."""
     return f"{count / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""What the core needs of a scheduler and of a runner."""
+"""The interfaces that the core needs of a scheduler and of a runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PendingStep(Protocol):
 
     @property
     def unsampled(self) -> Any:
-        """Not None while its tokens wait for `StepRunner.sample`, as those of a step with grammars do."""
+        """Not None while its tokens wait for `StepRunner.sample`, as in steps with grammars."""
         ...
 
     def result(self) -> StepResult:
@@ -26,24 +26,24 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """What executes plans: the model's runner, the null runner, or the leader of tensor-parallel ranks."""
+    """Executes plans: the model's runner, the null runner, or rank 0's runner with its followers."""
 
     def prepare(self, plan: StepPlan) -> Any: ...
 
     def execute(self, batch: Any) -> PendingStep: ...
 
     def sample(self, pending: Any, masks: tuple[Int32Array, Int32Array] | None) -> None:
-        """Goes on with a step that waits for it; see Grammars.masks."""
+        """Continues a step that waits for it; for `masks` see Grammars.masks."""
         ...
 
     def grammar_bitmask(self, count: int) -> Int32Array:
         """Pinned buffer for `count` grammar bitmask rows, int32 [count, ceil(vocab_size / 32)], which `sample` need not
-        copy. Good until it has been given to `sample`, or the next call."""
+        copy. Valid until it has been given to `sample`, or the next call."""
         ...
 
 
 class StepScheduler(Protocol):
-    """What makes plans."""
+    """Makes plans."""
 
     def add(self, request: Request) -> None: ...
 

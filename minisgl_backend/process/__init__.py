@@ -1,1 +1,1 @@
-"""Processes of one machine: how they start, tell that they live, take signals, and share cores and ports."""
+"""Processes of one machine: how they start, report that they live, handle signals, and share cores and ports."""

@@ -1,4 +1,4 @@
-"""Imports without packages that are installed and that a process has no use for: torch takes 2 s and 200 MB."""
+"""Hides installed packages that a process does not use from its imports: torch takes 2 s and 200 MB."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 @contextlib.contextmanager
 def absent(names: Sequence[str]) -> Iterator[None]:
-    """An import of these fails meanwhile, in all threads, as where they are not installed; none may be imported."""
+    """Inside, importing these fails in all threads as if they were not installed; none may be imported already."""
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: there is no such module
     try:
         yield
@@ -23,8 +23,8 @@ def absent(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def absent_torch() -> Iterator[None]:
-    """Around the import of transformers, which then has tokenizers alone, for good, and does not warn of it; torch can
-    be imported behind it. Nothing happens where torch is imported already."""
+    """Around the import of transformers, which then stays limited to tokenizers and does not warn about it; torch can
+    be imported afterwards. Does nothing if torch is imported already."""
     before = os.environ.get(_ADVICE)
     os.environ[_ADVICE] = "1"
     try:

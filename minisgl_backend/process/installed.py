@@ -1,6 +1,6 @@
-"""What the package asks for, by its own metadata, and which of it is installed. Standard library only.
+"""What the package requires, by its own metadata, and which of it is installed. Standard library only.
 
-A checkout that was never installed has no metadata: there pyproject.toml says the same.
+A checkout that was never installed has no metadata; pyproject.toml then says the same.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ DISTRIBUTION = "minisgl-backend"
 
 @dataclass(frozen=True)
 class Requirement:
-    """One distribution that the package, or one of its extras, asks for."""
+    """A distribution that the package, or one of its extras, requires."""
 
     text: str  # as pip takes it: NAME[EXTRAS]SPECIFIER
     name: str
     specifier: str  # "": any version
-    installed: str | None  # the version; None: it is missing
+    installed: str | None  # the version; None: not installed
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is one of those asked for."""
+        """Whether the installed version satisfies the specifier."""
         return self.installed is not None and _contains(self.specifier, self.installed)
 
 
 def requirements_of(extra: str = "") -> list[Requirement]:
-    """Those of an extra, or of the package itself, that this machine needs.
+    """The requirements of an extra, or of the package itself, that apply to this machine.
 
     Raises importlib.metadata.PackageNotFoundError where the package is not installed and pyproject.toml cannot be read.
     """
@@ -43,16 +43,16 @@ def requirements_of(extra: str = "") -> list[Requirement]:
         if not _applies(marker, extra):
             continue
         parts = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*\(?([^)]*)\)?", text)
-        if parts is not None and parts[1] != DISTRIBUTION:  # one extra may ask for another
+        if parts is not None and parts[1] != DISTRIBUTION:  # one extra may include another
             found.append(Requirement(text, parts[1], parts[3].strip(), version_of(parts[1])))
     return found
 
 
 def check_engine_packages() -> None:
-    """Raises ConfigError where the engine's packages are missing, with the command that brings them."""
+    """Raises ConfigError if the engine's packages are missing, with the command that installs them."""
     try:
         missing = [requirement.name for requirement in requirements_of("engine") if requirement.installed is None]
-    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH; what is missing its imports will say
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH: its imports will say what is missing
         return
     if missing:
         raise ConfigError(
@@ -63,7 +63,7 @@ def check_engine_packages() -> None:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version; None where it is missing."""
+    """The installed version; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -71,7 +71,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def _declared(extra: str) -> list[str]:
-    """NAME[EXTRAS]SPECIFIER; MARKER, as they stand in the metadata."""
+    """NAME[EXTRAS]SPECIFIER; MARKER, as in the metadata."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -97,7 +97,7 @@ def _extra_of(marker: str) -> str:
 
 
 def _applies(marker: str, extra: str) -> bool:
-    """Whether a marker holds here; yes where that cannot be told."""
+    """Whether a marker applies here; true if that cannot be determined."""
     if not marker:
         return True
     try:
@@ -108,7 +108,7 @@ def _applies(marker: str, extra: str) -> bool:
 
 
 def _contains(specifier: str, version: str) -> bool:
-    """Whether a version is one of those specified; yes where that cannot be told."""
+    """Whether the specifier includes a version; true if that cannot be determined."""
     try:
         specifiers = importlib.import_module("packaging.specifiers")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The Python that children of this process run in."""
+"""The Python interpreter for this process's children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def python_executable() -> str:
-    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
+    """The interpreter of this environment, even where `sys.executable` is an embedding program or empty."""
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
     candidate = Path(sys.prefix) / "bin" / "python3"

@@ -1,9 +1,9 @@
-"""Signs of life of the engine's processes, and what it means when they stay away.
+"""Heartbeats of the engine's processes, and how a missing one is interpreted.
 
-Each process of an engine gives a sign every second, on a thread of its own, that says what its main thread is at. Two
-things end a process: silence, since then it is stopped or lost in a call that never comes back; and a step that does
-not come to an end, since then it waits for what will not come: a rank that left, a device that does not answer. What
-may take long says so: starting, compiling a kernel, and steps that the CPU itself computes.
+Each process of an engine sends a heartbeat every second, on a thread of its own, that says what its main thread is
+doing. A process is ended for two reasons: silence, since then it is stopped or stuck in a call that never returns; and
+a step that does not end, since then it waits in vain for a rank that left or a device that does not answer. Work that
+may take long is announced: starting, compiling a kernel, and steps that the CPU computes.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-PERIOD_S = 1.0  # from one sign to the next
-LONG_S = 300.0  # for what may take long
+PERIOD_S = 1.0  # from one heartbeat to the next
+LONG_S = 300.0  # allowed for announced long work
 
 
 class Sign(bytes, enum.Enum):
-    """What one sign says of the process that gives it."""
+    """What one heartbeat says about its process."""
 
     WELL = b"."
-    LOADING = b"l"  # it starts or compiles, and may hold the interpreter's lock for long
+    LOADING = b"l"  # starting or compiling; may hold the interpreter's lock for long
     COMPUTING = b"c"  # the CPU computes a step
-    STUCK = b"s"  # the step that it is in does not come to an end
+    STUCK = b"s"  # its current step does not end
 
 
 _SIGNS = frozenset(sign.value for sign in Sign)
 
 
 class _Doing:
-    """What the main thread is at. Each is an object of its own: one that stays the same shows that nothing moves."""
+    """What the main thread is doing. A new object each time: the same object later means that nothing has moved."""
 
     __slots__ = ("limit_s", "sign")
 
     def __init__(self, sign: Sign, limit_s: float) -> None:
         self.sign = sign
-        self.limit_s = limit_s  # after which it counts as stuck
+        self.limit_s = limit_s  # after that long it counts as stuck
 
 
 class Heartbeat:
-    """The signs of this process. The main thread says what it does; a thread looks every second and passes it on.
+    """The heartbeat of this process. The main thread reports what it does; a thread looks every second and sends it on.
 
     A process starts as LOADING, until `ready`.
     """
 
     def __init__(self, hang_s: float) -> None:
-        """`hang_s`: how long a step may take that waits for others or for a device."""
+        """`hang_s`: the longest allowed duration of a step that waits for other ranks or for a device."""
         self._hang_s = hang_s
         self._on_cpu = False
         self._doing: _Doing | None = _Doing(Sign.LOADING, float("inf"))
@@ -61,10 +61,10 @@ class Heartbeat:
         self._closed = threading.Event()
 
     def start(self, on_sign: Callable[[Sign], None] = lambda sign: None) -> None:
-        """Calls `on_sign` about every second from now on, on a thread of its own, until `close`; and on the main thread
-        where that begins or ends what may take long.
+        """From now on calls `on_sign` about every second, on a thread of its own, until `close`; also on the main
+        thread when that begins or ends work that may take long.
 
-        Where that is so already, it stays so, and this changes nothing.
+        A second call changes nothing.
         """
         if self._on_sign is None:
             self._on_sign = on_sign
@@ -72,7 +72,7 @@ class Heartbeat:
             threading.Thread(target=self._beat, args=(on_sign,), name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread: nobody listens any more."""
+        """Ends the thread: no one receives its heartbeats any more."""
         self._closed.set()
 
     def ready(self, *, on_cpu: bool) -> None:
@@ -82,10 +82,10 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside must come to an end."""
+        """What runs inside must end within the limit."""
         before = self._doing
         if before is not None and before.sign is Sign.LOADING:
-            yield  # the first steps belong to the start
+            yield  # the first steps are part of the start
             return
         self._doing = _Doing(Sign.COMPUTING, LONG_S) if self._on_cpu else _Doing(Sign.WELL, self._hang_s)
         try:
@@ -94,7 +94,7 @@ class Heartbeat:
             self._doing = before and _Doing(before.sign, before.limit_s)
 
     def progress(self) -> None:
-        """What runs inside of `step` has come further."""
+        """The work inside `step` has made progress."""
         if self._doing is not None:
             self._doing = _Doing(self._doing.sign, self._doing.limit_s)
 
@@ -123,16 +123,16 @@ class Heartbeat:
             self._turn_to(_Doing(Sign.WELL, self._hang_s))
 
     def _turn_to(self, doing: _Doing | None) -> None:
-        """What others must know at once: a second later, this process may be able to say nothing."""
+        """Reports at once: in a second this process may be unable to report anything."""
         self._doing = doing
         self.sign = Sign.WELL if doing is None else doing.sign
         if self._on_sign is not None:
             self._on_sign(self.sign)
 
     def look(self, now: float) -> Sign:
-        """The sign to give; to be called every PERIOD_S. `now`: seconds of any steady clock.
+        """The heartbeat to send; to be called every PERIOD_S. `now`: seconds of any monotonic clock.
 
-        Only time in which this thread ran counts: a process that was stopped, or a machine that slept, proves nothing.
+        Only time in which this thread ran counts: a stopped process or a sleeping machine proves nothing.
         """
         doing = self._doing
         gap = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * PERIOD_S)
@@ -144,7 +144,7 @@ class Heartbeat:
         else:
             self.sign = Sign.STUCK if self._unmoved_s >= doing.limit_s else doing.sign
             if self.sign is Sign.COMPUTING and self._unmoved_s < 2 * PERIOD_S:
-                self.sign = Sign.WELL  # one short step after the other is nothing to wait for
+                self.sign = Sign.WELL  # short steps one after the other are no hang
         return self.sign
 
     def _beat(self, on_sign: Callable[[Sign], None]) -> None:
@@ -152,29 +152,29 @@ class Heartbeat:
             before = self.sign
             sign = self.look(time.monotonic())
             if sign is Sign.STUCK and before is not Sign.STUCK:
-                faulthandler.dump_traceback(sys.stderr)  # says where
+                faulthandler.dump_traceback(sys.stderr)  # shows where it hangs
             on_sign(sign)
             self._closed.wait(PERIOD_S)
 
 
 class Liveness:
-    """What another process's signs, or their absence, say of it."""
+    """Interprets another process's heartbeats, or their absence."""
 
     def __init__(self, hang_s: float) -> None:
-        """`hang_s`: how long it may be silent, where nothing has announced more."""
+        """`hang_s`: how long it may be silent, unless it has announced long work."""
         self._hang_s = hang_s
         self._silent_s = 0.0
         self._looked_at: float | None = None
         self.sign = Sign.LOADING
 
     def heard(self, data: bytes) -> None:
-        """Something came: signs, the latest last, or anything else, which shows life as well."""
+        """Data has come: heartbeats, the latest last, or anything else, which proves life as well."""
         if data[-1:] in _SIGNS:
             self.sign = Sign(data[-1:])
         self._silent_s, self._looked_at = 0.0, None
 
     def is_silent(self, now: float) -> bool:
-        """Whether it has given no sign for too long; to be called about every PERIOD_S.
+        """Whether there was no heartbeat for too long; to be called about every PERIOD_S.
 
         Only time in which the watcher itself ran counts.
         """
@@ -185,5 +185,5 @@ class Liveness:
 
 
 def wait_in_vain(signs: list[Sign]) -> bool:
-    """Whether processes that compute one step together hang: some are stuck, and none of the others is at work."""
+    """Whether processes that compute one step together hang: some are stuck, and no other one is at work."""
     return Sign.STUCK in signs and Sign.LOADING not in signs and Sign.COMPUTING not in signs

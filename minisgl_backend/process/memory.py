@@ -1,4 +1,5 @@
-"""How much memory of the host this process may still take: the machine's, its control groups' and its own limit."""
+"""How much host memory this process may still allocate: limited by the machine, its control groups and its own
+limit."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that nobody uses, or that only keeps files, within all limits that hold for this process.
+    """Memory that is unused or only caches files, within all limits that apply to this process.
 
     `root`: where /proc and /sys are, for tests.
     """
@@ -25,19 +26,19 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def in_words(size: int) -> str:
-    """For people."""
+    """Formats a size for people."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
 
 
 def _memory_groups(root: Path) -> Iterator[Path]:
-    """The folders of the process's control groups, versions 2 and 1, and of those around them."""
+    """The folders of the process's control groups (versions 2 and 1) and of their ancestors."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inner = base / path.strip("/")
-        # In a container the path may be the host's, and only the outermost folder be there.
+        # In a container the path may be the host's, and only the outermost folder may exist.
         yield from {inner: None, **{outer: None for outer in inner.parents if outer.is_relative_to(base)}, base: None}
 
 
@@ -55,7 +56,7 @@ def _free_in(group: Path) -> Iterator[int]:
 
 
 def _cached(stat: Path, prefix: str) -> int:
-    """Bytes that the kernel gives back when somebody needs them."""
+    """Bytes that the kernel reclaims when memory is needed."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     found = (line.split() for line in _lines(stat))
     return sum(int(words[1]) for words in found if len(words) == 2 and words[0] in names)

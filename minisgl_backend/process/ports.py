@@ -1,4 +1,4 @@
-"""Whether TCP ports can be had."""
+"""Whether TCP ports are free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def free_port_error(host: str, ports: Sequence[tuple[str, int]]) -> str | None:
-    """What is wrong with these (option, port) pairs on `host`, or None. All that are taken are named at once."""
+    """What is wrong with these (option, port) pairs on `host`, or None. All occupied ports are named at once."""
     seen: dict[int, str] = {}
     taken: dict[str, list[str]] = {}  # reason -> options with their ports
     for option, port in ports:

@@ -1,8 +1,8 @@
-"""Which processes belong to a running tritonserver, which of its Python stubs have died, and what killed ones leave.
+"""The processes of a running tritonserver, which of its Python stubs have died, and cleaning up after killed ones.
 
-Reads /proc, so Linux only. psutil would not do: it knows no sessions, and says when a process began by the wall clock,
-up to a second off and elsewhere once the clock is set. Ticks since boot tell one server's processes and folder from
-another's; one read of a file has them and all else.
+Reads /proc, so Linux only. psutil would not do: it does not report sessions, and derives start times from the wall
+clock, up to a second off and different once the clock is set. Start ticks since boot distinguish one server's processes
+and folder from another's, and one file has all that is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _STUB_NAME = "triton_python_backend_stub"
 _CLOCK_SLACK = 0.1  # seconds; times of files and processes are rounded
-_KILL_SECONDS = 10.0  # a killed process gives back what it holds before it is gone
+_KILL_SECONDS = 10.0  # a killed process holds its resources until it is gone
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Process:
 
     pid: int
     parent: int
-    session: int  # pid of the process that began it; children stay in it when their parent dies
-    state: str  # one letter, as in ps; Z: dead and not yet collected by its parent
-    start_ticks: int  # since boot; tells a process from a later one with the same pid
+    session: int  # pid of the session's leader; children stay in the session when their parent dies
+    state: str  # one letter, as in ps; Z: dead and not yet reaped by its parent
+    start_ticks: int  # since boot; distinguishes a process from a later one with the same pid
 
     @property
     def dead(self) -> bool:
-        """True for one that has ended and whose parent has not noticed."""
+        """True for one that has ended and that its parent has not reaped."""
         return self.state in "ZX"
 
 
@@ -57,7 +57,7 @@ def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
 
 
 def process_of(pid: int) -> Process | None:
-    """One process; None if there is none."""
+    """One process; None if it does not exist."""
     return _read(Path("/proc") / str(pid))
 
 
@@ -78,7 +78,7 @@ def descendants(root: int, table: dict[int, Process]) -> list[Process]:
 def environment_folder(server: Process, first_stub: Process) -> Path | None:
     """The empty folder below /tmp that tritonserver's Python backend makes before its first stub starts.
 
-    A server that is killed leaves it behind. None where it cannot be told from another server's.
+    A killed server leaves it behind. None if it cannot be distinguished from another server's folder.
     """
     earliest, latest = _start_time(server) - _CLOCK_SLACK, _start_time(first_stub) + _CLOCK_SLACK
     made = []
@@ -91,10 +91,10 @@ def environment_folder(server: Process, first_stub: Process) -> Path | None:
 
 
 class ServerProcesses:
-    """Remembers all that a server started, so that deaths are seen and nothing outlives it.
+    """Keeps track of all processes that a server started, so that deaths are noticed and none outlives the server.
 
-    A stub that dies stays a zombie: tritonserver 2.51 does not collect it, and its model stays READY. A stub that ends
-    as it should (its model was unloaded) is collected and vanishes.
+    A stub that dies stays a zombie: tritonserver 2.51 does not reap it, and its model stays READY. A stub that ends in
+    order (its model was unloaded) is reaped and vanishes.
     """
 
     def __init__(self, server_pid: int) -> None:
@@ -106,7 +106,7 @@ class ServerProcesses:
         self._environment_folder: Path | None = None
 
     def scan(self) -> set[str]:
-        """Look again. Returns the models of which a stub was dead now and at the scan before."""
+        """Looks again. Returns the models with a stub that was dead both now and at the previous scan."""
         table = process_table()
         self._others = {pid: process for pid, process in self._others.items() if _same(process, table.get(pid))}
         dead, had_stubs = set(), bool(self._stubs)
@@ -127,8 +127,9 @@ class ServerProcesses:
         return {self._stubs[pid].model for pid in confirmed}
 
     def _started(self, table: dict[int, Process]) -> list[Process]:
-        """All that the server started. What it started last has another parent once it is dead; then the session
-        tells (a server that a shell started has none of its own), or the server's pid among a stub's arguments."""
+        """All processes that the server started. Once it is dead, its newest children have another parent; then the
+        session identifies them (a server started by a shell has no session of its own), or the server's pid in a stub's
+        arguments."""
         found = {process.pid: process for process in descendants(self._server_pid, table)}
         server = table.get(self._server_pid)
         if server is None or server.dead:
@@ -145,7 +146,7 @@ class ServerProcesses:
         return stub is not None and stub.server_pid == self._server_pid and _shares_pids(process)
 
     def dead_now(self) -> set[str]:
-        """The models of which a stub seen before is a zombie at this moment. Changes nothing; any thread may ask."""
+        """The models of which a known stub is a zombie now. Changes nothing; may be called from any thread."""
         return {
             stub.model
             for pid, stub in list(self._stubs.items())
@@ -153,18 +154,18 @@ class ServerProcesses:
         }
 
     def kill_stubs(self, model: str) -> None:
-        """End all stubs of a model and forget their deaths: what replaces the model has new ones."""
+        """Ends all stubs of a model and forgets their deaths: the model's replacement has new ones."""
         for pid, stub in self._stubs.items():
             if stub.model == model:
                 self._retired.add(pid)
                 _kill(stub.process)
 
     def kill_all(self) -> None:
-        """End what the ended server left behind, this process excepted; remove its shared memory and folder.
+        """Ends all that the dead server left running, except this process; removes its shared memory and folder.
 
-        Returns when all have ended, so that what they held (ports, a GPU's memory) is free.
+        Returns when all have ended, so that their ports and GPU memory are free.
         """
-        self.scan()  # it may have started stubs since the last look
+        self.scan()  # it may have started stubs since the last scan
         found = [*self._others.values(), *(stub.process for stub in self._stubs.values())]
         ending = [process for process in found if process.pid != os.getpid()]
         for process in ending:
@@ -176,19 +177,19 @@ class ServerProcesses:
             if stub.shared_memory:
                 Path("/dev/shm", stub.shared_memory).unlink(missing_ok=True)
         if self._environment_folder is not None:
-            with contextlib.suppress(OSError):  # the server removed it, or it holds an environment, which is left alone
+            with contextlib.suppress(OSError):  # the server removed it, or it holds an environment, which stays
                 self._environment_folder.rmdir()
 
 
 def _start_time(process: Process) -> float:
-    """As time.time()."""
+    """On the clock of time.time()."""
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     return time.time() - uptime + process.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _read(entry: Path) -> Process | None:
     try:
-        # The name in parentheses may hold anything, parentheses too; the fields follow the last one.
+        # The name in parentheses may contain anything, parentheses included; the fields follow the last one.
         fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -217,7 +218,7 @@ def _as_stub(process: Process) -> Stub | None:
 
 
 def _shares_pids(process: Process) -> bool:
-    """Whether pids mean the same to it as here: another container's server may have the pid of this one's."""
+    """Whether it has the same pid namespace: a server in another container may have the pid of this one."""
     try:
         return os.readlink(f"/proc/{process.pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:

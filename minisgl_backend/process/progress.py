@@ -1,7 +1,7 @@
-"""What those who start something long are told."""
+"""The callback type for the progress of a long start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Progress = Callable[[int, int], None]  # (done so far, of how many)
+Progress = Callable[[int, int], None]  # (done so far, total)

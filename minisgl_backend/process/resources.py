@@ -1,4 +1,4 @@
-"""What the project's processes take of a machine by default: processors, OpenMP threads, thread stacks."""
+"""Default limits on what the project's processes use of a machine: processors, OpenMP threads, thread stacks."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# How often libgomp's threads look for work before they sleep, some 0.5 ms: the kernels of a step follow each other in
-# less, and waking a thread for each of them cost a sixth of a lone stream's speed.
+# How often libgomp's threads poll for work before they sleep, about 0.5 ms: the kernels of a step follow each other
+# faster, and waking a thread for each of them made a single stream a sixth slower.
 SPINS = 10_000
 
-# A model of no more than this computes a step sooner on one core than two that wake each other, beside a server that
-# needs cores too: through Triton 4 million parameters on two cores 470 tokens/s instead of 360, 25 million (50 MB) 144
-# instead of 160.
+# A model with weights up to this size computes a step faster on one core than on two that wake each other, alongside a
+# server that needs cores, too: through Triton, on two cores, 470 tokens/s instead of 360 with 4 million parameters; 144
+# instead of 160 with 25 million (50 MB).
 ONE_CORE_WEIGHT_BYTES = 32 << 20
 
-# libevhtp and RapidJSON inside tritonserver put what a client sends on the stack of an HTTP thread: with the usual
-# 8 MiB a form of 4.1 MB, 40,000 nested brackets or 3 MB in one-byte chunks end the server. So large that no body of
-# 2 MB does (up to 420 bytes of stack for each of 2,000,000 brackets). A stack is address space until it is touched.
+# libevhtp and RapidJSON in tritonserver put a client's data on the stack of an HTTP thread: with the usual 8 MiB, a
+# form of 4.1 MB, 40,000 nested brackets or 3 MB in one-byte chunks crash the server. This size suffices for any body of
+# 2 MB (up to 420 bytes of stack for each of 2,000,000 brackets). A stack only reserves addresses until it is used.
 SERVER_STACK_BYTES = 1 << 30
 USUAL_STACK_BYTES = 8 << 20
 
-# Each connection of a client is a file. What a shell gives, 1024 as a rule, is for programs that still ask by `select`.
+# Each client connection is a file. A shell's limit, usually 1024, is meant for programs that still use `select`.
 MOST_FILES = 1 << 16
 
-_STRICT_OVERCOMMIT = "2"  # vm.overcommit_memory: address space counts as memory
+_STRICT_OVERCOMMIT = "2"  # vm.overcommit_memory: reserved addresses count as memory
 
 
 def usable_cores(sys_folder: Path = Path("/sys")) -> int:
-    """Processor cores that this process may run on, less where a container's CPU quota allows less time than that.
+    """Number of processor cores that this process may use: those it may run on, limited by a container's CPU quota.
 
-    Hardware threads of one core count once: they share the units that compute, and torch's own default is the same.
+    The hardware threads of one core count once, since they share its execution units; torch's default does the same.
     """
     cores = len({_core_of(sys_folder, processor) for processor in os.sched_getaffinity(0)})
     for quota in _cpu_quotas(sys_folder / "fs" / "cgroup"):
@@ -43,12 +43,12 @@ def usable_cores(sys_folder: Path = Path("/sys")) -> int:
 
 
 def torch_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of OpenMP and of torch that `environment` does not set.
+    """Variables for OpenMP and torch that `environment` does not set.
 
-    Threads that wait actively (libgomp's default) take the processors from whatever else runs and, where there are more
-    threads than processors, from each other; these wait so for half a millisecond, then sleep. Without a number of
-    threads, a container with few of many processors starts one for each of the many. Weights in huge pages, which torch
-    does not ask for by itself, are read 10 to 20% faster.
+    Threads that wait actively (libgomp's default) take processors from other programs and, if there are more threads
+    than processors, from each other; with these they wait actively for half a millisecond, then sleep. Without a thread
+    count, a container with few of many processors would start a thread for each of the many. Huge pages for weights,
+    which torch does not request by itself, make reading them 10 to 20% faster.
     """
     defaults = {
         "OMP_WAIT_POLICY": "passive",
@@ -61,9 +61,8 @@ def torch_defaults(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_of_rank(ranks: int, weight_bytes: int, environment: Mapping[str, str]) -> int | None:
-    """What each of a machine's `ranks` neighbours on the CPU, with so many bytes of weights, is to take of its cores;
-    None: what OMP_NUM_THREADS says, which the user has set. All the cores are `torch_defaults`' number, and so nobody's
-    wish."""
+    """Number of CPU threads for each of a machine's `ranks` ranks, given its bytes of weights; None: the user has set
+    OMP_NUM_THREADS. A value equal to all cores does not count as set, since `torch_defaults` sets that."""
     cores = usable_cores()
     if environment.get("OMP_NUM_THREADS", str(cores)) != str(cores):
         return None
@@ -71,32 +70,32 @@ def threads_of_rank(ranks: int, weight_bytes: int, environment: Mapping[str, str
 
 
 def set_torch_defaults() -> None:
-    """For this process. In vain once torch is loaded: the variables are read then."""
+    """Sets them for this process. No effect once torch is loaded, since it reads the variables then."""
     if "torch" not in sys.modules:
         os.environ.update(torch_defaults(os.environ))
 
 
 def raise_file_limit() -> None:
-    """Let this process, and what it becomes or starts, have MOST_FILES open, or as many as it may."""
+    """Raises the limit of open files of this process and its children to MOST_FILES, or as close as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def raise_stack_limit() -> None:
-    """Let new threads of the program that this process is about to become have SERVER_STACK_BYTES of stack.
+    """New threads of the program that this process will exec get stacks of SERVER_STACK_BYTES.
 
-    Nothing changes where the machine bounds them, or where the limit is larger already.
+    Changes nothing if the machine forbids it, or if the limit is larger already.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    # glibc takes an unlimited stack for one of 2 MiB.
+    # glibc treats an unlimited stack as 2 MiB.
     if stacks_are_free() and (soft == resource.RLIM_INFINITY or soft < SERVER_STACK_BYTES):
         resource.setrlimit(resource.RLIMIT_STACK, (SERVER_STACK_BYTES, hard))
 
 
 def stacks_are_free() -> bool:
-    """False where large stacks are not allowed, or address space counts as memory."""
+    """False if large stacks are not allowed, or if reserved addresses count as memory."""
     try:
         overcommit = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
     except OSError:
@@ -112,7 +111,7 @@ def stacks_are_free() -> bool:
 
 @contextlib.contextmanager
 def usual_stack_limit() -> Iterator[None]:
-    """Programs started inside have the usual stacks again, where `raise_stack_limit` gave this process larger ones."""
+    """Programs started inside get stacks of the usual size, where `raise_stack_limit` enlarged this process's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if soft != SERVER_STACK_BYTES:
         yield
@@ -125,7 +124,7 @@ def usual_stack_limit() -> Iterator[None]:
 
 
 def _core_of(sys_folder: Path, processor: int) -> str:
-    """The same text for all hardware threads of a core."""
+    """A text that is the same for all hardware threads of a core."""
     siblings = sys_folder / "devices" / "system" / "cpu" / f"cpu{processor}" / "topology" / "thread_siblings_list"
     try:
         return siblings.read_text(encoding="ascii").strip()
@@ -134,10 +133,10 @@ def _core_of(sys_folder: Path, processor: int) -> str:
 
 
 def _cpu_quotas(cgroups: Path) -> Iterator[float]:
-    """Processors' worth of time that control groups allow: version 2, then 1; a container sees its own at the root."""
+    """CPU quotas of the control groups, in processors: version 2, then 1; a container sees its own at the root."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (cgroups / "cpu.max").read_text(encoding="ascii").split()
-        yield int(quota) / int(period)  # "max": no quota, no number
+        yield int(quota) / int(period)  # "max" means no quota and is no number
     with contextlib.suppress(OSError, ValueError):
         quota_us = int((cgroups / "cpu" / "cpu.cfs_quota_us").read_text(encoding="ascii"))
         period_us = int((cgroups / "cpu" / "cpu.cfs_period_us").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""How the engine's processes are started, and what each does first: the same Python, the same package, no orphans."""
+"""Starts the engine's processes, and what each does first: the same Python, the same package, no orphans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_backend.process.interpreter import python_executable
 from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
-TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent
+TIED = "--tied"  # tells a child that the thread that started it lives as long as the parent
 
 
 def start_child(
@@ -28,28 +28,28 @@ def start_child(
     tied: bool,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m module arguments`. The child ends when its standard input closes.
+    """Starts `python -m module arguments`. The child ends when its standard input is closed.
 
-    `fds` stay open in the child under the same numbers. `tied`: the calling thread lives as long as this process,
-    so that the kernel may kill the child when it ends. `environment`: variables beside those of this process.
+    `fds` stay open in the child under the same numbers. `tied`: the calling thread lives as long as this process, so
+    the kernel may kill the child when that thread ends. `environment`: variables in addition to those of this process.
     """
     command = [python_executable(), "-m", module, *arguments, *([TIED] if tied else [])]
     variables = {**_environment(), **(environment or {})}
     with usual_stack_limit():
-        # Output goes to stderr: standard output may belong to whoever started this process.
+        # Output goes to stderr: standard output may belong to the program that started this process.
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env=variables)
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which a child finds the same package and computes beside other programs."""
+    """This process's environment, set so that a child finds the same package and shares the CPU with other programs."""
     root = str(Path(minisgl_backend.__file__).parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, **torch_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def begin_child(name: str, log_level: str, *, tied: bool) -> None:
-    """First thing in a child: logs to stderr under `name`, no reaction to Ctrl-C, no life after the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us in its own time
+    """To be called first in a child: logs to stderr under `name`, ignores Ctrl-C, ends with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children in order
     if tied:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
@@ -57,7 +57,7 @@ def begin_child(name: str, log_level: str, *, tied: bool) -> None:
 
 
 def log_to_stderr(name: str, level: str) -> None:
-    """Logs of this package as lines on stderr, with the process's name."""
+    """Logs this package's messages to stderr, with the process's name."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
     package = logging.getLogger("minisgl_backend")

@@ -1,10 +1,10 @@
-"""Files in the socket directory by which fronts and the server's supervisor tell each other how they are.
+"""Files in the socket directory by which the fronts and the server's supervisor exchange their status.
 
-    front-<i>           the front's own socket: there is such a front
+front-<i>           the front's own socket: the front exists
 front-<i>.up        it is attached to a core
-drain               all fronts: refuse new requests, and end what still runs at the time that the file holds
-front-<i>.drained   it was asked to drain, and nothing runs any more
-<model>.lost        a process of that model died, at the time that the file holds or a little before
+drain               all fronts: refuse new requests, and at the time in the file end those still running
+front-<i>.drained   the front was asked to drain, and nothing is running any more
+<model>.lost        a process of that model died, at the time in the file or a little before
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ def up_mark(socket_dir: Path, front: int) -> Path:
 
 
 def fronts_without_core(socket_dir: Path) -> int:
-    """How many fronts of the directory wait for a core; 0 where there is no front at all."""
+    """Number of fronts that wait for a core; 0 if there are no fronts."""
     return sum(not front.with_suffix(".up").exists() for front in _front_sockets(socket_dir))
 
 
 def ask_to_drain(socket_dir: Path, deadline: float) -> None:
-    """Tells every front to refuse new requests, and to end what still runs at `deadline` (time.monotonic())."""
+    """Tells every front to refuse new requests, and to end those still running at `deadline` (time.monotonic())."""
     _write_time(socket_dir / "drain", deadline)
 
 
 def drain_deadline(socket_dir: Path) -> float | None:
-    """What `ask_to_drain` said; None where nobody asked."""
+    """The deadline given to `ask_to_drain`; None if it was not called."""
     return _read_time(socket_dir / "drain")
 
 
 def note_lost(socket_dir: Path, model: str) -> None:
-    """Tells every front that nothing more comes of what was sent to `model` so far."""
+    """Tells every front that requests sent to `model` so far get no more responses."""
     _write_time(socket_dir / f"{model}.lost", time.monotonic())
 
 
 def lost_at(socket_dir: Path, model: str) -> float | None:
-    """When `note_lost` was called last, time.monotonic(); None if never."""
+    """Time of the last `note_lost` call, time.monotonic(); None if there was none."""
     return _read_time(socket_dir / f"{model}.lost")
 
 
 def drained_mark(socket_dir: Path, front: int) -> Path:
-    """A file that a front makes when it was asked to drain and nothing runs any more."""
+    """A file that a front creates once it was asked to drain and nothing is running."""
     return socket_dir / f"front-{front}.drained"
 
 
 def has_fronts(socket_dir: Path) -> bool:
-    """Whether there is an engine front at all."""
+    """Whether there is any engine front."""
     return bool(_front_sockets(socket_dir))
 
 
 def fronts_not_drained(socket_dir: Path) -> int:
-    """How many fronts of the directory have still something to do."""
+    """Number of fronts that still have running requests."""
     return sum(not front.with_suffix(".drained").exists() for front in _front_sockets(socket_dir))
 
 

@@ -1,4 +1,4 @@
-"""What ends a command: SIGINT, SIGTERM, SIGHUP, told on a thread of its own, or held back for a moment."""
+"""The signals that end a command (SIGINT, SIGTERM, SIGHUP): handled on a thread, or deferred for a moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 
 
 def on_stop_signals(callback: Callable[[], None]) -> None:
-    """Calls `callback` for each of them, for the rest of this process; by the main thread.
+    """Calls `callback` for each of them, for the rest of this process; to be called by the main thread.
 
-    Not in a handler: that runs on the main thread between two instructions of whatever it does, and an Event that it is
-    just waiting for has its lock taken then. Python's own handler writes a signal's number into a pipe instead. A
-    SIGHUP that is ignored stays so, which is what nohup is for.
+    Not in a signal handler: that runs on the main thread between two instructions, perhaps while it holds the lock of
+    an Event that it waits for. Instead, Python's own handler writes the signal's number into a pipe. A SIGHUP that is
+    ignored stays ignored, as nohup needs.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -34,8 +34,8 @@ def on_stop_signals(callback: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def interrupted_at_the_end() -> Iterator[None]:
-    """What Ctrl-C raises comes when this is over: in the middle of a step it would leave an engine that nobody can use,
-    and other ranks that wait for this one. The second Ctrl-C waits for nothing."""
+    """Defers Ctrl-C until the end of the block: in the middle of a step it would leave an unusable engine, and other
+    ranks that wait for this one. A second Ctrl-C is not deferred."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
@@ -45,7 +45,7 @@ def interrupted_at_the_end() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(frame)
         if len(came) == 2:
-            handler(number, came[0])  # asyncio's, for one, only notes the first
+            handler(number, came[0])  # asyncio's, for example, only records the first
         if len(came) > 1:
             handler(number, frame)
 

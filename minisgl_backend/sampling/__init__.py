@@ -1,1 +1,1 @@
-"""From logits to token ids: what each row asks for, and the sampler that does it for a whole batch at once."""
+"""From logits to token ids: each row's sampling options, and the sampler that applies them to a whole batch."""

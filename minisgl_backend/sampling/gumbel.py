@@ -1,8 +1,8 @@
-"""Random numbers that depend on nothing but (seed, position, token id): the noise of sampling.
+"""The noise of sampling: random numbers that depend on (seed, position, token id) and nothing else.
 
-A sequence samples the same tokens whatever runs beside it, after a preemption, and on any number of ranks. Sampling is
-the Gumbel-max trick: argmax(logit / temperature + gumbel) has the softmax's distribution. The hash is counter-based and
-made of 32-bit operations only, so that a kernel can compute the same noise in registers:
+A sequence samples the same tokens whatever else is in its batch, after a preemption, and on any number of ranks.
+Sampling uses the Gumbel-max trick: argmax(logit / temperature + gumbel) has the softmax's distribution. The hash is
+counter-based and uses 32-bit operations only, so that a kernel can compute the same noise in registers:
 
     a    = mix(seed_low ^ mix(position * GOLDEN + 1))           once a row
     key0 = mix(a ^ seed_high)                                   once a row
@@ -11,7 +11,7 @@ made of 32-bit operations only, so that a kernel can compute the same noise in r
     v    = min((float32(h & 0x7fffffff) + 0.5) * 2**-31, 1 - 2**-24)
     gumbel = -log(-log1p(-v))
 
-`mix` is the same sequence without key1 and without the first multiplication (Wellons's lowbias32 permutation).
+`mix` is the same sequence without key1 and the first multiplication (the lowbias32 permutation of Chris Wellons).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_UNIFORM = 1.0 - 2.0**-24
 def row_keys(
     seed_low: torch.Tensor, seed_high: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int32 keys [n] of the token at `positions` [n]; all int32."""
+    """Two int32 keys [n] for the tokens at `positions` [n]; all arguments are int32."""
     a = _mix(seed_low ^ _mix(positions * GOLDEN + 1))
     key0 = _mix(a ^ seed_high)
     return key0, _mix(key0 + GOLDEN)
@@ -59,5 +59,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _xor_shift(x: torch.Tensor, bits: int) -> None:
-    """x ^= x >> bits in place, with the shift of unsigned numbers."""
+    """x ^= x >> bits in place, with a logical (unsigned) shift."""
     x ^= (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

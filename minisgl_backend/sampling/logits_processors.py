@@ -1,8 +1,8 @@
 """Logits processors: options that change the logits of single tokens (logit bias, bad words, min_tokens).
 
-All of them are rules, "add this value to this token's logit while the sampled position is below `until` and the tokens
-before it are `prefix`". Each row has room for as many as a request may have, on the device and for good. They are
-uploaded when the row is admitted, and a step's work for them is that of its own rows.
+Each option becomes rules of the form "add this value to this token's logit while the sampled position is below
+`until` and the tokens before it are `prefix`". Every row has device memory for the most rules a request may have. Rules
+are uploaded when the row is admitted; a step handles only the rules of its own rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOREVER = 2**31 - 1
 
 @dataclass(frozen=True)
 class RowRules:
-    """What one row's request asks for."""
+    """The rules of one row's request."""
 
     num_simple: int  # rules without a prefix, which come first
     columns: Int32Array  # [NUM_RULE_COLUMNS, num_rules]
@@ -36,14 +36,14 @@ class RowRules:
 
 
 class TokenRules:
-    """The rules of every row. Rows whose FLAGS column lacks RULES keep what an earlier request left."""
+    """The rules of every row. A row whose FLAGS column lacks RULES may still hold those of an earlier request."""
 
     def __init__(self, max_rows: int, eos_token_ids: tuple[int, ...], max_seq_len: int, device: torch.device) -> None:
         self._eos_token_ids = eos_token_ids
         self._max_seq_len = max_seq_len
         self._num_simple = np.zeros(max_rows, dtype=np.int32)
         self._num_rules = np.zeros(max_rows, dtype=np.int32)
-        self._waiting: list[tuple[int, RowRules]] = []  # not on the device yet
+        self._waiting: list[tuple[int, RowRules]] = []  # not uploaded yet
         most = MAX_LOGIT_BIAS + MAX_BAD_WORD_SPELLINGS + MAX_STOP_TOKEN_IDS + len(eos_token_ids)
         shape = (max_rows, layout.NUM_RULE_COLUMNS, most)
         self.counts = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # see kernels.sampling.EditInputs
@@ -51,13 +51,13 @@ class TokenRules:
         self.prefixes = torch.zeros(max_rows, MAX_BAD_WORDS_TOKENS, dtype=torch.int32, device=device)
 
     def admit(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        """Replaces the rules of a row by those of the sequence that takes it; on the host until `upload`."""
+        """Replaces the row's rules by those of its new sequence; they stay on the host until `upload`."""
         rules = compile_rules(params, prompt_len, self._eos_token_ids, self._max_seq_len)
         self._num_simple[row], self._num_rules[row] = rules.num_simple, rules.columns.shape[1]
         self._waiting.append((row, rules))
 
     def upload(self) -> None:
-        """Brings the device up to date, in stream order."""
+        """Copies the admitted rows' rules to the device, in stream order."""
         for row, rules in self._waiting:
             count, num_prefix = rules.columns.shape[1], len(rules.prefixes)
             head = np.array([rules.num_simple, count], dtype=np.int32)
@@ -71,12 +71,12 @@ class TokenRules:
     def apply(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Logits float32 [k, vocab_size] of `rows` with rules, for tokens to be sampled at `positions` [k], changed.
+        """Logits float32 [k, vocab_size] of `rows` [k] with the rules applied, for tokens sampled at `positions` [k].
 
-        The reference for kernels.sampling. `tokens` int32 [max_rows, max_seq_len + 1] are those of every row.
+        The reference for kernels.sampling. `tokens` int32 [max_rows, max_seq_len + 1] holds the tokens of every row.
         """
         logits = logits.clone()
-        for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        for entry, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             num_simple, count = int(self._num_simple[row]), int(self._num_rules[row])
             columns = self.rules[row, :, :count]
             active = position < columns[layout.RULE_UNTIL]
@@ -85,7 +85,7 @@ class TokenRules:
                 past = tokens[row, max(0, position - length) : position]
                 active[index] &= torch.equal(past, self.prefixes[row, start : start + length])
             values = torch.where(active, columns[layout.RULE_VALUE].view(torch.float32), 0.0)
-            logits[line].index_add_(0, columns[layout.RULE_TOKEN].long(), values)
+            logits[entry].index_add_(0, columns[layout.RULE_TOKEN].long(), values)
         return logits
 
 
@@ -101,7 +101,7 @@ def compile_rules(
         elif 1 < len(word) <= max_seq_len:  # a longer one can never be completed
             words.append(tuple(word))
     if params.min_tokens:
-        # The token at position prompt_len + i is the answer's token number i, counted from 0.
+        # The token at position prompt_len + i is token number i of the answer, counted from 0.
         until = min(prompt_len + params.min_tokens, FOREVER)
         ends = dict.fromkeys((*eos_token_ids, *params.stop_token_ids))
         simple += [(token, -math.inf, until) for token in ends]
@@ -119,6 +119,6 @@ def compile_rules(
 
 
 def _to_device(array: Int32Array, device: torch.device) -> torch.Tensor:
-    """Pinned on the way: a copy from ordinary memory would wait for the step."""
+    """Through pinned memory: a copy from pageable memory would wait for the step."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""What each row asks of the sampler, on the host: enough to decide what a step needs without asking the device.
+"""What each row asks of the sampler, kept on the host: a step's needs are known without asking the device.
 
 Written when a row is admitted, read by whole-array operations in every step.
 """
@@ -25,18 +25,18 @@ OFF = -1  # in the logprobs columns
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """The rows that sample in one step and what they need, decided on the host. Tensors are int32, on the device."""
+    """The rows that sample in one step and their needs, decided on the host. Tensors are int32, on the device."""
 
     rows: torch.Tensor  # [n]
     positions: torch.Tensor  # [n]  of the tokens to be sampled
-    flags: int  # all bits of sampling.layout.FLAGS that one of the rows has
-    searches: bool = False  # some ranked row is not sampling.layout.is_complete
-    logprob_indices: torch.Tensor | None = None  # [k]  logits rows with log-probabilities
-    top_logprobs: int = 0  # most alternatives that one of them requests
-    mask_index: torch.Tensor | None = None  # [n]  line of mask_bits, or -1
+    flags: int  # union of these rows' sampling.layout.FLAGS
+    searches: bool = False  # at least one ranked row is not sampling.layout.is_complete
+    logprob_indices: torch.Tensor | None = None  # [k]  result indices of rows that want log-probabilities
+    top_logprobs: int = 0  # the most alternatives that any of them asked for
+    mask_index: torch.Tensor | None = None  # [n]  row of mask_bits, or -1
     mask_bits: torch.Tensor | None = None  # [k, ceil(vocab_size / 32)]  1: allowed
-    # Lines that are sampled one round after the other, [k] each and all of them together: with drafts a row with
-    # penalties has several lines, and each counts the tokens before it. (): all at once.
+    # Result indices, [k] each, of the rounds that are sampled one after the other; together they are all of them. A row
+    # with penalties and drafts has several entries, and each counts the tokens before it. (): one round.
     rounds: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -46,13 +46,13 @@ class SamplingInputs:
 
 
 class SamplingMetadata(msgspec.Struct, frozen=True):
-    """What one step needs, on the host; index arrays are to be uploaded by the names they have in `arrays`."""
+    """One step's needs, on the host. The caller uploads the index arrays under the names that they have in `arrays`."""
 
     flags: int
     searches: bool
     top_logprobs: int
     arrays: dict[str, Int32Array]
-    logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
+    logprobs: tuple[tuple[int, int], ...]  # result index, number of alternatives asked for
     prompt_logprobs: tuple[PromptLogprobsRequest, ...]
     num_rounds: int = 0  # see SamplingInputs.rounds; `arrays` has them by the names round_0, round_1, ...
 
@@ -71,7 +71,7 @@ class SamplingMetadata(msgspec.Struct, frozen=True):
 
     @property
     def waits_for_masks(self) -> bool:
-        """True where a grammar says what may be sampled, which need not be known before the forward pass."""
+        """True where a grammar restricts the tokens; its masks are needed only after the forward pass."""
         return bool(self.flags & layout.GRAMMAR)
 
 
@@ -97,10 +97,10 @@ class SamplingRows:
         self._logprobs = np.full(max_rows, OFF, dtype=np.int32)
         self._prompt_logprobs = np.full(max_rows, OFF, dtype=np.int32)
         self._prompt_len = np.zeros(max_rows, dtype=np.int32)
-        self._decoding: tuple[Int32Array | None, SamplingMetadata] = None, NOTHING  # of the last steps: rows, needs
+        self._decoding: tuple[Int32Array | None, SamplingMetadata] = None, NOTHING  # last decode step: rows, needs
 
     def admit(self, admitted: AdmittedRow) -> None:
-        """Forgets what the row asked before."""
+        """Replaces what the row's earlier request asked for."""
         row, params = admitted.row, admitted.params
         self._decoding = None, NOTHING
         flags = flags_of(params, self.vocab_size)
@@ -114,14 +114,14 @@ class SamplingRows:
             self.rules.admit(row, params, admitted.prompt_len)
 
     def penalised_prompt(self, row: int) -> int:
-        """Prompt tokens of a row with penalties; 0 of others."""
+        """Number of prompt tokens of a row with penalties; 0 for others."""
         return int(self._prompt_len[row]) if self._flags[row] & layout.PENALTIES else 0
 
     def metadata_of(self, plan: StepPlan, rows: Int32Array) -> SamplingMetadata:
-        """For the sampled `rows` [n] of a plan."""
+        """The needs of a plan's sampled `rows` [n]."""
         if plan.prefill or len(plan.draft_tokens):
             return self._metadata_of(plan, rows)
-        # While the same rows decode, plans have the same array of them.
+        # While the same rows decode, successive plans hold the same array object.
         if rows is not self._decoding[0]:
             self._decoding = rows, self._metadata_of(plan, rows)
         return self._decoding[1]
@@ -130,22 +130,22 @@ class SamplingRows:
         flags = self._flags.take(rows)
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         arrays: dict[str, Int32Array] = {}
-        wanted: tuple[tuple[int, int], ...] = ()
+        requested: tuple[tuple[int, int], ...] = ()
         top_logprobs = 0
         if union & layout.LOGPROBS:
-            lines = np.flatnonzero(flags & layout.LOGPROBS).astype(np.int32)
-            alternatives = self._logprobs[rows[lines]]
-            arrays["logprob_indices"] = lines
+            indices = np.flatnonzero(flags & layout.LOGPROBS).astype(np.int32)
+            alternatives = self._logprobs[rows[indices]]
+            arrays["logprob_indices"] = indices
             top_logprobs = int(alternatives.max())
-            wanted = tuple(zip(lines.tolist(), alternatives.tolist(), strict=True))
+            requested = tuple(zip(indices.tolist(), alternatives.tolist(), strict=True))
         rounds = self._rounds(plan, flags) if len(plan.draft_tokens) and union & layout.PENALTIES else []
-        arrays |= {f"round_{number}": lines for number, lines in enumerate(rounds)}
+        arrays |= {f"round_{number}": indices for number, indices in enumerate(rounds)}
         return SamplingMetadata(
             flags=union,
             searches=bool(union & layout.RANKED and self._searches[rows].any()),
             top_logprobs=top_logprobs,
             arrays=arrays,
-            logprobs=wanted,
+            logprobs=requested,
             prompt_logprobs=self._prompt_requests(plan) if plan.prefill else (),
             num_rounds=len(rounds),
         )
@@ -153,7 +153,7 @@ class SamplingRows:
     def inputs_of(
         self, needs: SamplingMetadata, rows: torch.Tensor, positions: torch.Tensor, uploaded: dict[str, torch.Tensor]
     ) -> SamplingInputs:
-        """The same on the device, where `uploaded` has the arrays of `needs` by name."""
+        """`needs` on the device; `uploaded` has the arrays of `needs` by name."""
         return SamplingInputs(
             rows=rows,
             positions=positions,
@@ -165,11 +165,11 @@ class SamplingRows:
         )
 
     def _rounds(self, plan: StepPlan, flags: Int32Array) -> list[Int32Array]:
-        """The lines of each round, where rows with penalties have drafts; [] where none has."""
-        places = np.arange(len(plan.draft_tokens))
+        """The result indices of each round, where rows with penalties have drafts; [] where none has."""
+        index = np.arange(len(plan.draft_tokens))
         offsets = np.zeros(len(flags), dtype=np.int32)
-        first = np.maximum.accumulate(np.where(plan.draft_tokens < 0, places, 0))
-        offsets[len(flags) - len(places) :] = places - first
+        first = np.maximum.accumulate(np.where(plan.draft_tokens < 0, index, 0))
+        offsets[len(flags) - len(index) :] = index - first
         offsets[flags & layout.PENALTIES == 0] = 0
         if not offsets.any():
             return []
@@ -179,7 +179,7 @@ class SamplingRows:
         requests, first = [], 0
         for chunk in plan.prefill:
             top = int(self._prompt_logprobs[chunk.row])
-            # The hidden state of position p predicts position p + 1, which must still be the client's prompt.
+            # The hidden state of position p predicts position p + 1, which must still belong to the client's prompt.
             count = min(chunk.end, int(self._prompt_len[chunk.row]) - 1) - chunk.start
             if top != OFF and chunk.wants & Wants.PROMPT_LOGPROBS and count > 0:
                 requests.append(PromptLogprobsRequest(chunk.row, first, chunk.start + 1, count, top))

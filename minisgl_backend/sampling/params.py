@@ -1,4 +1,4 @@
-"""A request's sampling options as one line of the parameter table; `kernels.sampling.layout` names its columns."""
+"""A request's sampling options as one row of the parameter table; `kernels.sampling.layout` names its columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def flags_of(params: SamplingParams, vocab_size: int) -> int:
-    """The FLAGS column: what the row needs of the sampler."""
+    """The FLAGS column: which parts of the sampler the row needs."""
     flags = 0
     if not is_greedy(params):
         flags |= layout.RANDOM
@@ -34,13 +34,13 @@ def flags_of(params: SamplingParams, vocab_size: int) -> int:
 
 
 def encode_params(params: SamplingParams, vocab_size: int) -> Int32Array:
-    """One line of the table, int32 [NUM_PARAMS]. Greedy is temperature 0 with every truncation off."""
+    """One row of the table, int32 [NUM_PARAMS]. Greedy is temperature 0 with every truncation off."""
     seed = params.seed or 0
     temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
     if not is_greedy(params):
         temperature, top_p, min_p = params.temperature, params.top_p, params.min_p
         top_k = params.top_k if params.top_k < vocab_size else 0
-    line = struct.pack(
+    row = struct.pack(
         "=fifffffIIi",
         temperature,
         top_k,
@@ -53,4 +53,4 @@ def encode_params(params: SamplingParams, vocab_size: int) -> Int32Array:
         seed >> 32,
         flags_of(params, vocab_size),
     )
-    return np.frombuffer(line, dtype=np.int32)
+    return np.frombuffer(row, dtype=np.int32)

@@ -11,7 +11,7 @@ from minisgl_backend.kernels.sampling.layout import FREQUENCY, IN_PROMPT, MOST_A
 
 
 class PenaltyCounts:
-    """Token counts of every row, two bytes a token, allocated for good: no step needs more memory than was measured."""
+    """Token counts of every row, two bytes per token, allocated once: no step needs more memory than was measured."""
 
     counts: torch.Tensor  # int16 [max_rows, vocab_size], see sampling.layout.IN_PROMPT
 
@@ -19,16 +19,16 @@ class PenaltyCounts:
         self.counts = torch.zeros(max_rows, vocab_size, dtype=torch.int16, device=device)
 
     def reset(self, row: int, tokens: torch.Tensor, prompt_len: int) -> None:
-        """Counts a row afresh: `tokens` int32 [num_tokens] are its prompt and what was answered before a preemption."""
-        line = self.counts[row]
-        line.zero_()
+        """Counts a row anew. `tokens` int32 [num_tokens]: its prompt, and what it had generated before a preemption."""
+        row_counts = self.counts[row]
+        row_counts.zero_()
         answer = tokens[prompt_len:].long()
         if len(answer):
-            answered = torch.zeros(len(line), dtype=torch.int32, device=line.device)
+            answered = torch.zeros(len(row_counts), dtype=torch.int32, device=row_counts.device)
             answered.index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
-            line.copy_(answered.clamp_(max=MOST_ANSWERED))
+            row_counts.copy_(answered.clamp_(max=MOST_ANSWERED))
         prompt = tokens[:prompt_len].long()
-        line[prompt] = line[prompt] | IN_PROMPT
+        row_counts[prompt] = row_counts[prompt] | IN_PROMPT
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Penalised logits float32 [k, vocab_size] of `rows` [k]; `params` float32 [k, NUM_PARAMS] are theirs."""
@@ -41,6 +41,6 @@ class PenaltyCounts:
         return logits - params[:, PRESENCE].unsqueeze(1) * (answered > 0)
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Adds one sampled token to each of these rows (all different); [k] each."""
+        """Adds one sampled token to the counts of each row (all different); [k] each."""
         seen = self.counts[rows, token_ids]
         self.counts[rows, token_ids] = seen + ((seen & MOST_ANSWERED) < MOST_ANSWERED)

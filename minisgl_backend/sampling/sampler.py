@@ -1,11 +1,11 @@
 """From logits to token ids, for a whole batch at once.
 
 Order of operations: penalties, token rules (bias, bad words, min_tokens), grammar mask, temperature, min-p, top-k,
-top-p on what top-k left, Gumbel noise, argmax. Log-probabilities are taken before all of it.
+top-p on the tokens that top-k keeps, Gumbel noise, argmax. Log-probabilities are taken before all of these.
 
-Top-k and top-p rank tokens by logit and, where logits are equal, by token id, the lower one first. Probabilities are
-summed as integers. So what a row samples depends on nothing but its own logits and options, to the bit.
-`kernels.sampling` does the same in Triton-language kernels.
+Top-k and top-p rank tokens by logit; of equal logits the lower token id ranks first. Probabilities are summed as
+integers. So a row's token depends on nothing but its own logits and options, to the bit. `kernels.sampling` does the
+same in Triton kernels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from minisgl_backend.sampling.penalties import PenaltyCounts
 if TYPE_CHECKING:
     from minisgl_backend.kernels.sampling.launch import EditInputs, SamplingWorkspace
 
-UNIT = float(1 << 40)  # of probabilities relative to the largest
+UNIT = float(1 << 40)  # scale of integer probabilities, relative to the largest one
 
 
 class Sampler:
-    """Samples by the parameters of rows. Steps that temperature alone decides need `sample_plain` only.
+    """Samples by the rows' parameters. Steps that need temperature alone call only `sample_plain`.
 
-    Token tensors are int32 [2, n]: the tokens, and 1 where the logits were sound, 0 where they were NaN or infinite.
+    Token tensors are int32 [2, n]: the tokens, and 1 where the logits were finite, 0 where they were NaN or infinite.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Sampler:
     ) -> None:
         """`params` int32 [max_rows, NUM_PARAMS] and `tokens` int32 [max_rows, max_seq_len + 1] are those of the rows.
 
-        `workspace`: of the kernels, where they can run; see `sampling_workspace`.
+        `workspace`: buffers of the kernels, where these can run; see `sampling_workspace`.
         """
         self._params = params
         self._tokens = tokens
@@ -57,9 +57,9 @@ class Sampler:
         self._pdl = DeviceFacts.of(params.device).dependent_launch
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Temperature or greedy sampling, as it is captured in graphs: logits [n, vocab_size], rows and positions [n].
+        """Temperature or greedy sampling, as captured in graphs: logits [n, vocab_size], rows and positions [n].
 
-        Rows that need more get any token: `sample_extended` overwrites it.
+        Rows that need more than that get an arbitrary token, which `sample_extended` overwrites.
         """
         if self._workspace is not None:
             from minisgl_backend.kernels.sampling.launch import sample_plain
@@ -74,7 +74,7 @@ class Sampler:
         return self._draw(logits.to(torch.float32), params, positions, None)
 
     def sample_extended(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
-        """Overwrites in `token_ids` [2, n or more] the rows that need more than temperature."""
+        """Overwrites the tokens of rows that need more than temperature, in `token_ids` [2, n or more]."""
         if not inputs.flags & layout.EXTENDED:
             return
         if inputs.rounds:
@@ -97,25 +97,25 @@ class Sampler:
             )
             return
         flags = self._params[inputs.rows, layout.FLAGS]
-        lines = torch.nonzero(flags & layout.EXTENDED).squeeze(1)
-        params, rows = self._params[inputs.rows[lines]], inputs.rows[lines]
-        edited = self._edit(logits[lines].to(torch.float32), lines, flags[lines], inputs)
-        found = self._draw(edited, params, inputs.positions[lines], flags[lines])
-        token_ids[:, lines] = found
-        penalised = torch.nonzero(flags[lines] & layout.PENALTIES).squeeze(1)
+        indices = torch.nonzero(flags & layout.EXTENDED).squeeze(1)
+        params, rows = self._params[inputs.rows[indices]], inputs.rows[indices]
+        edited = self._edit(logits[indices].to(torch.float32), indices, flags[indices], inputs)
+        found = self._draw(edited, params, inputs.positions[indices], flags[indices])
+        token_ids[:, indices] = found
+        penalised = torch.nonzero(flags[indices] & layout.PENALTIES).squeeze(1)
         self._penalties.count(rows[penalised], found[0, penalised])
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        """Every row, whatever it needs; logits [n, vocab_size] of any float type, left as they are."""
+        """Samples every row, whatever it needs; logits [n, vocab_size] of any float type are not changed."""
         token_ids = self.sample_plain(logits, inputs.rows, inputs.positions)
         self.sample_extended(logits, inputs, token_ids)
         return token_ids
 
     def _sample_in_rounds(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
-        """Penalties count what earlier rounds have sampled. Behind a wrong draft they count tokens that are rejected;
-        what is sampled there is rejected, too."""
-        for lines in inputs.rounds:
-            index = lines.long()
+        """Round by round, since penalties count what earlier rounds sampled. After a wrong draft they count rejected
+        tokens, but what is sampled there is rejected, too."""
+        for indices in inputs.rounds:
+            index = indices.long()
             part = dataclasses.replace(
                 inputs,
                 rows=inputs.rows[index],
@@ -127,13 +127,13 @@ class Sampler:
             self.sample_extended(logits[index], part, sampled)
             token_ids[:, index] = sampled
 
-    def logprobs(self, logits: torch.Tensor, lines: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
-        """See logprobs.pack; of some `lines` [k] of logits [n, vocab_size]. `token_ids` [n] are those of all lines."""
+    def logprobs(self, logits: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
+        """See logprobs.pack, for rows `indices` [k] of logits [n, vocab_size]; `token_ids` [n] belong to all rows."""
         if self._workspace is not None:
             from minisgl_backend.kernels.sampling.launch import pack_logprobs
 
-            return pack_logprobs(logits, lines, token_ids, top, self._workspace)
-        return logprobs.pack(logits[lines], token_ids[lines], top)
+            return pack_logprobs(logits, indices, token_ids, top, self._workspace)
+        return logprobs.pack(logits[indices], token_ids[indices], top)
 
     def _edits(self, inputs: SamplingInputs) -> EditInputs:
         from minisgl_backend.kernels.sampling.launch import EditInputs
@@ -149,10 +149,10 @@ class Sampler:
         )
 
     def _edit(
-        self, raw: torch.Tensor, lines: torch.Tensor, flags: torch.Tensor, inputs: SamplingInputs
+        self, raw: torch.Tensor, indices: torch.Tensor, flags: torch.Tensor, inputs: SamplingInputs
     ) -> torch.Tensor:
-        """Logits float32 [k, vocab_size] of `lines` [k] after penalties, rules and masks."""
-        logits, rows, positions = raw, inputs.rows[lines], inputs.positions[lines]
+        """Logits float32 [k, vocab_size] of the rows `indices` [k] after penalties, rules and masks."""
+        logits, rows, positions = raw, inputs.rows[indices], inputs.positions[indices]
         if inputs.flags & layout.PENALTIES:
             floats = self._params[rows].view(torch.float32)
             penalised = self._penalties.apply(logits, rows, floats)
@@ -162,7 +162,7 @@ class Sampler:
             logits = logits.clone() if logits is raw else logits
             logits[ruled] = self._rules.apply(logits[ruled], rows[ruled], positions[ruled], self._tokens)
         if inputs.mask_index is not None and inputs.mask_bits is not None:
-            index = inputs.mask_index[lines]
+            index = inputs.mask_index[indices]
             masked = torch.nonzero(index >= 0).squeeze(1)
             logits = logits.clone() if logits is raw else logits
             logits[masked] = apply_bitmask(logits[masked], raw[masked], inputs.mask_bits[index[masked]])
@@ -171,7 +171,7 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, flags: torch.Tensor | None
     ) -> torch.Tensor:
-        """int32 [2, k] from logits float32 [k, vocab_size]; without `flags`, nothing is filtered."""
+        """int32 [2, k] sampled from logits float32 [k, vocab_size]; without `flags`, nothing is filtered."""
         floats = params.view(torch.float32)
         temperature = floats[:, layout.TEMPERATURE]
         greedy = temperature == 0.0
@@ -191,12 +191,12 @@ class Sampler:
 
 
 def _is_greedy(params: torch.Tensor) -> bool:
-    """Whether all of these rows, int32 [n, NUM_PARAMS], take their likeliest token."""
+    """Whether all of these rows, int32 [n, NUM_PARAMS], are greedy."""
     return not bool(params.view(torch.float32)[:, layout.TEMPERATURE].any())
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace | None:
-    """What the kernels need on this device; None where they cannot run."""
+    """Buffers of the sampling kernels on this device; None where these cannot run."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     # Imported late: the package is missing on machines without a GPU.
@@ -206,11 +206,11 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
 
 
 def apply_bitmask(logits: torch.Tensor, raw: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Logits float32 [k, vocab_size] without the tokens whose bit is 0.
+    """Logits float32 [k, vocab_size] with -inf for tokens whose bit is 0.
 
     Token t's bit is bit t % 32 of word t // 32, as grammar compilers write it; bits int32 [k, ceil(vocab_size / 32)].
-    Where bad words or min_tokens leave nothing of what the grammar allows, the grammar wins: those lines get their
-    `raw` logits back.
+    Where bad words or min_tokens exclude all that the grammar allows, the grammar wins: those rows get their `raw`
+    logits back.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
@@ -222,7 +222,7 @@ def apply_bitmask(logits: torch.Tensor, raw: torch.Tensor, bits: torch.Tensor) -
 def kept_tokens(logits: torch.Tensor, params: torch.Tensor, ranked: bool) -> torch.Tensor:
     """Which tokens min-p, top-k and top-p keep: bool [k, vocab_size] for logits float32 [k, vocab_size].
 
-    `params` int32 [k, NUM_PARAMS]; without `ranked`, only min-p is looked at.
+    `params` int32 [k, NUM_PARAMS]; without `ranked`, only min-p applies.
     """
     floats = params.view(torch.float32)
     inverse = (1.0 / floats[:, layout.TEMPERATURE]).unsqueeze(1)

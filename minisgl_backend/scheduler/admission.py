@@ -1,10 +1,10 @@
-"""When one more sequence may start, so that pages are rarely taken from a running one.
+"""Admission control: when one more sequence may start, so that running ones are rarely preempted for their pages.
 
-No page is reserved for tokens that may never come. Instead the demand to come is estimated: each running sequence is
-expected to get as long as one of the finished answers that are longer than it is now, and the peak of the demand is
-found on the way there, when some have ended and given their pages back. Both ideas are of "Past-Future Scheduler for
-LLM Serving under SLA Guarantees" (Gong et al. 2025). Each sequence draws a fixed quantile of the finished lengths, so
-that the estimates of all together are spread like the answers and do not jump from step to step.
+No page is reserved for tokens that may never come. The future demand is estimated instead: each running sequence is
+expected to become as long as one of the finished answers that are longer than it is now, and the peak of the demand is
+taken along the way, as sequences end and give their pages back. Both ideas are from "Past-Future Scheduler for LLM
+Serving under SLA Guarantees" (Gong et al. 2025). Each sequence draws a fixed quantile of the finished lengths, so that
+the estimates of all sequences are spread like the answers and do not jump from step to step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ PRIOR = (64, 128, 256, 512, 1024)  # answer lengths assumed before any is known
 FIRST_CAUTION = 1.1  # factor on expected lengths
 MOST_CAUTION = 4.0
 CAUTION_STEP = 1.25  # at each preemption
-GOLDEN_RATIO = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many there are
+GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
 CAUTION_DECAY = 0.99  # at each finished answer, back towards FIRST_CAUTION
 
 
 class Forecast:
-    """What the running sequences will still need; for the admissions of one step.
+    """The pages that running sequences will still need; used for the admissions of one step.
 
     Args:
-        remaining: tokens that each will still produce, [num_running].
-        freed: pages that each gives back at its end, of those that it holds now, [num_running].
-        num_full: cache groups that grow with every token.
-        window_growth: pages that all together will take of groups with windows.
+        remaining: tokens that each sequence will still produce, [num_running].
+        freed: pages, of those held now, that each sequence frees when it ends, [num_running].
+        num_full: cache groups without a window, which grow with every token.
+        window_growth: pages that all sequences together will take from groups with windows.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class Forecast:
         self._num_full = num_full
         self._window_growth = window_growth
         self._sum = int(self._growth.sum())
-        self._started: list[tuple[int, int]] = []  # growth and freed pages of those admitted since
+        self._started: list[tuple[int, int]] = []  # growth and freed pages of sequences admitted since
 
     def admits(self, remaining: int, new_pages: int, available: int) -> bool:
-        """Whether one more sequence can have its pages now and all of them what they will need. If so, it counts
+        """Whether there are pages for one more sequence now and for the later needs of all. If so, the sequence counts
         from now on.
 
         Args:
-            remaining: tokens that it is expected to produce.
+            remaining: tokens that the sequence is expected to produce.
             new_pages: pages that it takes now.
-            available: pages that there are now.
+            available: pages that are available now.
         """
         growth = -(-remaining // self._page_size)
         self._started.append((growth, new_pages))
         self._sum += growth
-        # The sum is the peak if no page comes back meanwhile: most often it is enough of an answer.
+        # The sum is the peak if no page is freed meanwhile: this bound decides most cases.
         new_pages += self._window_growth
         if new_pages + self._num_full * self._sum <= available or new_pages + self._peak() <= available:
             return True
@@ -64,7 +64,7 @@ class Forecast:
         return False
 
     def _peak(self) -> int:
-        """The most pages that all need together on top of what they hold, on the way to the last one's end."""
+        """The most pages that all sequences need at once, on top of those they hold, until the last one ends."""
         growth_of_started, freed_by_started = zip(*self._started, strict=True)
         growth = np.concatenate([self._growth, growth_of_started])
         freed = np.concatenate([self._freed, freed_by_started])
@@ -75,7 +75,7 @@ class Forecast:
 
 
 class AdmissionControl:
-    """Learns how long answers get."""
+    """Learns how long answers become."""
 
     def __init__(self) -> None:
         self._lengths = np.array(PRIOR, dtype=np.int64)  # the latest finished answers, oldest first
@@ -84,7 +84,7 @@ class AdmissionControl:
         self._caution = FIRST_CAUTION
 
     def saw_answer(self, num_tokens: int) -> None:
-        """An answer ended by itself or by its limit."""
+        """An answer has ended by itself or at its limit."""
         self._fresh.append(num_tokens)
         self._caution = max(FIRST_CAUTION, self._caution * CAUTION_DECAY)
 
@@ -98,10 +98,10 @@ class AdmissionControl:
         """Tokens that each sequence is expected to produce from now on, int64 [num_sequences].
 
         Args:
-            admissions: running number of each one's admission, the source of its quantile.
+            admissions: serial number of each sequence's admission, from which its quantile follows.
             generated: tokens produced so far.
-            most: tokens that it could still produce.
-            ends_early: false where nothing but its limit ends it, so that it will produce `most`.
+            most: tokens that it may still produce.
+            ends_early: false where only its limit ends it, so that it will produce `most` tokens.
         """
         self._learn()
         longer = np.searchsorted(self._sorted, generated, side="right")

@@ -1,4 +1,4 @@
-"""What arrives: requests become sequences, and some of these have a deadline."""
+"""Arrivals: requests become sequences, some of which have a deadline."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Sequence, with_see
 
 
 class Arrivals:
-    """Makes sequences of requests, in the order in which they come."""
+    """Makes the sequences of requests, in the order in which these arrive."""
 
     def __init__(self, limits: SchedulerLimits, max_length: int, seed: int | None) -> None:
-        """`max_length`: tokens of the longest sequence. `seed`: of the seeds of requests without one."""
+        """`max_length`: tokens of the longest allowed sequence. `seed`: seeds the generator for requests without
+        one."""
         self._limits = limits
         self._max_length = max_length
         self._seeds = random.Random(seed)
         self._count = 0
 
     def prompt_of(self, request: Request) -> Int32Array:
-        """Its tokens, int32 [num_tokens]. Raises InvalidRequestError where they can never run."""
+        """The prompt's tokens, int32 [num_tokens]. Raises InvalidRequestError for a prompt that can never run."""
         if len(request.token_ids) % 4:
             raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
@@ -38,7 +39,8 @@ class Arrivals:
         return token_ids
 
     def sequences_of(self, request: Request, token_ids: Int32Array, tenant: int, num_admissions: int) -> list[Sequence]:
-        """Those of a request with this prompt, one for each answer. `num_admissions`: those of all sequences so far."""
+        """A sequence for each answer of a request with this prompt. `num_admissions`: admissions of all sequences so
+        far."""
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
         arrival, self._count = self._count, self._count + 1
@@ -60,14 +62,14 @@ class Arrivals:
 
 
 class Deadlines:
-    """When sequences are to be ended at the latest; seconds of the scheduler's clock."""
+    """The deadlines of sequences; seconds of the scheduler's clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []  # (deadline, uid); may hold sequences that have ended
-        self.first = math.inf  # the earliest
+        self.first = math.inf  # the earliest deadline
 
     def add(self, deadline: float, uid: int, alive: Collection[int]) -> None:
-        """`alive`: the uids of all sequences that have not ended; others are forgotten when there are many of them."""
+        """`alive`: uids of all sequences that have not ended; others are removed once there are many of them."""
         heapq.heappush(self._heap, (deadline, uid))
         if len(self._heap) > 2 * len(alive) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in alive]
@@ -75,7 +77,7 @@ class Deadlines:
         self.first = self._heap[0][0]
 
     def take_expired(self, now: float) -> list[int]:
-        """The uids whose deadline has come, each once."""
+        """The uids whose deadline has passed, each once."""
         uids = []
         while self._heap and self._heap[0][0] <= now:
             uids.append(heapq.heappop(self._heap)[1])

@@ -1,7 +1,7 @@
-"""Drafts of running sequences: which of them a step verifies, and what came of them.
+"""Drafts of running sequences: which ones a step verifies, and how many were accepted.
 
-A row with k drafts is 1 + k entries of a step's decode part. Its next step needs to know how many were right, so while
-there are drafts a step is planned once the one before is committed.
+A row with k drafts has 1 + k entries in a step's decode part. Its next step depends on how many were accepted, so
+while there are drafts a step is planned only after the one before is committed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from minisgl_backend.speculation.proposer import DeviceProposals, Proposer
 from minisgl_backend.step import DraftStats, StepPlan, StepResult
 
 IDLE_S = 2e-3  # between a commit and the next plan
-DECIDE_EVERY = 4  # steps, after which it is asked whether speculation pays
-SHADOWED = 4  # rows whose proposals are compared in a step, while there are no drafts
+DECIDE_EVERY = 4  # steps between two decisions on whether speculation pays
+SHADOWED = 4  # rows per step whose proposals are compared with their tokens while speculation is off
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """Decode entries with drafts, in the order of the rows; [num_entries] each."""
+    """Decode entries with drafts, in row order; [num_entries] each."""
 
     rows: Int32Array
     uids: Int64Array
@@ -41,24 +41,24 @@ class Drafted:
 
 @dataclass(frozen=True)
 class _Shadow:
-    """What would have been drafted."""
+    """A proposal that was not verified, to be compared with the tokens that came."""
 
     uid: int
-    total: int  # tokens of the sequence then
+    total: int  # length of the sequence at that time
     token_ids: Int32Array
 
 
 @dataclass
 class _Settled:
-    """What came of a row's drafts."""
+    """The result of a row's drafts."""
 
     sequence: Sequence
     drafted: int
-    delivered: int = 0  # of the right ones, those before the end of the answer
+    delivered: int = 0  # accepted drafts before the end of the answer
 
 
 class Drafting:
-    """Used by the planner and, for what came of its plans, by the scheduler."""
+    """Used by the planner and, for the results of its plans, by the scheduler."""
 
     def __init__(
         self,
@@ -69,30 +69,30 @@ class Drafting:
         forced: ForcedTokens = no_forced_tokens,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`forced`: of grammars, whatever else is proposed."""
+        """`forced`: tokens that grammars force, drafted whatever the proposer says."""
         self._most, self._most_entries = limits.most_drafts, limits.most_draft_entries
         self._running = running
         self._proposer = proposer
         self._control = control
         self._clock = clock
         self._forced = ForcedDrafts(running.rows, forced, self._most)
-        self._forced_uids: set[int] = set()  # whose drafts of the last planned step are forced
-        # None: what proposes has no steps of its own.
+        self._forced_uids: set[int] = set()  # sequences whose drafts in the last planned step are forced
+        # None: the proposer has no steps of its own.
         self._steps: ProposerSteps | None = None
         if isinstance(proposer, DeviceProposals):
             self._steps = ProposerSteps(limits, running, proposer, control, self._forced)
         self._shadows: dict[int, _Shadow] = {}  # by row
         self._next_shadow = 0
         self._turns = 0
-        self._started: dict[int, tuple[float, bool]] = {}  # step -> when it was planned, and not behind another
+        self._started: dict[int, tuple[float, bool]] = {}  # step -> time planned, whether none was in flight
         self._last_end = 0.0
-        self._settled: dict[int, _Settled] = {}  # by uid: what came of this step's drafts
+        self._settled: dict[int, _Settled] = {}  # by uid: results of this step's drafts
         self._drafts = 0
         self._drafted = np.zeros(self._most, dtype=np.int64)  # by position
         self._accepted = np.zeros(self._most, dtype=np.int64)
 
     def waits(self, in_flight: StepPlan, prompts_wait: bool) -> bool:
-        """Whether the next step is planned once this one is committed."""
+        """Whether the next step must wait until this one is committed."""
         if len(in_flight.draft_tokens) or in_flight.num_proposed:
             return True
         if prompts_wait:
@@ -102,28 +102,28 @@ class Drafting:
         return self._any_may_draft()
 
     def note_plan(self, plan: StepPlan, *, behind_another: bool) -> None:
-        """A step has been planned, `behind_another` one that has not been committed."""
+        """A step has been planned; `behind_another`: while another was in flight."""
         self._started[plan.step] = self._clock(), behind_another
         if self._steps is not None:
             self._steps.note_plan(plan)
 
     def plan_proposals(self, builder: StepPlanBuilder, step: int) -> None:
-        """Where the step is one of a proposer that has steps of its own, the builder has it then."""
+        """Fills the builder where the next step is the proposer's own (a proposer that runs on the device)."""
         if self._steps is not None:
             self._steps.plan(builder, step)
 
     def take_proposals(self, plan: StepPlan, result: StepResult) -> None:
-        """What came of such a step."""
+        """Takes the result of the proposer's own step."""
         assert self._steps is not None, "it has planned the step"
         for row, uid, total, tokens in self._steps.take(plan, result):
             if not self._control.is_on:
                 self._shadows[row] = _Shadow(uid, total, tokens)
 
     def propose(self, index: IndexArray, lengths: Int32Array, *, all_committed: bool) -> list[tuple[int, Int32Array]]:
-        """Drafts of some of these rows: (position in `index`, tokens), few of them at any time.
+        """Drafts for some of these rows, as (position in `index`, tokens); the total per step is bounded.
 
-        index: rows that decode, intp [num_rows]; lengths: tokens in the cache after a step without drafts, [num_rows].
-        `all_committed`: no step is in flight, and the lengths are those of tokens that are known.
+        index: rows that decode, intp [num_rows]; lengths: cached tokens after a step without drafts, [num_rows].
+        `all_committed`: no step is in flight, so the lengths count known tokens only.
         """
         state, control = self._running.rows, self._control
         room = self._most_entries - len(index)
@@ -152,8 +152,8 @@ class Drafting:
         return [(position, tokens[:count]) for position, tokens, count in found if count]
 
     def _proposal(self, row: int, uid: int, most: int) -> Int32Array:
-        """What may follow a row's committed tokens, int32 [at most `most`]: text that its grammar forces, or what the
-        proposer says, where that does not contradict and goes further."""
+        """The tokens that may follow a row's committed ones, int32 [up to `most`]: those that its grammar forces, or
+        the proposer's where these agree with the forced ones and are longer."""
         if most < 1:
             return NO_INT32
         forced = self._forced.of(row)[:most]
@@ -169,7 +169,7 @@ class Drafting:
     def expand(
         self, rows: Int32Array, uids: Int64Array, lengths: Int32Array, drafts: list[tuple[int, Int32Array]]
     ) -> Drafted:
-        """The decode part with these drafts; `lengths` are those without."""
+        """The decode part with these drafts; `lengths` are those without drafts."""
         counts = np.ones(len(rows), dtype=np.intp)
         for position, tokens in drafts:
             counts[position] += len(tokens)
@@ -187,7 +187,7 @@ class Drafting:
         )
 
     def settle(self, plan: StepPlan, accepted: BoolArray, failed: Container[int]) -> None:
-        """Counts what came of the drafts of a step: which of its decode entries are `accepted`, [num_decode]."""
+        """Records the result of a step's drafts; `accepted` [num_decode] marks the accepted decode entries."""
         first = _first_entries(plan)
         counts = np.diff(np.append(first, len(accepted))) - 1
         right = np.add.reduceat(accepted, first, dtype=np.int32) - 1
@@ -208,10 +208,10 @@ class Drafting:
             self._settled[uid] = _Settled(sequence, drafted)
 
     def rounds(self, plan: StepPlan, accepted: BoolArray) -> Iterator[IndexArray]:
-        """The accepted decode entries of a step: those of the rows' first tokens, then of their second ones, and so
-        on. Call for the next when one is recorded: of answers that have ended none come."""
-        state, places = self._running.rows, np.arange(len(accepted))
-        offsets = places - np.maximum.accumulate(np.where(plan.draft_tokens < 0, places, 0))
+        """The accepted decode entries of a step: first those of the rows' first tokens, then of their second ones, and
+        so on. Ask for the next ones after recording these: rows whose answer has ended are left out."""
+        state, index = self._running.rows, np.arange(len(accepted))
+        offsets = index - np.maximum.accumulate(np.where(plan.draft_tokens < 0, index, 0))
         for offset in range(int(offsets[accepted].max()) + 1):
             entries = np.flatnonzero(accepted & (offsets == offset))
             if offset:
@@ -223,8 +223,8 @@ class Drafting:
                         self._settled[uid].delivered += 1
 
     def tell(self, outputs: OutputCollector, first: int) -> None:
-        """Counts the drafts of this step, of which those are accepted that were delivered, and adds what was drafted
-        to its records, which begin at `first`."""
+        """Counts this step's drafts (accepted ones only if delivered) and adds the counts to the step's records, which
+        begin at `first`."""
         for one in self._settled.values():
             self._drafts += 1
             self._drafted[: one.drafted] += 1
@@ -237,7 +237,7 @@ class Drafting:
         self._settled.clear()
 
     def give_back(self, plan: StepPlan) -> None:
-        """The pages of a step's rows that only wrong drafts needed."""
+        """Frees the pages of a step's rows that only rejected drafts needed."""
         state, first = self._running.rows, _first_entries(plan)
         rows = plan.decode_rows[first].astype(np.intp)
         self._running.give_back(rows[state.active.take(rows)])
@@ -246,7 +246,7 @@ class Drafting:
         """A step has been committed."""
         now, (start, behind_another) = self._clock(), self._started.pop(plan.step)
         if not plan.prefill and len(plan.decode_rows):
-            # What lies between two steps is part of them, but where nothing was to be done.
+            # The time between two steps counts as part of them, unless the engine was idle.
             seconds = now - (self._last_end if start - self._last_end < IDLE_S else start)
             if plan.num_proposed:
                 self._control.note_proposing(plan.num_proposed, seconds)
@@ -258,7 +258,7 @@ class Drafting:
         return DraftStats(self._drafts, tuple(self._drafted.tolist()), tuple(self._accepted.tolist()))
 
     def _forced_pay(self) -> bool:
-        """Whether what grammars force behind the step in flight is worth that the next one waits for it."""
+        """Whether the tokens that grammars force justify planning the next step only after the one in flight."""
         index, state = self._running.decode_index, self._running.rows
         room = self._most_entries - len(index)
         if room < 1:
@@ -271,7 +271,7 @@ class Drafting:
         return bool(self._running.rows.may_draft.take(self._running.decode_index).any())
 
     def _shadow(self, rows: list[int], uids: list[int]) -> None:
-        """Compares what was proposed earlier with the tokens that came, and has new ones proposed."""
+        """Compares earlier proposals with the tokens that came, and asks for new proposals."""
         state, control = self._running.rows, self._control
         if self._steps is not None:
             for row in list(self._shadows):
@@ -289,7 +289,8 @@ class Drafting:
         self._next_shadow += SHADOWED
 
     def _compare(self, row: int, uid: int, known: Int32Array) -> bool:
-        """What was proposed for a row, and not verified, with its tokens. False: it is right so far, and more come."""
+        """Compares a row's unverified proposal with its tokens. False: it is right so far, but more tokens are
+        needed."""
         before = self._shadows.get(row)
         if before is None:
             return True
@@ -304,5 +305,5 @@ class Drafting:
 
 
 def _first_entries(plan: StepPlan) -> IndexArray:
-    """Of each row of a plan with drafts; the others are its drafts."""
+    """The first entry of each row in a plan with drafts; all others are drafts."""
     return np.flatnonzero(plan.draft_tokens < 0)

@@ -1,13 +1,14 @@
-"""Fair shares between tenants: who is admitted next, and who gives a row back.
+"""Fair shares between tenants: who is admitted next, and who loses a row by preemption.
 
-Each tenant has a counter of the tokens that it was served, divided by its weight: prompt tokens that had to be
-computed, and sampled ones. Of those that wait, the tenant with the lowest counter goes first; one that comes back after
-a pause is lifted to the lowest of the others, or to the one that left last, so that a pause saves nothing up. This is
-the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al. 2024).
+Each tenant has a counter of the tokens that it was served (computed prompt tokens and sampled ones), divided by its
+weight. The waiting tenant with the lowest counter goes first. A tenant that returns after a pause is lifted to the
+lowest counter of the others, or to that of the tenant that left last, so that a pause saves up no credit. This is the
+Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al. 2024).
 
-Counters alone leave all rows to whoever holds them with long answers. So each tenant has half of its share of the rows
-for certain: with less it goes before all others, and where nothing can be admitted it takes rows from those that have
-more than theirs, by preemption. Beyond that half nothing is taken back, so that tenants do not fight over rows.
+Counters alone would leave all rows to a tenant that holds them with long answers. So half of each tenant's share of
+the rows is guaranteed: a tenant below its guarantee goes before all others, and where nothing can be admitted it gets
+rows by preemption from tenants above theirs. Beyond the guarantee nothing is taken back, so that tenants do not preempt
+each other in turn.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL
 from minisgl_backend.scheduler.sequence import Sequence as Answer
 
-MAX_TENANTS = 1024  # that are told apart; of more that have requests at a time the rest is one, without a name
-CERTAIN = 0.5  # part of its share of the rows that a tenant gets at once
-OTHERS = 0  # its number
+MAX_TENANTS = 1024  # told apart at a time; further ones share one counter and have no name
+CERTAIN = 0.5  # guaranteed part of a tenant's share of the rows
+OTHERS = 0  # number of the shared counter
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Of one tenant; sequences, and tokens since the start of the engine, or since the tenant was forgotten."""
+    """Figures of one tenant: sequences, and tokens since the engine started or the tenant was last forgotten."""
 
     num_running: int
     num_waiting: int
-    total_prompt_tokens: int  # that had to be computed
+    total_prompt_tokens: int  # computed ones, without cache hits
     total_generated_tokens: int
 
 
 class FairShares:
-    """What each tenant was served, and the queue that follows from it. Tenants without requests are remembered as long
-    as there is room."""
+    """Each tenant's counter, and the queue ordered by it. Tenants without requests are remembered while there is
+    room."""
 
     def __init__(self, limits: SchedulerLimits, new_queue: Callable[[], WaitingQueue]) -> None:
-        """`new_queue`: for the sequences of one tenant."""
+        """`new_queue`: makes the queue of one tenant's sequences."""
         self.queue = FairQueue(self._ranks, new_queue)
         self._given = dict(limits.tenant_weights)
         self._most_waiting = limits.max_waiting_requests_per_tenant or max(1, limits.max_waiting_requests // 2)
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # by name, the one that came longest ago first
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # by name, least recently seen first
         self._free = list(range(MAX_TENANTS - 1, OTHERS, -1))
         self._of_row = np.zeros(limits.max_running_requests, dtype=np.intp)
         self._live = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences that have not ended
         self._prompt = np.zeros(MAX_TENANTS, dtype=np.int64)
         self._generated = np.zeros(MAX_TENANTS, dtype=np.int64)
-        self._admitted = np.full(MAX_TENANTS, -1, dtype=np.int64)  # number of the last admission
-        self._running = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences with a row, in this round
+        self._admitted = np.full(MAX_TENANTS, -1, dtype=np.int64)  # serial number of the last admission
+        self._running = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences with a row at the beginning of this round
         self._counters = np.zeros(MAX_TENANTS)
         self._weights = np.ones(MAX_TENANTS)
-        self._left_at = 0.0  # counter of the tenant whose last sequence ended last
+        self._left_at = 0.0  # counter of the tenant that left last
 
     def enter(self, name: str, count: int) -> int:
-        """The number of a tenant that has `count` more sequences. Raises CapacityError where it has all that it may
-        have in the queue."""
+        """Returns the number of a tenant, which gets `count` more sequences. Raises CapacityError where it may queue no
+        more."""
         number = self._numbers.get(name)
         if number is None:
             number = self._new(name)
@@ -88,7 +89,7 @@ class FairShares:
             self._left_at = float(self._counters[number])
 
     def note_admitted(self, number: int, row: int, num_tokens: int, admission: int) -> None:
-        """A sequence has got a row, and so many tokens of its prompt are to be computed."""
+        """A sequence has got a row, and `num_tokens` of its prompt will be computed."""
         self._of_row[row] = number
         self._prompt[number] += num_tokens
         self._admitted[number] = admission
@@ -96,18 +97,18 @@ class FairShares:
         self._counters[number] += num_tokens / self._weights[number]
 
     def note_running(self, active: Sequence[Answer]) -> None:
-        """All sequences with a row, at the beginning of a round of admissions."""
+        """Counts the sequences with a row, at the beginning of a round of admissions."""
         self._running = np.bincount([one.tenant for one in active], minlength=MAX_TENANTS)
 
     def note_sampled(self, rows: IndexArray | Sequence[int]) -> None:
-        """A token of each of these rows."""
+        """Counts one sampled token of each of these rows."""
         counts = np.bincount(self._of_row[rows], minlength=MAX_TENANTS)
         self._generated += counts
         self._counters += counts / self._weights
 
     def _ranks(self) -> Callable[[int], tuple[bool, float, int]]:
-        """Of a tenant: the lowest is to be served next, of equals the one that was served longest ago."""
-        certain = _certain(self._shares(1))  # with the one that is admitted
+        """The sort key of a tenant: the lowest goes next, of equals the one that was served longest ago."""
+        certain = _certain(self._shares(1))  # counting the sequence to be admitted
 
         def rank(number: int) -> tuple[bool, float, int]:
             has_share = bool(self._running[number] + 1 > certain[number])
@@ -116,14 +117,14 @@ class FairShares:
         return rank
 
     def _shares(self, more: int = 0) -> Float64Array:
-        """Rows for each tenant that runs or waits, of those in use now and `more`."""
+        """The rows that each running or waiting tenant is due, out of those in use now and `more`."""
         present = self._running > 0
         present[list(self.queue.waiting())] = True
         weights = np.where(present, self._weights, 0.0)
         return (self._running.sum() + more) * weights / max(weights.sum(), 1e-9)
 
     def stats(self) -> dict[str, TenantStats]:
-        """By name; of those that have a request, or were served one not long ago."""
+        """By name, of tenants that have requests or were served recently."""
         found = {}
         for name, number in (*self._numbers.items(), ("", OTHERS)):
             live, waiting = int(self._live[number]), self.queue.num_waiting(number)
@@ -133,13 +134,13 @@ class FairShares:
         return found
 
     def is_anyone_short(self) -> bool:
-        """Whether a tenant that waits has at least a row less than it has for certain."""
+        """Whether a waiting tenant is at least one row below its guarantee."""
         waiting = list(self.queue.waiting())
         return bool((_certain(self._shares())[waiting] - self._running[waiting] >= 1).any())
 
     def victims(self, active: Sequence[Answer]) -> list[Answer]:
-        """The sequences, of the `active` ones of this round, that are to make way for the tenant that is to be served
-        next, where it has less than it has for certain."""
+        """The sequences to preempt for the tenant that goes next, where it is below its guarantee; `active` are those
+        of this round."""
         head = self.queue.head()
         if head is None:
             return []
@@ -147,7 +148,7 @@ class FairShares:
         room = min(int(_certain(shares)[head.tenant] - counts[head.tenant]), self.queue.num_waiting(head.tenant))
         if room <= 0:
             return []
-        by_tenant: dict[int, list[Answer]] = {}  # those that are no more urgent than the head, the least urgent last
+        by_tenant: dict[int, list[Answer]] = {}  # those not more urgent than the head, least urgent last
         for one in sorted(active, key=lambda one: (one.level, one.admission)):
             if _patience(one) >= _patience(head):
                 by_tenant.setdefault(one.tenant, []).append(one)
@@ -177,20 +178,20 @@ class FairShares:
 
 
 class FairQueue(WaitingQueue):
-    """A queue for each tenant, by whichever policy; the tenant that was served least goes first.
+    """A queue per tenant, each by the configured policy; the tenant with the lowest counter goes first.
 
-    Priorities and preemption order the sequences of one tenant, but for levels below the default one: these wait for
-    everybody else's.
+    Priorities and preemption order the sequences within one tenant, except for levels below the default one: these
+    wait for all tenants' other sequences.
     """
 
     def __init__(
         self, ranks: Callable[[], Callable[[int], tuple[bool, float, int]]], new_queue: Callable[[], WaitingQueue]
     ) -> None:
-        """`ranks` returns what ranks a tenant now; the lowest goes first."""
+        """`ranks` returns the current sort key of tenants; the lowest goes first."""
         super().__init__()
         self._ranks = ranks
         self._new_queue = new_queue
-        self._queues: dict[int, WaitingQueue] = {}  # by number of the tenant; none is empty
+        self._queues: dict[int, WaitingQueue] = {}  # by tenant number; none is empty
         self._num_admissions = 0
 
     def num_waiting(self, tenant: int) -> int:
@@ -198,7 +199,7 @@ class FairQueue(WaitingQueue):
         return 0 if queue is None else len(queue)
 
     def waiting(self) -> Iterator[int]:
-        """The tenants that wait."""
+        """The tenants that have waiting sequences."""
         return iter(self._queues)
 
     def begin_round(self, num_admissions: int) -> None:

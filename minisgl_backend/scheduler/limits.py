@@ -1,4 +1,4 @@
-"""All that scheduler and cache know of the configuration."""
+"""All configuration that scheduler and cache depend on."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class SchedulerLimits:
     """Units are tokens, pages and sequences."""
 
     page_size: int
-    num_pages: int  # of the one pool of all cache groups
+    num_pages: int  # in the one pool that all cache groups share
     max_seq_len: int
     max_running_requests: int
     max_waiting_requests: int
     max_prefill_length: int
     mixed_prefill_length: int
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
-    tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of this: budgets of two and more fill it
-    windows: tuple[Window, ...] = FULL  # of each cache group
+    tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of it; larger budgets end on one
+    windows: tuple[Window, ...] = FULL  # one for each cache group
     cache_type: str = "radix"
-    record_cache_changes: bool = False  # they are taken all the time
+    record_cache_changes: bool = False  # the caller drains them continually
     schedule_policy: str = "fcfs"
-    background_slowdown: float = 1.0  # how many times as long steps may take for requests below the default priority
+    background_slowdown: float = 1.0  # allowed slowdown of steps by requests below the default priority, as a factor
     step_times: StepTimes | None = None  # None: not measured
     fair_shares: bool = False  # between tenants
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # by name; of all others 1
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # by name; 1 for all others
     max_waiting_requests_per_tenant: int | None = None  # None: half of max_waiting_requests
     eos_token_ids: tuple[int, ...] = ()
-    most_drafts: int = 0  # of one row in one step; 0: there is no speculation
-    most_draft_entries: int = 0  # of a step with drafts: rows and drafts together
-    longest_drafted: int | None = None  # tokens of a sequence up to which a model proposes; None: as long as they get
-    sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to
+    most_drafts: int = 0  # per row and step; 0: no speculation
+    most_draft_entries: int = 0  # per step with drafts: rows and drafts together
+    longest_drafted: int | None = None  # sequence length up to which a draft model proposes; None: no limit
+    sparse_step_sizes: tuple[int, ...] = ()  # ascending; sizes to which steps up to the largest one are cut

@@ -1,4 +1,4 @@
-"""What clients must hear: collected while steps are committed, drained as parallel arrays."""
+"""Output records for clients: collected while steps are committed, drained as parallel arrays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NO_DETAIL = SequenceDetail()
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutputs:
-    """Parallel arrays, one entry a record. The records of one sequence are in order."""
+    """Parallel arrays, one entry per record. The records of one sequence are in order."""
 
     uids: Int64Array  # [num_records]
     token_ids: Int32Array  # [num_records]; -1 in a record without a token
-    reasons: UInt8Array  # [num_records]; FinishReason, 0: the sequence goes on
-    details: dict[int, SequenceDetail] = field(default_factory=dict)  # by index of the record
+    reasons: UInt8Array  # [num_records]; a FinishReason, 0: the sequence goes on
+    details: dict[int, SequenceDetail] = field(default_factory=dict)  # by record index
 
 
 class OutputCollector:
-    """Gathers records of one or several commits until they are drained."""
+    """Collects the records of one or more commits until they are drained."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[Int64Array, Int32Array, UInt8Array]] = []
-        self._uids: list[int] = []  # single records after the last run
+        self._uids: list[int] = []  # single records after the last run of arrays
         self._token_ids: list[int] = []
         self._reasons: list[int] = []
         self._details: dict[int, SequenceDetail] = {}
@@ -50,7 +50,7 @@ class OutputCollector:
         self._count += 1
 
     def add_run(self, uids: Int64Array, token_ids: Int32Array, reasons: UInt8Array) -> int:
-        """Records as arrays, which are kept and must not change. Returns the index of the first one."""
+        """Adds records as arrays, which are kept and must not change. Returns the index of the first one."""
         self._close_run()
         first = self._count
         self._runs.append((uids, token_ids, reasons))
@@ -58,14 +58,14 @@ class OutputCollector:
         return first
 
     def add_detail(self, index: int, detail: SequenceDetail) -> None:
-        """A detail of a record that was added with `add_run`."""
+        """Attaches a detail to a record that `add_run` added."""
         self._details[index] = detail
 
     def add_logprobs(self, logprobs: Mapping[int, Logprobs], first: int, start: int, kept: IndexArray | None) -> None:
-        """Log-probabilities of decode entries, by index of the result.
+        """Attaches log-probabilities to decode entries; `logprobs` is keyed by result index.
 
-        first: index of the result where decode entries begin; start: record of the first of them; kept: the entries
-        that have a record, ascending [num_records]; None: all.
+        first: result index of the first decode entry; start: its record's index; kept: the decode entries that have a
+        record, ascending [num_records]; None: all.
         """
         for index, found in logprobs.items():
             record = index - first
@@ -79,7 +79,7 @@ class OutputCollector:
             self.add_detail(start + record, SequenceDetail(logprobs=found))
 
     def records_from(self, first: int) -> list[int]:
-        """The uids of the records from this one on, which were added with `add_run` or `add`."""
+        """The uids of all records from index `first` on, added by `add_run` or `add`."""
         self._close_run()
         found: list[int] = []
         count = self._count
@@ -91,7 +91,7 @@ class OutputCollector:
         return found[first - count :]
 
     def add_drafts(self, index: int, drafted: int, accepted: int) -> None:
-        """To a record, what was drafted for its sequence so far, and how much of it was right."""
+        """Attaches the sequence's counts of drafted and accepted tokens so far to a record."""
         detail = self._details.get(index, NO_DETAIL)
         self._details[index] = msgspec.structs.replace(detail, draft_tokens=drafted, accepted_draft_tokens=accepted)
 

@@ -19,8 +19,8 @@ from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
-# A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
-# more than they compute. What background requests have of a step may be less.
+# The least length of a chunk that does not end its prompt, unless it is the step's first: shorter ones cost a step more
+# than they compute. Chunks of background requests may be shorter.
 MIN_LATER_CHUNK, MIN_LATER_BACKGROUND_CHUNK = 64, 8
 
 
@@ -36,7 +36,7 @@ class Planner:
         shares: FairShares | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        """`shares`: of tenants, where they are fair; `queue` is theirs then. `drafting`: where there is speculation."""
+        """`shares`: where tenants have fair shares; `queue` is then its. `drafting`: where there is speculation."""
         self._drafting = drafting
         self._shares = shares
         self._limits = limits
@@ -45,13 +45,13 @@ class Planner:
         self._admission = admission
         self._prompts = PromptBudget(limits)
         self._background = BackgroundShare(limits.background_slowdown, limits.step_times)
-        self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
-        self._admits = True  # false in a step that preempted: what that freed is not for the queue
+        self._forecast: Forecast | None = None  # for this step's admissions, made when first needed
+        self._admits = True  # false in a step that preempted: pages freed so are not for the queue
         self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
         self.num_admissions = 0
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests at their first admission
-        self.cached_tokens = 0  # of these, supplied by the prefix cache
+        self.cached_tokens = 0  # those of them that the prefix cache supplied
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
@@ -61,20 +61,20 @@ class Planner:
             self._make_way(self._shares)
         if self._drafting is not None and not self.prompts_wait:
             self._drafting.plan_proposals(builder, step)
-        if builder.empty and self._has_background_beside_others():
+        if builder.empty and self._mixes_background():
             self._make_way_for_others()
-            self._plan_beside_background(builder, step)
+            self._plan_with_background(builder, step)
         if builder.empty:
-            self._plan_alike(builder, step)
+            self._plan_uniform(builder, step)
         if builder.empty:
-            if self._running.kv.has_windows:  # rows may have given pages back all the same
+            if self._running.kv.has_windows:  # rows may have given pages back even so
                 self._running.send_entries_again(builder.entries)
             return None
         self._running.send_page_changes(builder)
         return builder.build(step)
 
-    def _plan_alike(self, builder: StepPlanBuilder, step: int) -> None:
-        """A step whose sequences differ in nothing but their order."""
+    def _plan_uniform(self, builder: StepPlanBuilder, step: int) -> None:
+        """A step without background requests, or with nothing else: all sequences are treated alike."""
         if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
             self._plan_prefill(builder, self._limits.max_prefill_length, step)
             if builder.empty:
@@ -84,8 +84,8 @@ class Planner:
         if self._running.prefilling or self._queue.num_tokens or self._prompts.in_backlog:
             self._plan_prefill(builder, self._prompts.budget(builder.num_decoding, self._queue.num_tokens), step)
 
-    def _plan_beside_background(self, builder: StepPlanBuilder, step: int) -> None:
-        """A step of which background requests have their share, and others all that they can use."""
+    def _plan_with_background(self, builder: StepPlanBuilder, step: int) -> None:
+        """A step in which background requests get their share and all others as much as they can use."""
         running, longest = self._running, self._limits.max_prefill_length
         in_background = int(running.rows.background.take(running.decode_index).sum())
         decoding = len(running.decode_index) - in_background
@@ -103,14 +103,14 @@ class Planner:
         if left > 0:
             self._plan_prefill(builder, left, step, background=True)
 
-    def _has_background_beside_others(self) -> bool:
+    def _mixes_background(self) -> bool:
         queue, rows = self._queue, self._running.rows
         if not (rows.num_background or queue.num_background_tokens):
             return False
         return queue.num_other_tokens > 0 or bool((rows.active & ~rows.background).any())
 
     def _make_way_for_others(self) -> None:
-        """Preempts background sequences where another one waits for a row or for pages."""
+        """Preempts background sequences where another sequence waits for a row or for pages."""
         running, queue = self._running, self._queue
         if not running.rows.num_background or not queue.num_other_tokens or running.releasing:
             return
@@ -132,7 +132,7 @@ class Planner:
         running.release_finished()
 
     def _plan_decode(self, builder: StepPlanBuilder, step: int, most_background: int | None = None) -> None:
-        """`most_background`: rows of background requests, the oldest ones; None: all rows decode."""
+        """`most_background`: decode at most that many background rows, the oldest; None: all rows decode."""
         running = self._running
         state, index = running.rows, running.decode_index
         if not len(index):
@@ -147,15 +147,15 @@ class Planner:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = (lengths > running.kv.covered.take(index)).nonzero()[0]
         if running.kv.has_windows and len(short):
-            # Where a row's next token begins a page, others are out of its windows, and of those of the token before.
-            # Not so where the prompt's last chunk is in flight: its pages are published first.
+            # Where a row's next token begins a page, its windows have left other pages behind, for the token before,
+            # too. Rows whose last prompt chunk is in flight are left out: their pages are published first.
             ready = short[state.sampled.take(index[short])]
             gone = running.kv.trim(index[ready], (lengths[ready] - 1) // np.int32(self._limits.page_size))
             if gone is not None:
                 builder.write_entries(gone)
         if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
             if self._drafting is not None and running.committed == step - 1:
-                running.give_back(index)  # what rows have for drafts
+                running.give_back(index)  # pages kept for drafts
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
             short = np.flatnonzero(lengths > running.kv.covered.take(index))
@@ -176,7 +176,7 @@ class Planner:
         index: IndexArray,
         entries: tuple[Int32Array, Int64Array, Int32Array],
     ) -> None:
-        """The decode part, with drafts as far as there are pages for them."""
+        """The decode part, with as many drafts as there are pages for."""
         running, (rows, uids, lengths) = self._running, entries
         drafts = drafting.propose(index, lengths, all_committed=running.committed == step - 1)
         if not drafts:
@@ -188,7 +188,7 @@ class Planner:
             longest[position] += len(tokens)
         while len(short := np.flatnonzero(longest > running.kv.covered.take(index))):
             if len(short) * running.kv.groups.num_groups > running.kv.num_available:
-                longest[short] = running.kv.covered.take(index[short])  # nobody is preempted for drafts
+                longest[short] = running.kv.covered.take(index[short])  # drafts never preempt
                 break
             columns, pages = running.kv.extend(index[short])
             builder.write_pages(rows[short], columns, pages)
@@ -198,9 +198,9 @@ class Planner:
         builder.decode(drafted.rows, drafted.uids, drafted.lengths, drafted.draft_tokens)
 
     def _make_room(self, index: IndexArray, short: IndexArray) -> BoolArray:
-        """Preempts until the rows at `index[short]` can get a page each, or will once steps in flight have ended.
+        """Preempts until each row of `index[short]` can get a page, now or once steps in flight have ended.
 
-        Returns which of `index` can be planned now, bool [num_rows]: the others are preempted or wait a step.
+        Returns which of `index` can be planned now, bool [num_rows]; the others are preempted or wait for one step.
         """
         running, num_groups = self._running, self._running.kv.groups.num_groups
         needing = index[short]
@@ -210,7 +210,7 @@ class Planner:
                 break
             active = running.active()
             if len(active) <= 1:
-                break  # only pages in flight are missing
+                break  # only pages that steps in flight still hold are missing
             self._preempt(max(active, key=_preempted_first))
         served = sorted((running.rows.sequences[row] for row in needing), key=_preempted_first)  # type: ignore[type-var]
         waiting = [one.row for one in served[running.kv.num_available // num_groups :] if one is not None]
@@ -219,7 +219,7 @@ class Planner:
         return keep
 
     def _preempt(self, victim: Sequence) -> None:
-        """Preemption by recomputation: its pages go to the prefix cache, and it waits with all its tokens."""
+        """Preemption by recomputation: the pages go to the prefix cache, the sequence waits with all its tokens."""
         self.num_preemptions += 1
         self._admits = False
         self._admission.saw_preemption()
@@ -227,7 +227,7 @@ class Planner:
         self._running.release_finished()
 
     def _make_way(self, shares: FairShares) -> None:
-        """Preempts for a tenant that has less than its share, where it waits for a row or for pages."""
+        """Preempts for a tenant below its guaranteed rows, where it waits for a row or for pages."""
         running = self._running
         if not self._queue.num_tokens or running.releasing:
             return
@@ -240,7 +240,7 @@ class Planner:
         head = self._queue.head()
         if not victims or head is None:
             return
-        # Each of them is for one sequence like the head; those that there is room for need none.
+        # Each victim makes way for one sequence like the head; none is needed for those that already fit.
         self._forecast, pages, fitting = None, running.kv.groups.pages_of_row(len(head.token_ids)), 0
         while fitting < min(len(victims), running.rows.num_free) and self._fits(head, pages, pages * fitting):
             fitting += 1
@@ -248,7 +248,7 @@ class Planner:
             self._refused_at = (-1, -1)
         freed = sum(running.kv.num_private(one.lease) for one in victims[fitting:] if one.lease is not None)
         if pages > running.kv.num_available + freed:
-            return  # even so there would be no room for it
+            return  # preempting all of them would not make enough room
         for victim in victims[fitting:]:
             self.num_preemptions += 1
             running.preempt(victim)
@@ -257,12 +257,12 @@ class Planner:
     def _plan_prefill(
         self, builder: StepPlanBuilder, budget: int, step: int, *, background: bool | None = None
     ) -> None:
-        """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts. `background`:
-        those of background requests, or of others; None: all alike."""
+        """Chunked prefill: continues prompts that have begun, then admits, within the budget. `background`: True: only
+        background requests, False: only others, None: all."""
         running = self._running
         for sequence in list(running.prefilling):
             if sequence.state is not SequenceState.RUNNING:
-                continue  # another one took its pages
+                continue  # it was preempted for an earlier prompt's pages
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
@@ -277,16 +277,16 @@ class Planner:
             self._admit(builder, budget, step, background)
 
     def _chunk_end(self, sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder) -> int:
-        """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
+        """Where a chunk that begins at `start` ends; `start` if it should not begin."""
         if start + budget >= (total := len(sequence.token_ids)):
             return total
         least = MIN_LATER_BACKGROUND_CHUNK if sequence.is_background else MIN_LATER_CHUNK
         return start + budget if not builder.has_prefill or budget >= least else start
 
     def _within_pages(self, sequence: Sequence, start: int, end: int) -> int:
-        """Where a chunk ends for which there are pages of groups with windows; `start` where it waits for some.
+        """The end of a chunk as far as groups with windows have pages for it; `start` where it has to wait for pages.
 
-        Where there is none for a single token, those that were admitted later give theirs.
+        Where there is no page for even one token, sequences that were admitted later are preempted.
         """
         running, kv, needed = self._running, self._running.kv, self._running.kv.groups.num_windows
         while True:
@@ -299,12 +299,12 @@ class Planner:
 
     @property
     def prompts_wait(self) -> bool:
-        """Whether the next step has prompts to compute: their first tokens come before drafts."""
+        """Whether the next step has prompts to compute: their first tokens have precedence over drafts."""
         return bool(self._running.prefilling) or self._may_admit()
 
     def _may_admit(self) -> bool:
-        """Whether an admission can succeed: a sequence waits for a free row, and pages or the queue have changed since
-        the last one failed."""
+        """Whether an admission can succeed: a sequence waits, a row is free, and pages or the queue have changed since
+        the last attempt failed."""
         if not (self._admits and self._queue.num_tokens and self._running.rows.num_free):
             return False
         return self._refused_at != (self._running.kv.version, self._queue.version)
@@ -330,15 +330,15 @@ class Planner:
         self._queue.begin_round(self.num_admissions)
 
     def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> tuple[int, int] | None:
-        """Starts the head of the queue; returns its cached tokens and where its first chunk ends, or None where it
-        cannot or should not start now."""
+        """Starts the head of the queue. Returns its cached tokens and its first chunk's end; None where it cannot or
+        should not start now."""
         running, tokens, kv = self._running, sequence.token_ids, self._running.kv
         # The last token is always computed, since its hidden state is needed.
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
         match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
         end = self._chunk_end(sequence, cached, budget, builder)
-        if kv.has_windows and not running.num_active:  # whatever fits starts
+        if kv.has_windows and not running.num_active:  # nothing else runs: start if it fits at all
             end = min(end, kv.first_reach(match, len(tokens)))
             new_pages = kv.pages_to_take(match, len(tokens), end)
         else:
@@ -350,7 +350,7 @@ class Planner:
                 self._refused_at = (kv.version, self._queue.version)
             return None
         self._queue.remove(sequence)
-        if not sequence.resumed and sequence.tells_prompt:  # what siblings share is no hit of the cache
+        if not sequence.resumed and sequence.tells_prompt:  # pages shared with siblings are not counted as cache hits
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
         running.start(sequence, match, end, self.num_admissions, builder)
@@ -360,8 +360,8 @@ class Planner:
         return cached, end
 
     def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
-        """Whether pages for the prompt are there now, and the expected growth of all can probably be met later.
-        `promised`: pages that go to others."""
+        """Whether there are pages for the prompt now, and probably later for the expected growth of all sequences.
+        `promised`: pages that are reserved for others."""
         available = self._running.kv.num_available - promised
         if new_pages > available:
             return False
@@ -396,5 +396,5 @@ class Planner:
 
 
 def _preempted_first(sequence: Sequence) -> tuple[int, int]:
-    """The largest is preempted first: of the least urgent level the one that was admitted last."""
+    """Sort key of victims, the largest is preempted first: the least urgent level, then the latest admission."""
     return sequence.level, sequence.admission

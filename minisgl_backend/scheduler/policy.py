@@ -1,6 +1,6 @@
 """The order in which waiting sequences are admitted.
 
-Two rules stand above every policy: a more urgent level goes first, and within a level a preempted sequence goes before
+Two rules precede every policy: a more urgent level goes first, and within a level a preempted sequence goes before
 those that never ran. A new policy is a subclass of WaitingQueue and a row of `QUEUES`.
 """
 
@@ -12,27 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 
-# Longest cached prefix first looks at this many of the oldest waiting sequences of a round, since it looks each one up
-# in the tree, and lets no sequence be overtaken by more than this many admissions.
+# Longest-prefix-first (LPM) considers only the oldest LPM_WINDOW waiting sequences of a round, since it looks each one
+# up in the radix tree, and lets no sequence be overtaken by more than LPM_PATIENCE admissions.
 LPM_WINDOW = 128
 LPM_PATIENCE = 512
 
 
 class WaitingQueue(abc.ABC):
-    """Sequences in state WAITING."""
+    """A queue of sequences in state WAITING."""
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue
         self.num_tokens = 0  # of all members
-        self.num_background_tokens = 0  # of those below the default priority
-        self.version = 0  # one more whenever a member comes or goes
+        self.num_background_tokens = 0  # of members below the default priority
+        self.version = 0  # incremented whenever a member comes or goes
 
     def __len__(self) -> int:
         return len(self._members)
 
     @property
     def num_other_tokens(self) -> int:
-        """Of members that are not in the background."""
+        """Tokens of members that are not background requests."""
         return self.num_tokens - self.num_background_tokens
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -68,7 +68,7 @@ class WaitingQueue(abc.ABC):
 
 
 class FirstComeFirstServed(WaitingQueue):
-    """By arrival."""
+    """In order of arrival."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,16 +91,16 @@ class FirstComeFirstServed(WaitingQueue):
 
 
 class LongestPrefixFirst(WaitingQueue):
-    """By how much of the prompt the prefix cache holds now; equals by arrival.
+    """Longest cached prefix first; equals in order of arrival.
 
-    Sequences that share a prefix run together, before it is evicted. Bounded on both sides: see LPM_WINDOW and
-    LPM_PATIENCE.
+    Sequences that share a prefix run together, before the prefix is evicted. LPM_WINDOW bounds the work, LPM_PATIENCE
+    the waiting.
     """
 
     def __init__(self, cached_tokens: Callable[[Sequence], int]) -> None:
         super().__init__()
         self._cached_tokens = cached_tokens
-        self._round: list[Sequence] = []  # the next one to admit is the last
+        self._round: list[Sequence] = []  # the last one is admitted next
         self._num_admissions = 0
 
     def begin_round(self, num_admissions: int) -> None:
@@ -130,7 +130,7 @@ def _urgency(sequence: Sequence) -> tuple[int, bool]:
     return sequence.level, not sequence.resumed
 
 
-# By the names of the option schedule_policy; each is given what says how many tokens of a sequence are cached.
+# By the values of the option schedule_policy; each gets a function that returns a sequence's cached tokens.
 QUEUES: Mapping[str, Callable[[Callable[[Sequence], int]], WaitingQueue]] = {
     "fcfs": lambda cached_tokens: FirstComeFirstServed(),
     "lpm": LongestPrefixFirst,

@@ -1,4 +1,4 @@
-"""Pooling: what a prompt's chunks are asked for, and the vector that is made of what they give."""
+"""Pooling: what the chunks of a prompt have to return, and the vector that is computed from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_LAST = {"last": Wants.LAST_STATE, "scores": Wants.SCORES, "token_logprobs": 
 
 
 def wants(pooling: PoolingParams, *, is_first: bool, is_last: bool) -> int:
-    """What one chunk is asked for. What all chunks give is added up."""
+    """The outputs requested of one chunk. The outputs of all chunks are summed up."""
     if pooling.kind == "mean":
         return Wants.STATE_SUM
     if pooling.kind == "cls":
@@ -21,7 +21,7 @@ def wants(pooling: PoolingParams, *, is_first: bool, is_last: bool) -> int:
 
 
 def finish(pooling: PoolingParams, total: Float32Array, num_tokens: int) -> Float32Array:
-    """`total`: what the chunks of a prompt of so many tokens gave, [width] -> the vector, [width or fewer]."""
+    """`total`: sum of the chunk outputs of a prompt of `num_tokens`, [width] -> the vector, [width or fewer]."""
     vector = total / np.float32(num_tokens) if pooling.kind == "mean" else total
     vector = vector[: pooling.dimensions]
     if pooling.normalize:

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have."""
+"""How many prompt tokens a step may have (the budget of chunked prefill)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import bisect
 
 from minisgl_backend.scheduler.limits import SchedulerLimits
 
-# In a backlog a step computes this part of what waits, within the bounds of Backlog: while the time to first token
-# (TTFT) is seconds, a longer inter-token latency is little, and few long steps end the wait earlier than many short
-# ones.
+# In a backlog a step computes this share of the waiting tokens, within the bounds of Backlog: while the time to first
+# token (TTFT) is seconds, a longer inter-token latency (ITL) matters little, and few long steps clear the backlog
+# sooner than many short ones.
 BACKLOG_SHARE = 3
 
 
 class PromptBudget:
-    """Of each step (chunked prefill), by what decodes in it and what waits. Steps without a prompt need not ask, unless
-    there is a backlog, which ends when it is asked with an empty queue."""
+    """The budget of each step, given its decoding rows and the waiting tokens. Steps without a prompt need not ask,
+    except during a backlog, which ends when this is asked with an empty queue."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self.in_backlog = False
 
     def budget(self, num_decoding: int, waiting: int) -> int:
-        """Prompt tokens of a step in which `num_decoding` rows decode, with `waiting` tokens in the queue. From two
-        tiles on it is lowered until the step's GEMMs pad few tokens up to their tiles."""
+        """Prompt tokens of a step in which `num_decoding` rows decode, with `waiting` tokens in the queue. Budgets of
+        two tiles and more are lowered so that the step's GEMMs pad few tokens up to their tile size."""
         if not num_decoding:
             return self._limits.max_prefill_length
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
         if backlog is not None:
-            # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
+            # Once begun, a backlog lasts until the queue is empty, so that the end of a batch does not drag on.
             self.in_backlog = waiting > 0 and (self.in_backlog or waiting > backlog.waiting_tokens)
             if self.in_backlog:
                 share = min(waiting // BACKLOG_SHARE, backlog.most_prefill_length)

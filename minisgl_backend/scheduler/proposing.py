@@ -1,9 +1,9 @@
-"""Steps of a proposer that runs on the device: which rows they propose for, and what its layers have not seen.
+"""Steps of a proposer that runs on the device: which rows they propose for, and what its layers still have to compute.
 
-Such a step is planned when the model's step before is committed, so its lengths and tokens are those that are known.
-What the proposer's layers keep of a token is in the pages of its sequence, at the same slot as the model's: it comes
-there lazily, with the first step that proposes for the row. Nothing of it is needed for a text: a page that the
-proposer has not seen, or has seen with tokens that were wrong, costs acceptance alone.
+A proposer step is planned after the model's previous step is committed, so its lengths and tokens are known ones. The
+proposer's layers keep their keys and values in the sequence's pages, at the same slots as the model's. They are
+computed lazily, with the first step that proposes for the row. They never affect the text: a page that the proposer
+has not computed, or has computed from rejected tokens, costs acceptance only.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import DeviceProposals
 from minisgl_backend.step import PrefillChunk, StepPlan, StepResult, Wants
 
-DECIDE_EVERY = 4  # turns, after which it is asked whether speculation pays
-# While it does not: steps after which some rows have tokens proposed, which are compared with those that come.
+DECIDE_EVERY = 4  # proposer turns between two decisions on whether speculation pays
+# While it is off: steps after which some rows get proposals, to be compared with the tokens that come.
 SHADOW_EVERY, SHADOWED = 128, 4
-SHORT_LAG = 16  # tokens of a row that are computed as decode entries, as in the captured steps; more are a chunk
+SHORT_LAG = 16  # tokens of a row computed as decode entries, as captured in graphs; more than that are a prefill chunk
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the proposer's layers have of a row."""
+    """How much of a row the proposer's layers have computed."""
 
-    admission: int  # of the sequence: another one has seen nothing
-    count: int  # its first tokens
-    guessed: Int32Array  # computed behind them: seen as far as they are the sequence's
+    admission: int  # of the sequence; for another sequence nothing is computed
+    count: int  # leading tokens that are computed
+    guessed: Int32Array  # proposals computed after them; valid as far as they were accepted
 
 
 class ProposerSteps:
@@ -47,7 +47,7 @@ class ProposerSteps:
         control: DraftControl,
         forced: ForcedDrafts,
     ) -> None:
-        """`forced`: drafts that need no step."""
+        """`forced`: drafts that grammars force, which need no step."""
         self._limits, self._running, self._forced = limits, running, forced
         self._proposals, self._control = proposals, control
         longest = running.max_length if limits.longest_drafted is None else limits.longest_drafted
@@ -55,15 +55,15 @@ class ProposerSteps:
         self._seen: dict[int, _Seen] = {}  # by row
         self._pages = _SeenPages(limits) if proposals.catches_up and not running.kv.has_windows else None
         self._turns = self._plain_turns = self._next_shadow = 0
-        self._was_last = False  # the last step was the proposer's: the next one is the model's
+        self._was_last = False  # the last step was the proposer's, so the next one is the model's
 
     @property
     def is_due(self) -> bool:
-        """While speculation is off: it is time to see how right the proposer would be."""
+        """While speculation is off: whether it is time to measure how good the proposals would be."""
         return self._plain_turns >= SHADOW_EVERY
 
     def plan(self, builder: StepPlanBuilder, step: int) -> bool:
-        """Whether this step is one of the proposer; the builder has it then."""
+        """Whether the next step is the proposer's; if so, fills the builder."""
         running, state, control = self._running, self._running.rows, self._control
         index, room = running.decode_index, self._limits.most_draft_entries - len(running.decode_index)
         index = index[state.may_draft.take(index)]
@@ -87,15 +87,15 @@ class ProposerSteps:
         index = index[(totals < state.limit.take(index)) & (totals + depth <= self._longest)]
         index = self._take_pages(index, depth, builder)
         is_proposers = self._fill(builder, index, depth, step)
-        if not control.is_on and (builder.num_decoding or not is_proposers):  # else it has to see more first
+        if not control.is_on and (builder.num_decoding or not is_proposers):  # else more is to compute first
             self._plain_turns = 0
             self._next_shadow += SHADOWED
         return is_proposers
 
     def take(self, plan: StepPlan, result: StepResult) -> list[tuple[int, int, int, Int32Array]]:
-        """What came of a step: (row, uid, tokens of the sequence, those proposed behind them)."""
+        """The result of a step: (row, uid, length of the sequence, proposed tokens that would follow)."""
         state, rows = self._running.rows, plan.decode_rows.tolist()
-        if result.proposed is None or result.failed_rows:  # whatever is in the pages
+        if result.proposed is None or result.failed_rows:  # what the pages hold does not matter
             for row in {*rows, *(chunk.row for chunk in plan.prefill)}:
                 self._seen.pop(row, None)
             return []
@@ -111,16 +111,16 @@ class ProposerSteps:
         return found
 
     def note_plan(self, plan: StepPlan) -> None:
-        """A step has been planned, of the proposer or of the model."""
+        """A step of the proposer or of the model has been planned."""
         self._was_last = plan.num_proposed > 0
         if self._pages is not None and len(plan.page_ids):
             self._pages.note_new(plan, self._running.rows.total)
 
     def _take_pages(self, index: IndexArray, depth: int, builder: StepPlanBuilder) -> IndexArray:
-        """Those of the rows that have pages for what is computed of them, or get them. Nothing is preempted for it."""
+        """Those of the rows that have or get pages for the tokens to be computed. Nothing is preempted for it."""
         kv, totals = self._running.kv, self._running.rows.total.take(index)
         if kv.has_windows and (gone := kv.trim(index, (totals - 1) // np.int32(kv.page_size))) is not None:
-            builder.write_entries(gone)  # else done where a row needs a page, which these have ahead
+            builder.write_entries(gone)  # otherwise written when a row needs a page, but these rows have pages ahead
         longest = totals + np.int32(depth - 1)
         missing = -(-np.maximum(longest - kv.covered.take(index), 0) // kv.page_size)
         fits = np.cumsum(missing) * kv.groups.num_groups <= kv.num_available
@@ -131,7 +131,7 @@ class ProposerSteps:
         return index
 
     def _fill(self, builder: StepPlanBuilder, index: IndexArray, depth: int, step: int) -> bool:
-        """The step's entries and chunks, as far as its tokens go."""
+        """Fills in the step's entries and chunks, within its token budget."""
         state = self._running.rows
         entries_left = self._limits.most_draft_entries - len(index)
         tokens_left = self._limits.max_prefill_length
@@ -164,7 +164,7 @@ class ProposerSteps:
         return True
 
     def _seen_of(self, row: int, total: int) -> int:
-        """The tokens of a row, from the first on, that the proposer's layers have, its last one left out."""
+        """Number of a row's leading tokens that the proposer's layers have computed, the last token not counted."""
         if not self._proposals.catches_up:
             return total - 1
         state, seen = self._running.rows, self._seen.get(row)
@@ -185,7 +185,7 @@ class ProposerSteps:
             self._pages.note_seen(self._lease_pages(row), first, count)
 
     def _lease_pages(self, row: int) -> Int32Array:
-        """The row's pages in order, int32 [num_pages], of a model of one cache group."""
+        """The row's pages in order, int32 [num_pages], for a model with one cache group."""
         sequence = self._running.rows.sequences[row]
         assert sequence is not None, "a row that is planned keeps its sequence"
         assert sequence.lease is not None, "a row has a lease"
@@ -194,7 +194,7 @@ class ProposerSteps:
 
 
 class _SeenPages:
-    """Which pages hold what the proposer's layers keep of all their tokens: of prefixes from the cache, that says
+    """Which pages hold the proposer's keys and values of all their tokens: for prefixes from the cache, this says
     whether the proposer has to compute them."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -202,8 +202,8 @@ class _SeenPages:
         self._seen: BoolArray = np.zeros(limits.num_pages + 1, dtype=np.bool_)
 
     def note_new(self, plan: StepPlan, totals: Int32Array) -> None:
-        """Pages that are handed out for new tokens are of these alone; those that the cache supplies stay as they are.
-        totals: tokens that are known, by row."""
+        """Pages handed out for new tokens lose their mark; those that the cache supplies keep it. `totals`: known
+        tokens, by row."""
         known = totals.take(plan.page_rows) - 1
         for admitted in plan.admitted:
             known[plan.page_rows == admitted.row] = admitted.cached_len
@@ -211,10 +211,10 @@ class _SeenPages:
         self._seen[plan.page_ids[is_new]] = False
 
     def note_seen(self, pages: Int32Array, first: int, count: int) -> None:
-        """Of a row with these pages the tokens from `first` to before `count` have been seen, as have all before."""
+        """The proposer has computed tokens `first` to `count` - 1 of a row with these pages, and all before them."""
         self._seen[pages[first // self._page_size : count // self._page_size]] = True
 
     def leading(self, pages: Int32Array, total: int) -> int:
-        """Tokens of the first pages that have been seen, of a row with these pages and `total` tokens."""
+        """Tokens of the leading computed pages, for a row with these pages and `total` tokens."""
         unseen = np.flatnonzero(~self._seen[pages[: total // self._page_size]])
         return (int(unseen[0]) if len(unseen) else total // self._page_size) * self._page_size

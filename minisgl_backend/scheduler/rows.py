@@ -1,7 +1,7 @@
-"""The numbers of all running sequences, as one array for each kind of number, indexed by row.
+"""The per-row numbers of all running sequences: one array for each kind of number, indexed by row.
 
-A decode step reads and writes these arrays whole, so that its cost does not grow with Python work for each sequence.
-Others read them; only the methods of `RowState` write them.
+A decode step reads and writes whole arrays, so that there is no Python work per sequence. Anyone may read them; only
+the methods of `RowState` write them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class RowState:
         self._num_stop_rows = 0
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.max_length = max_length
-        # Lazily committed by the operating system: untouched parts cost nothing.
+        # Lazily committed by the operating system: untouched parts cost no memory.
         self.token_ids: Int32Array = np.zeros((max_rows, max_length), dtype=np.int32)  # [max_rows, max_length]
         self.uid = np.zeros(max_rows, dtype=np.int64)
-        self.planned = np.zeros(max_rows, dtype=np.int32)  # tokens in the cache after every step planned so far
-        self.total = np.zeros(max_rows, dtype=np.int32)  # tokens known: prompt and committed answer
+        self.planned = np.zeros(max_rows, dtype=np.int32)  # tokens in the cache after all steps planned so far
+        self.total = np.zeros(max_rows, dtype=np.int32)  # known tokens: prompt and committed answer
         self.prompt_len = np.zeros(max_rows, dtype=np.int32)
-        self.limit = np.zeros(max_rows, dtype=np.int32)  # sequence length that ends it with LENGTH
-        self.stops_from = np.zeros(max_rows, dtype=np.int32)  # total at and after which stop tokens count
-        self.admission = np.zeros(max_rows, dtype=np.int64)  # running number, by age
-        self.last_step = np.full(max_rows, -1, dtype=np.int64)  # the last step that names the row
+        self.limit = np.zeros(max_rows, dtype=np.int32)  # length at which the sequence ends with LENGTH
+        self.stops_from = np.zeros(max_rows, dtype=np.int32)  # length from which on stop tokens count
+        self.admission = np.zeros(max_rows, dtype=np.int64)  # serial number of the admission, by age
+        self.last_step = np.full(max_rows, -1, dtype=np.int64)  # the last step that includes the row
         self.active = np.zeros(max_rows, dtype=np.bool_)  # running: neither ended nor preempted
         self.ended = np.zeros(max_rows, dtype=np.bool_)
-        self.sampled = np.zeros(max_rows, dtype=np.bool_)  # a token since it has the row: its prompt is committed
-        self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
+        self.sampled = np.zeros(max_rows, dtype=np.bool_)  # sampled since it got the row: its prompt is committed
+        self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something other than its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
         self.background = np.zeros(max_rows, dtype=np.bool_)  # below the default priority
-        self.num_background = 0  # rows of those
-        self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows drafts, and its masks can follow them
+        self.num_background = 0  # number of background rows
+        self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request and its grammar masks allow drafts
         self.has_grammar = np.zeros(max_rows, dtype=np.bool_)
 
     @property
@@ -57,7 +57,7 @@ class RowState:
         return self.token_ids[row, : self.total[row]]
 
     def occupy(self, sequence: Sequence, admission: int, cached_tokens: int) -> int:
-        """Gives the sequence a free row, copies its numbers there and returns the row."""
+        """Gives the sequence a free row, writes its numbers there and returns the row."""
         row = self._free.pop()
         params, tokens = sequence.params, sequence.token_ids
         self.sequences[row] = sequence
@@ -87,20 +87,20 @@ class RowState:
         self.last_step[row] = step
 
     def plan_decode(self, rows: IndexArray, lengths: Int32Array, step: int) -> None:
-        """A step computes one token of each of these rows, which have `lengths` tokens in the cache afterwards."""
+        """A step computes one token for each of these rows, which then have `lengths` tokens in the cache."""
         self.planned[rows] = lengths
         self.last_step[rows] = step
 
     def plan_proposing(self, rows: IndexArray, step: int) -> None:
-        """A step of the proposer names these rows; of the model's tokens it computes none."""
+        """A proposer step includes these rows; it computes none of the model's tokens."""
         self.last_step[rows] = step
 
     def settle(self, rows: IndexArray, lengths: Int32Array) -> None:
-        """Of these rows' drafts it is known how many were right: `lengths` tokens in the cache are theirs."""
+        """The results of these rows' drafts are known: `lengths` tokens in the cache are valid."""
         self.planned[rows] = lengths
 
     def append_one(self, sequence: Sequence, position: int, token_id: int) -> FinishReason:
-        """The token that a prompt's last chunk sampled; returns whether and why it ends the sequence."""
+        """Appends the token that a prompt's last chunk sampled; returns the reason if it ends the sequence."""
         row, total, params = sequence.row, position + 1, sequence.params
         self.token_ids[row, position] = token_id
         self.total[row] = total
@@ -111,7 +111,7 @@ class RowState:
         return FinishReason.LENGTH if total >= self.limit[row] else FinishReason.RUNNING
 
     def append(self, rows: IndexArray, positions: Int32Array, token_ids: Int32Array) -> UInt8Array:
-        """One more token of each row (no row twice); returns the `FinishReason` of each, uint8 [num_rows]."""
+        """Appends one token to each row (no row twice); returns the `FinishReason` of each, uint8 [num_rows]."""
         totals = positions + 1
         self.token_ids[rows, positions] = token_ids
         self.total[rows] = totals
@@ -122,7 +122,7 @@ class RowState:
         return reasons
 
     def deactivate(self, row: int, *, ended: bool) -> None:
-        """The row is in no plan to come: its sequence has ended, or is preempted."""
+        """No later plan includes the row: its sequence has ended or is preempted."""
         self.active[row] = False
         self.ended[row] = ended
 

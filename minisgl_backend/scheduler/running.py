@@ -1,4 +1,4 @@
-"""The sequences that have a row and pages: how they start, leave the plans, and let go."""
+"""The sequences that have a row and pages: how they start, leave the plans, and release both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunningSet:
     """Rows, leases and the order of the running sequences.
 
     A sequence that ends or is preempted leaves the plans at once, but keeps row and lease until no step in flight
-    names it (the release law); meanwhile it is in `releasing`.
+    includes it (the release law); meanwhile it is in `releasing`.
     """
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
@@ -39,30 +39,30 @@ class RunningSet:
             limits.cache_type,
             record_changes=limits.record_cache_changes,
         )
-        self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # of a row of the page table
+        self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # columns of a row of the page table
         self._columns.flags.writeable = False
         self.committed = -1  # number of the last committed step
         self.prefilling: list[Sequence] = []  # in order of admission
-        self.awaiting: list[Sequence] = []  # their prompts are planned whole, and no token comes behind them
+        self.awaiting: list[Sequence] = []  # prompts planned to the end that will not decode
         self.releasing: list[Sequence] = []
         self._queue = queue
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
         self._decode_arrays: tuple[Int32Array, Int64Array] | None = (NO_INT32, NO_INT64)  # None: out of date
-        # Entries of a sequence's page table that have changed: the next plan tells the runner.
+        # Changed entries of sequences' page tables, which the next plan sends to the runner.
         self._changed: list[tuple[Sequence, TableEntries]] = []
         self._retiring: list[tuple[int, Int32Array]] = []  # (step after which they are free, pages)
-        # Pages that failed sequences have left, which may hold NaN: the next plan has them set to zero, whether they
-        # are free by then or handed out again.
+        # Pages of failed sequences, which may hold NaN: the next plan sets them to zero, whether they are free by then
+        # or handed out again.
         self._to_zero: list[Int32Array] = []
 
     @property
     def decode_index(self) -> IndexArray:
-        """Rows that may decode, in the order in which their prompts were finished; intp [num_rows]. Never written."""
+        """Rows that may decode, in the order in which their prompts were finished; intp [num_rows]. Read-only."""
         return self._decode_index
 
     @property
     def decode_arrays(self) -> tuple[Int32Array, Int64Array]:
-        """`decode_index` as int32 and the uids of its rows; kept from step to step while nothing changes."""
+        """`decode_index` as int32 and the uids of its rows; cached while nothing changes."""
         if self._decode_arrays is None:
             index = self._decode_index
             self._decode_arrays = index.astype(np.int32), self.rows.uid[index]
@@ -70,7 +70,7 @@ class RunningSet:
 
     @property
     def num_active(self) -> int:
-        """Sequences that can be planned."""
+        """Number of sequences that can be planned."""
         return len(self.rows.sequences) - self.rows.num_free - len(self.releasing)
 
     def active(self) -> list[Sequence]:
@@ -78,15 +78,15 @@ class RunningSet:
         return [one for one in self.rows.sequences if one is not None and one.state is SequenceState.RUNNING]
 
     def num_begun_tokens(self) -> int:
-        """Prompt tokens still to be planned of prompts that have begun, those of background requests left out."""
+        """Prompt tokens not planned yet, of prompts that have begun; background requests are not counted."""
         begun = [one for one in self.prefilling if not one.is_background]
         return sum(len(one.token_ids) - int(self.rows.planned[one.row]) for one in begun)
 
     def start(
         self, sequence: Sequence, match: PrefixMatch[Any], chunk_end: int, admission: int, builder: StepPlanBuilder
     ) -> None:
-        """Gives a waiting sequence a row, pages for all its tokens, of groups with windows for those up to
-        `chunk_end`, and tells the builder."""
+        """Gives a waiting sequence a row and pages for all its tokens (groups with windows: up to `chunk_end`), and
+        writes these to the builder."""
         tokens = sequence.token_ids
         cached = match.num_pages * self.kv.page_size
         row = self.rows.occupy(sequence, admission, cached)
@@ -100,7 +100,7 @@ class RunningSet:
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:
-        """Plans the prompt tokens up to `end`; behind the chunk that ends the prompt the row decodes, if it samples."""
+        """Plans the prompt tokens up to `end`; after the chunk that ends the prompt the row decodes, if it samples."""
         row, tokens = sequence.row, sequence.token_ids
         start, is_last = int(self.rows.planned[row]), end == len(tokens)
         if self.kv.has_windows and (entries := self.kv.grow(row, end)) is not None:
@@ -116,17 +116,17 @@ class RunningSet:
             self._decode_arrays = None
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence that has a row, and has ended, out of all plans to come."""
+        """Removes a sequence that has ended, and has a row, from all later plans."""
         self._leave(sequence, ended=True)
         sequence.finish()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence out of all plans to come; it goes back to the queue once it is released."""
+        """Removes a running sequence from all later plans; it returns to the queue once it is released."""
         self._leave(sequence, ended=False)
         sequence.preempt()
 
     def release_finished(self) -> None:
-        """Frees what no step in flight names any more; preempted sequences go back to the queue."""
+        """Releases sequences that no step in flight includes; preempted ones return to the queue."""
         still_named = []
         for sequence in self.releasing:
             if self.rows.last_step[sequence.row] > self.committed:
@@ -136,17 +136,17 @@ class RunningSet:
         self.releasing = still_named
 
     def num_releasing_pages(self) -> int:
-        """Pages that come back when the steps in flight have been committed; at least."""
+        """Lower bound of the pages that come back once the steps in flight are committed."""
         return sum(self.kv.num_private(one.lease) for one in self.releasing if one.lease is not None)
 
     def publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
-        """Makes the full pages of the first `num_tokens` tokens, all committed, known to the prefix cache."""
+        """Publishes the full pages of the first `num_tokens` tokens, all committed, to the prefix cache."""
         assert sequence.lease is not None, "a running sequence has a lease"
         tokens = self.rows.token_ids[sequence.row, :num_tokens]
         swap = self.kv.publish(sequence.lease, sequence.cache_ids(tokens))
         if swap is not None:
             self._changed.append((sequence, swap.entries))
-            # A plan made before this commit still reads the old pages. What is planned from now on reads the new ones.
+            # A plan made before this commit still reads the old pages; later plans read the new ones.
             self._retiring.append((last_planned, swap.old))
         if self.kv.has_windows:
             column = np.array([num_tokens // self.kv.page_size], dtype=np.int32)
@@ -155,7 +155,7 @@ class RunningSet:
                 self._changed.append((sequence, gone))
 
     def give_back(self, rows: IndexArray) -> None:
-        """Pages that these rows, which no step in flight names, do not need for their next token."""
+        """Frees pages that these rows do not need for their next token; no step in flight includes the rows."""
         totals = self.rows.total.take(rows)
         self.kv.shrink(rows, totals)
         if self.kv.has_windows:
@@ -164,7 +164,7 @@ class RunningSet:
                 self.send_entries_again(gone)
 
     def commit(self, step: int) -> None:
-        """A step has been committed: frees what was kept for it alone."""
+        """A step has been committed: frees the pages that were kept for it alone."""
         self.committed = step
         still_read = []
         for last_read, pages in self._retiring:
@@ -176,7 +176,7 @@ class RunningSet:
         self.release_finished()
 
     def send_page_changes(self, builder: StepPlanBuilder) -> None:
-        """Tells the runner of pages that were exchanged, or must be set to zero, since the last plan."""
+        """Adds pages that were exchanged since the last plan, or must be set to zero, to the next plan."""
         if self._changed:
             builder.write_older_entries([entries for _, entries in self._changed])
             self._changed = []
@@ -185,15 +185,14 @@ class RunningSet:
             self._to_zero = []
 
     def send_again(self, plan: StepPlan) -> None:
-        """Tells the runner once more what a plan that was not executed said of pages that are still in use, or must be
-        set to zero."""
+        """Repeats the page changes of a plan that was not executed, for pages still in use or to be set to zero."""
         if len(plan.cleared_pages):
             self._to_zero.append(plan.cleared_pages)
         groups = plan.page_groups if len(plan.page_groups) else np.zeros(len(plan.page_rows), dtype=np.int32)
         self.send_entries_again(TableEntries(groups, plan.page_rows, plan.page_columns, plan.page_ids))
 
     def send_entries_again(self, entries: TableEntries) -> None:
-        """With the next plan, as they are by then, of rows that go on."""
+        """Adds the current values of these entries to the next plan, for rows that go on."""
         for row in np.unique(entries.rows[self.rows.active[entries.rows]]):
             sequence, index = self.rows.sequences[row], np.flatnonzero(entries.rows == row)
             assert sequence is not None, "an active row has a sequence"

@@ -1,6 +1,6 @@
-"""Continuous batching: decides what each step computes (`plan`) and records what came out (`commit`).
+"""Continuous batching: decides what each step computes (`plan`) and records its results (`commit`).
 
-docs/scheduler.md explains the laws and where the time goes.
+docs/scheduler.md explains the invariants and where the time goes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Scheduler:
     """Owner of the queue, the running sequences and their pages. Not thread-safe: one loop calls it.
 
     Args:
-        limits: all that it knows of the configuration.
-        seed: of the generator that draws seeds for requests without one; None: from the operating system.
+        limits: all configuration that it depends on.
+        seed: seeds the generator for requests without a seed; None: from the operating system.
         clock: seconds; the same clock as Request.deadline.
-        proposer: of drafts, of which a step verifies as many as `control` says; None: there is no speculation.
-        forced: of grammars; drafts where there is speculation.
+        proposer: proposes drafts, of which `control` says how many a step verifies; None: no speculation.
+        forced: tokens that grammars force; drafted where there is speculation.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Scheduler:
             self._drafting = Drafting(limits, self._running, proposer, control, forced)
         self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares, self._drafting)
         self._outputs = OutputCollector()
-        self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
+        self._sequences: dict[int, Sequence] = {}  # by uid; those that have not ended
         self._deadlines = Deadlines()
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
-        self._new_requests: set[int] = set()  # uid of one sequence of each request of which nothing has run yet
+        self._new_requests: set[int] = set()  # one uid for each request of which nothing has run yet
         self._ended = dict.fromkeys(FinishReason, 0)
         self._generated_tokens = 0
         self._last_prefill_tokens = 0
@@ -81,12 +81,12 @@ class Scheduler:
 
     @property
     def max_length(self) -> int:
-        """Tokens, prompt and answer, that one sequence can have at most."""
+        """The most tokens, prompt and answer, that one sequence can have."""
         return self._running.max_length
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits, runs or is still named by a step in flight."""
+        """Whether a sequence waits, runs or is still part of a step in flight."""
         return bool(self._sequences or self._running.releasing)
 
     def add(self, request: Request) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
             if sequence.deadline is not None:
                 self._deadlines.add(sequence.deadline, sequence.uid, self._sequences)
         self._new_requests.add(request.uid)
-        # Siblings wait for the prompt's pages, where there is a whole page to share and a cache that keeps it.
+        # Siblings wait for the prompt's pages, if there is a whole page to share and a cache that keeps it.
         if params.n > 1 and self._running.kv.keeps_prefixes and len(token_ids) > self._limits.page_size:
             self._queue.push(Group(sequences).lead())
         else:
@@ -123,8 +123,8 @@ class Scheduler:
     def abort(
         self, uid: int, reason: FinishReason = FinishReason.CANCELLED, detail: SequenceDetail | None = None
     ) -> None:
-        """Ends a sequence now: one last record without a token, with this detail. An unknown uid is ignored, since it
-        may have ended by itself meanwhile."""
+        """Ends a sequence now, with one last record: no token, but this detail. An unknown uid is ignored, since its
+        sequence may have ended meanwhile."""
         sequence = self._sequences.get(uid)
         if sequence is not None:
             self._outputs.add(uid, NO_TOKEN, reason, detail)
@@ -132,8 +132,8 @@ class Scheduler:
             self._running.release_finished()
 
     def plan(self) -> StepPlan | None:
-        """The next step; None when nothing can run now, or before the step in flight is committed. May be called while
-        steps are in flight."""
+        """The next step; None when nothing can run now, or not before the step in flight is committed. May be called
+        while steps are in flight."""
         if self._deadlines.first <= (now := self._clock()):
             for uid in self._deadlines.take_expired(now):
                 self.abort(uid, FinishReason.CANCELLED)
@@ -162,19 +162,19 @@ class Scheduler:
             self._drafting.take_proposals(plan, result)
         else:
             self._commit_tokens(plan, result)
-        if not result.executed:  # its own rows have ended; what it said of pages of others is said again
+        if not result.executed:  # its rows have ended; its page changes for other rows are sent again
             self._running.send_again(plan)
         self._running.commit(plan.step)
         if self._drafting is not None:
             self._drafting.note_end(plan)
 
     def drain_outputs(self) -> SequenceOutputs | None:
-        """Everything for clients since the last call; None when there is nothing."""
+        """All records for clients since the last call; None when there are none."""
         return self._outputs.drain()
 
     def take_cache_changes(self) -> list[CacheChange]:
-        """What the prefix cache has stored and removed since the last call, in order; nothing unless the limits say
-        that it is recorded."""
+        """What the prefix cache has stored and removed since the last call, in order; empty unless the limits ask for
+        recording."""
         return self._running.kv.take_cache_changes()
 
     def stats(self) -> StepStats:
@@ -202,11 +202,11 @@ class Scheduler:
         )
 
     def tenant_stats(self) -> dict[str, TenantStats]:
-        """By name; {} where shares are not fair."""
+        """By name; {} without fair shares."""
         return {} if self._shares is None else self._shares.stats()
 
     def check(self) -> None:
-        """Raises AssertionError unless every law holds. Slow; for tests and debugging."""
+        """Raises AssertionError unless every invariant holds. Slow; for tests and debugging."""
         self._running.check()
         waiting = set()
         for sequence in self._queue:
@@ -245,7 +245,7 @@ class Scheduler:
             self._commit_decode(plan, first_decode, result)
 
     def _commit_chunk(self, chunk: PrefillChunk, index: int, result: StepResult) -> None:
-        """Records a prompt chunk; `index` is where its token is, if it samples."""
+        """Records a prompt chunk; `index` is the result index of its token, if it samples."""
         sequence = self._running.rows.sequences[chunk.row]
         assert sequence is not None, "a row in flight keeps its sequence"
         self._last_prefill_tokens += len(chunk.token_ids)
@@ -261,7 +261,7 @@ class Scheduler:
         if chunk.row in result.pooled:
             sequence.add_pooled(result.pooled[chunk.row])
         is_last = chunk.samples if sequence.pooling is None else chunk.end == sequence.prompt_len
-        # With windows each chunk is published, since its first pages go before the prompt ends.
+        # With windows each chunk is published, since its first pages are given back before the prompt ends.
         if sequence.state is SequenceState.RUNNING and (is_last or self._running.kv.has_windows):
             self._running.publish(sequence, chunk.end, self._next_step - 1)
         if not is_last:
@@ -276,7 +276,7 @@ class Scheduler:
         self._append_first(sequence, int(result.token_ids[index]), chunk.end, detail)
 
     def _end_pooled(self, sequence: Sequence) -> None:
-        """The last chunk of a prompt that becomes a vector has been computed."""
+        """Ends a pooling sequence whose last chunk has been computed."""
         detail = SequenceDetail(
             cached_tokens=sequence.cached_tokens,
             first_planned=sequence.first_planned,
@@ -287,7 +287,7 @@ class Scheduler:
         self._end(sequence, FinishReason.STOP)
 
     def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
-        """The token that a prompt's last chunk sampled."""
+        """Appends the token that a prompt's last chunk sampled."""
         reason = self._running.rows.append_one(sequence, position, token)
         self._outputs.add(sequence.uid, token, reason, detail)
         self._generated_tokens += 1
@@ -300,7 +300,7 @@ class Scheduler:
     def _first_detail(
         self, sequence: Sequence, chunk: PrefillChunk, result: StepResult, index: int
     ) -> SequenceDetail | None:
-        """What goes with the token that ends a prompt. A resumed sequence has told the most of it before."""
+        """The detail of a prompt's first token. A resumed sequence has sent most of it before."""
         logprobs = result.logprobs.get(index)
         if chunk.end > sequence.prompt_len or not sequence.tells_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
@@ -329,13 +329,13 @@ class Scheduler:
     def _commit_entries(
         self, plan: StepPlan, first: int, result: StepResult, entries: IndexArray | None = None
     ) -> None:
-        """All entries of the decode part, or some of them, at once: one of each row."""
+        """Records all decode entries, or those in `entries`, at once: at most one of each row."""
         state = self._running.rows
         rows, uids, lengths = plan.decode_rows.astype(np.intp), plan.decode_uids, plan.decode_lengths
-        tokens = np.array(result.token_ids[first:], dtype=np.int32)  # a copy: the runner uses its buffer again
+        tokens = np.array(result.token_ids[first:], dtype=np.int32)  # a copy: the runner reuses its buffer
         if entries is not None:
             rows, uids, lengths, tokens = rows[entries], uids[entries], lengths[entries], tokens[entries]
-        dropped = state.ended.take(rows)  # ghosts
+        dropped = state.ended.take(rows)  # rows that ended while the step was in flight
         if result.failed_rows:
             dropped |= self._fail_rows(rows, dropped, result)
         kept = entries
@@ -363,7 +363,7 @@ class Scheduler:
         for row, ended in zip(rows[failed], dropped[failed], strict=True):
             sequence = self._running.rows.sequences[row]
             assert sequence is not None, "a row in flight keeps its sequence"
-            sequence.fail()  # a ghost's pages, too
+            sequence.fail()  # its pages may hold NaN, even where it has ended already
             if not ended:
                 self._end_with_error(sequence, result.why)
         return failed
@@ -373,7 +373,7 @@ class Scheduler:
         self._end(sequence, FinishReason.ERROR)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Everything that follows from an end but its record."""
+        """Everything that follows from an end except its record."""
         self._ended[reason] += 1
         del self._sequences[sequence.uid]
         if self._shares is not None:

@@ -1,6 +1,6 @@
 """One sequence of a request, from the queue to its last token.
 
-What changes with every token lives in `rows.RowState`, not here. Only the methods below change a sequence.
+What changes with every token is kept in `rows.RowState`, not here. Only the methods below change a sequence.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from minisgl_backend.request import SEED_RANGE, Content, PoolingParams, Sampling
 from minisgl_backend.scheduler import pooling as pooled_vectors
 from minisgl_backend.step import Logprobs, Wants
 
-# Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
+# Spreads the seeds of one request's sequences (n > 1) over the whole range: 2**64 divided by the golden ratio.
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
-# Requests without a priority: levels 1 to 7 are more urgent, from 9 on less.
+# The level of requests without a priority: levels 1 to 7 are more urgent, those from 9 on less.
 DEFAULT_LEVEL = 8
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence stands. A prompt that is half computed is a number, not a state of its own."""
+    """The state of a sequence. A half-computed prompt is a token count, not a state of its own."""
 
     WAITING = enum.auto()  # in the queue, or held back until its group's prompt is cached
     RUNNING = enum.auto()  # has a row and a lease; planned
-    PREEMPTED = enum.auto()  # out of all plans; keeps row and lease until no step in flight names it, then waits
-    ENDED = enum.auto()  # has told its reason; keeps row and lease until no step in flight names it
+    PREEMPTED = enum.auto()  # in no later plan; keeps row and lease until no step in flight includes it, then waits
+    ENDED = enum.auto()  # its reason is recorded; keeps row and lease until no step in flight includes it
 
 
 class Sequence:
@@ -77,48 +77,48 @@ class Sequence:
         self.uid = uid
         self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
         self.params = params  # seed is never None
-        self.pooling = pooling  # not None: it ends with its prompt, which becomes a vector
+        self.pooling = pooling  # not None: the sequence ends with its prompt, which becomes a vector
         self.prompt_len = len(token_ids)
-        self.contents = contents  # of its prompt
+        self.contents = contents  # images and the like in its prompt
         self.level = level  # 1 is the most urgent
         self.arrival = arrival
-        self.deadline = deadline  # of the scheduler's clock
-        self.admissions_before = admissions_before  # admissions of all sequences when this one arrived
-        self.first_planned = 0.0  # of the scheduler's clock; 0: not yet
+        self.deadline = deadline  # by the scheduler's clock
+        self.admissions_before = admissions_before  # admissions of all sequences before this one arrived
+        self.first_planned = 0.0  # by the scheduler's clock; 0: not yet
         self.state = SequenceState.WAITING
         self.row = -1  # -1: none
         self.lease: PageLease | None = None
         self.admission = -1  # -1: not running
         self.group: Group | None = None
-        self.tenant = tenant  # the number of whoever it belongs to, where shares are fair
-        self.failed = False  # a step of it has failed: its pages may hold NaN
-        self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
+        self.tenant = tenant  # the tenant's number, where shares are fair
+        self.failed = False  # one of its steps has failed: its pages may hold NaN
+        self.tells_prompt = False  # it reports the prompt's details for all sequences of its request
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
-        self.prompt_logprobs: list[Logprobs] | None = None  # gathered chunk by chunk; None: not asked for, or told
-        self.pooled: Float32Array | None = None  # likewise
-        self.draft_tokens = self.accepted_draft_tokens = 0  # that steps have verified, and those that were right
+        self.prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
+        self.pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
+        self.draft_tokens = self.accepted_draft_tokens = 0  # verified, and accepted
 
     @property
     def resumed(self) -> bool:
-        """True once the sequence has been admitted before: it only waits because it was preempted."""
+        """True once the sequence has been admitted before: it waits because it was preempted."""
         return self.cached_tokens is not None
 
     @property
     def is_background(self) -> bool:
-        """Whether it is below the default priority, as requests of batches are."""
+        """Whether it has a lower priority than the default, as requests of batches do."""
         return self.level > DEFAULT_LEVEL
 
     def cache_ids(self, token_ids: Int32Array) -> IdArray:
-        """By what the prefix cache knows its first tokens, which are given."""
+        """The prefix cache's ids for its first tokens, which are `token_ids`."""
         return content_ids(token_ids, self.contents) if self.contents else token_ids
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its prompt may begin with pages of the prefix cache. Log-probabilities and means need all tokens."""
+        """Whether its prompt may use pages of the prefix cache. Prompt log-probabilities and means need all tokens."""
         return self.prompt_logprobs is None and (self.pooling is None or self.pooling.reads_cache)
 
     def wants(self, start: int, end: int) -> int:
-        """What it asks of the chunk from token `start` to `end`."""
+        """The outputs (`Wants`) requested of the chunk from token `start` to `end`."""
         is_last = end == len(self.token_ids)
         if self.pooling is not None:
             return pooled_vectors.wants(self.pooling, is_first=start == 0, is_last=is_last)
@@ -126,13 +126,13 @@ class Sequence:
         return wants if self.prompt_logprobs is None else wants | Wants.PROMPT_LOGPROBS
 
     def tell_prompt(self) -> None:
-        """Makes this the sequence of its request that tells, and so computes, what is known of the prompt."""
+        """Makes this the sequence of its request that computes and reports the prompt's details."""
         self.tells_prompt = True
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
     def admit(self, row: int, lease: PageLease, admission: int, cached_tokens: int) -> None:
-        """WAITING to RUNNING. `cached_tokens`: what the prefix cache supplies; the first admission's is kept."""
+        """WAITING to RUNNING. `cached_tokens`: supplied by the prefix cache; the first admission's count is kept."""
         self.state, self.row, self.lease, self.admission = SequenceState.RUNNING, row, lease, admission
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
@@ -141,7 +141,7 @@ class Sequence:
         self.pooled = None
 
     def note_planned(self, now: float) -> None:
-        """A step with a token of it has been planned; the first time counts."""
+        """A step with one of its tokens has been planned; records the first time."""
         self.first_planned = self.first_planned or now
 
     def preempt(self) -> None:
@@ -149,15 +149,15 @@ class Sequence:
         self.state = SequenceState.PREEMPTED
 
     def finish(self) -> None:
-        """To ENDED; what it has of row and lease stays until `vacate`."""
+        """To ENDED; a row and a lease stay until `vacate`."""
         self.state = SequenceState.ENDED
 
     def fail(self) -> None:
-        """A step of it has failed, or has computed NaN."""
+        """One of its steps has failed, or has computed NaN."""
         self.failed = True
 
     def vacate(self) -> None:
-        """Row and lease have been taken back."""
+        """Its row and lease have been taken back."""
         self.row, self.lease, self.admission = -1, None, -1
 
     def requeue(self, token_ids: Int32Array) -> None:
@@ -166,26 +166,26 @@ class Sequence:
         self.state, self.token_ids = SequenceState.WAITING, token_ids
 
     def note_drafts(self, drafted: int, accepted: int) -> None:
-        """A step has verified `drafted` drafts, of which `accepted` became tokens of the answer."""
+        """A step has verified `drafted` drafts; `accepted` of them became tokens of the answer."""
         self.draft_tokens += drafted
         self.accepted_draft_tokens += accepted
 
     def add_prompt_logprobs(self, logprobs: Iterable[Logprobs]) -> None:
-        """Those of one more chunk, where they are gathered."""
+        """Adds those of one more chunk, if they are collected."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.extend(logprobs)
 
     def take_prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        """Those of every prompt token but the first, once; () where none are gathered."""
+        """Those of every prompt token but the first, once; () if none are collected."""
         gathered, self.prompt_logprobs = self.prompt_logprobs, None
         return tuple(gathered[: self.prompt_len - 1]) if gathered else ()  # the runner may add one
 
     def add_pooled(self, vector: Float32Array) -> None:
-        """What one more chunk of it was asked for, [width]."""
+        """Adds the pooling output of one more chunk, [width]."""
         self.pooled = vector if self.pooled is None else self.pooled + vector
 
     def take_pooled(self) -> bytes:
-        """The vector that the whole prompt has become; float32, little-endian."""
+        """The vector of the whole prompt; float32, little-endian."""
         assert self.pooling is not None, "it becomes a vector"
         assert self.pooled is not None, "its last chunk has been computed"
         return pooled_vectors.finish(self.pooling, self.pooled, self.prompt_len).astype("<f4").tobytes()
@@ -204,18 +204,18 @@ class Group:
             sequence.group = self
 
     def lead(self) -> Sequence:
-        """The next of those held back becomes the leader."""
+        """Makes the next of the held-back sequences the leader."""
         self.leader = self.held_back.pop(0)
         self.leader.tell_prompt()
         return self.leader
 
     def open(self) -> list[Sequence]:
-        """The prompt is cached: the sequences that were held back, which may run now."""
+        """The prompt is cached: returns the sequences that were held back, which may run now."""
         released, self.held_back, self.leader = self.held_back, [], None
         return released
 
     def leave(self, sequence: Sequence) -> Sequence | None:
-        """The sequence has ended; where it was the leader and others need one, the new leader."""
+        """A sequence has ended; returns the new leader, if it was the leader and others need one."""
         if sequence in self.held_back:
             self.held_back.remove(sequence)
         elif self.leader is sequence:
@@ -226,5 +226,5 @@ class Group:
 
 
 def with_seed_of(params: SamplingParams, seed: int, index: int) -> SamplingParams:
-    """The parameters of a request's sequence `index`, where `seed` is the first one's."""
+    """The parameters of a request's sequence number `index`; `seed` is that of the first one."""
     return params.with_seed((seed + index * SEED_STRIDE) % SEED_RANGE)

@@ -1,4 +1,4 @@
-"""A step while it is being planned; becomes a StepPlan at the end."""
+"""A step under construction, from which a StepPlan is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepPlanBuilder:
     )
 
     def __init__(self, num_groups: int = 1) -> None:
-        """`num_groups`: cache groups of the model."""
+        """`num_groups`: number of the model's cache groups."""
         self._num_groups = num_groups
         self._admitted: list[AdmittedRow] = []
         self._prefill: list[PrefillChunk] = []
@@ -40,7 +40,7 @@ class StepPlanBuilder:
         self._draft_tokens: Int32Array = NO_INT32
         self._num_proposed = self._num_proposing = 0
         self._pages_to_zero: Int32Array = NO_INT32
-        self._groups: list[Int32Array] = []  # with several groups
+        self._groups: list[Int32Array] = []  # where there are several groups
         self._rows: list[Int32Array] = []
         self._columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
@@ -70,20 +70,20 @@ class StepPlanBuilder:
     def decode(
         self, rows: Int32Array, uids: Int64Array, lengths: Int32Array, draft_tokens: Int32Array = NO_INT32
     ) -> None:
-        """All decode entries of the step, [num_decode] each; `draft_tokens` may be [0]."""
+        """Sets all decode entries of the step, [num_decode] each; `draft_tokens` may be [0]."""
         self._decode_rows, self._decode_uids, self._decode_lengths = rows, uids, lengths
         self._draft_tokens = draft_tokens
 
     def propose(self, count: int, num_rows: int) -> None:
-        """The step is the proposer's: `count` tokens of each of the first `num_rows` decode entries' rows."""
+        """Makes this a step of the proposer: `count` tokens for each row of the first `num_rows` decode entries."""
         self._num_proposed, self._num_proposing = count, num_rows
 
     def zero_pages(self, pages: Int32Array) -> None:
-        """Pages to be set to zero before anything of the step is written, int32 [num_pages]."""
+        """Adds pages to be set to zero before the step writes anything, int32 [num_pages]."""
         self._pages_to_zero = pages
 
     def write_pages(self, rows: Int32Array, columns: Int32Array, page_ids: Int32Array) -> None:
-        """New entries of the page tables of all groups: rows and columns [num_entries], and pages group by group,
+        """Adds new page-table entries of all groups: rows and columns [num_entries], and pages group by group,
         [num_groups * num_entries]."""
         if self._num_groups > 1:
             self._groups.append(np.repeat(np.arange(self._num_groups, dtype=np.int32), len(rows)))
@@ -93,7 +93,7 @@ class StepPlanBuilder:
         self._page_ids.append(page_ids)
 
     def write_entries(self, entries: TableEntries) -> None:
-        """New entries of the page tables of some groups."""
+        """Adds new page-table entries of some groups."""
         if self._num_groups > 1:
             self._groups.append(entries.groups)
         self._rows.append(entries.rows)
@@ -101,7 +101,7 @@ class StepPlanBuilder:
         self._page_ids.append(entries.pages)
 
     def write_older_entries(self, entries: list[TableEntries]) -> None:
-        """Entries that were decided before all others of the step, in order. The last word on an entry counts."""
+        """Adds entries that precede all others of the step, in order; later values of an entry win."""
         decided = [*entries, self.entries]
         groups, rows, columns, pages = (
             np.concatenate([getattr(one, name) for one in decided]) for name in ("groups", "rows", "columns", "pages")
@@ -113,7 +113,7 @@ class StepPlanBuilder:
 
     @property
     def entries(self) -> TableEntries:
-        """Of the page tables, all that were written so far."""
+        """All page-table entries written so far."""
         groups = self._groups if self._num_groups > 1 else [np.zeros(len(rows), dtype=np.int32) for rows in self._rows]
         return TableEntries(*(_joined(parts) for parts in (groups, self._rows, self._columns, self._page_ids)))
 

@@ -9,7 +9,7 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.serve_options import parse_arguments
 from minisgl_backend.host.server_supervisor import main
-from minisgl_backend.process.node_options import SECRET, SECRET_FILE, fill_in, read_place, read_secret
+from minisgl_backend.process.node_options import SECRET, SECRET_FILE, fill_in, read_launcher, read_secret
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -43,9 +43,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     [(TORCHRUN, "node0:29501"), (SLURM, "gpu003-ib:29600"), (LWS, "minisgl-0.minisgl.default:29600")],
 )
 def test_a_launcher_says_where_a_process_is(environ: dict[str, str], address: str) -> None:
-    place = read_place(environ)
-    assert place is not None
-    assert (place.nodes, place.node_rank, place.address) == (2, 1, address)
+    launched = read_launcher(environ)
+    assert launched is not None
+    assert (launched.nodes, launched.node_rank, launched.address) == (2, 1, address)
     assert fill_in(NOT_GIVEN, environ) == {"nodes": "2", "node_rank": 1, "rendezvous": address}
 
 
