@@ -1,4 +1,4 @@
-"""Values as output tensors with a leading batch dimension of 1."""
+"""Output tensors with a leading batch dimension of 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front's connection to one engine core, from its first Hello to its end, and the next one after it."""
+"""A front's connection to one engine core, from its first Hello to its end, and the connections after it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from minisgl_backend.ipc.messages import Command, Event, Stats, Welcome
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1  # after a failure on the front's side; twice as long after each, up to the next
+FIRST_PAUSE_S = 0.1  # after a failure on the front's side; doubles with each, up to the next constant
 MAX_PAUSE_S = 2.0
-HEALTHY_S = 10.0  # without a failure: the next one is the first again
+HEALTHY_S = 10.0  # without a failure for that long, the next pause is the first again
 
 NOT_RUNNING = "the engine is not running at the moment; try again in a few seconds"
 
 
 class Pauses:
-    """When to try again after failures, and which of them are news. For one thread."""
+    """When to try again after failures, and which failures are worth logging. For one thread."""
 
     def __init__(self) -> None:
         self._pause_s = 0.0
@@ -33,7 +33,7 @@ class Pauses:
         self._problem = ""
 
     def note(self, error: Exception) -> bool:
-        """Begins a pause. False where the failure before was the same, HEALTHY_S ago or less."""
+        """Begins a pause. False if the previous failure was the same and at most HEALTHY_S ago."""
         now, problem, before = time.monotonic(), repr(error), self._problem
         if now - self._until > HEALTHY_S:
             self._pause_s, before = 0.0, ""
@@ -43,15 +43,15 @@ class Pauses:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the pause that are left; 0 where it is over."""
+        """Remaining seconds of the pause; 0 if it is over."""
         return max(self._until - time.monotonic(), 0.0)
 
 
 class CoreLink:
-    """`send` is for any thread, and so is reading the attributes; all else is for an EngineClient's receive thread.
+    """`send` and the attributes may be used by any thread; all else belongs to an EngineClient's receive thread.
 
-    The link of one front starts the core, and starts it again when it dies; those of other fronts attach, and one of
-    them takes over when that front goes.
+    The link of one front starts the core, and restarts it when it dies. Those of other fronts attach, and one of them
+    takes over when that front goes.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class CoreLink:
         self._front = front
         self._connect = lambda: FrontChannel(context, socket_dir, core)
         self._channel: FrontChannel | None = None
-        self.greeted = False  # it has heard our Hello
-        self.welcome: Welcome | None = None  # facts about it, from when it is ready until it is gone
+        self.greeted = False  # it has received our Hello
+        self.welcome: Welcome | None = None  # the core's facts, while it is up
         self.num_ups = 0
-        self.stats: Stats | None = None  # its answer to the last GetStats
-        self._problem = ""  # why no connection could be made
-        self._pauses = Pauses()  # after what could not be heard
+        self.stats: Stats | None = None  # its reply to the last GetStats
+        self._problem = ""  # why no connection was possible
+        self._pauses = Pauses()  # after connections that failed
 
     @property
     def is_up(self) -> bool:
-        """Requests may go there."""
+        """Whether requests may be sent there."""
         return self.welcome is not None
 
     def greet(self) -> bool:
-        """Says Hello where there is a core to hear it, but for a while after `note_unheard`; never waits."""
+        """Says Hello if the core listens, but not during a pause after `note_unheard`; never waits."""
         if self._pauses.left_s:
             return False
         try:
@@ -98,17 +98,17 @@ class CoreLink:
         return self.greeted
 
     def fileno(self) -> int:
-        """For a poller: there is something to receive. Once it was greeted."""
+        """For a poller: readable when there is something to receive. Only after `greet`."""
         assert self._channel is not None
         return self._channel.fileno()
 
     def receive(self) -> list[Event]:
-        """All events that are here by now."""
+        """All events that have arrived."""
         return [] if self._channel is None else self._channel.receive()
 
     @property
     def ended(self) -> bool:
-        """The core is gone, and all that it said before was received."""
+        """The core is gone, and all that it had sent was received."""
         return self._channel is not None and self._channel.ended
 
     def note_up(self, welcome: Welcome) -> None:
@@ -118,8 +118,8 @@ class CoreLink:
         self.supervisor.note_ready()
 
     def note_unheard(self, error: Exception) -> None:
-        """What the core said was not understood. Each Hello costs it all our sequences: the next one may have to wait,
-        the longer the more often this happens."""
+        """A message of the core could not be read. The connection starts anew with a Hello, at the cost of all our
+        sequences there; the more often this happens, the longer the pause before."""
         if self._pauses.note(error):
             log.error("engine core %d cannot be heard", self.core, exc_info=error)
 

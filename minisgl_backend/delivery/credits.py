@@ -1,12 +1,12 @@
-"""Credits: how many responses of each stream were sent and acknowledged, what that allows, and what it proves.
+"""Credits: how many responses of each stream were sent and acknowledged, which allows more, and shows which are lost.
 
-The one owner of these counts. Three things follow from them:
+The only owner of these counts. Three things follow from them:
 
-* Backpressure: a sender thread sends only while few of its responses lie between it and the detokenizer (`in_flight`).
-* Which streams are gone. A server may drop the queued responses of a cancelled request without a word. What still tells
-  is order: responses of one sender are handled in the order they were sent, so one that is still unacknowledged when
-  later ones of the same sender are acknowledged was dropped, and so is one that stays so while the detokenizer is idle.
-* Whether anything is on its way at all, so that silence may be asked about (`num_in_flight`).
+* Backpressure: a sender thread sends only while few of its responses are in flight to the detokenizer (`in_flight`).
+* Which streams are gone. A server may silently drop the queued responses of a cancelled request. Order reveals it: the
+  responses of one sender are handled in the order of sending, so one that is unacknowledged when later ones of that
+  sender are acknowledged was dropped, and so was one that stays so while the detokenizer is idle.
+* Whether anything is in flight at all, so that silence is worth a probe (`num_in_flight`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class _Sender:
 
     def __init__(self) -> None:
         self.sent = 0
-        self.acknowledged = -1  # the highest position that was acknowledged
-        self.heard: float | None = None  # when; None: nothing was sent yet
+        self.acknowledged = -1  # the highest acknowledged position
+        self.heard: float | None = None  # time of that; None: nothing was sent yet
         self.in_flight: deque[tuple[Credit, int, float]] = deque()  # number and time; used by the thread itself only
 
 
 class Credit:
-    """One stream's counts. Only its StreamCredits writes them; anybody may read."""
+    """One stream's counts. Only its StreamCredits writes them; any thread may read them."""
 
     __slots__ = ("_gap_position", "_gap_since", "_sender", "_waiting", "acknowledged", "closed", "sent", "uid")
 
     def __init__(self, uid: int, sender: _Sender) -> None:
         self.uid = uid
-        self.sent = 0  # responses, numbered from 1
+        self.sent = 0  # number of responses; they are numbered from 1
         self.acknowledged = 0  # the highest number that the detokenizer has handled
         self.closed = False
         self._sender = sender
-        self._waiting: deque[tuple[int, int, float]] = deque()  # number, position, time; unacknowledged ones
+        self._waiting: deque[tuple[int, int, float]] = deque()  # number, position, time; the unacknowledged ones
         self._gap_position = -1
         self._gap_since = 0.0
 
@@ -55,23 +55,23 @@ class StreamCredits:
         self._credits: dict[int, Credit] = {}  # by uid
         self._senders = [_Sender() for _ in range(num_senders)]
         self._last_expire = 0.0
-        self.num_in_flight = 0  # responses, over all streams
+        self.num_in_flight = 0  # responses of all streams
 
     def open(self, uid: int, sender: int) -> Credit:
-        """A new stream of the sender thread with this number, always the same one for a stream."""
+        """Opens a stream for the sender thread `sender`, which never changes."""
         credit = Credit(uid, self._senders[sender])
         with self._lock:
             self._credits[uid] = credit
         return credit
 
     def number(self, credit: Credit) -> int:
-        """The number of the stream's next response, one that nobody will acknowledge."""
+        """The number of the stream's next response, for one that is not acknowledged."""
         credit.sent += 1
         return credit.sent
 
     def send(self, credit: Credit, now: float) -> int:
-        """The same for one that will be acknowledged. Call just before the send itself, on the sender's thread or with
-        its lock, so that neither an acknowledgement nor another response overtakes it."""
+        """The number of the next response, for one that is acknowledged. To be called just before sending, on the
+        sender's thread or with its lock, so that neither an acknowledgement nor another response overtakes it."""
         sender = credit._sender
         with self._lock:
             credit.sent += 1
@@ -84,9 +84,9 @@ class StreamCredits:
         return credit.sent
 
     def in_flight(self, sender: int, sent_after: float) -> int:
-        """Responses of a sender thread on their way to the detokenizer, for that thread only.
+        """Number of a sender thread's responses in flight to the detokenizer; called by that thread only.
 
-        One that was sent before `sent_after` holds nobody up: the server drops those of cancelled requests unseen.
+        Responses sent before `sent_after` do not count: the server silently drops those of cancelled requests.
         """
         on_their_way = self._senders[sender].in_flight
         while on_their_way:
@@ -97,17 +97,17 @@ class StreamCredits:
         return len(on_their_way)
 
     def oldest(self, sender: int) -> float:
-        """When the first of them was sent."""
+        """Time at which the first of them was sent."""
         return self._senders[sender].in_flight[0][2]
 
     def newest(self, sender: int) -> float:
-        """When the last of them was sent."""
+        """Time at which the last of them was sent."""
         return self._senders[sender].in_flight[-1][2]
 
     def acknowledge(self, uids: Sequence[int], numbers: Sequence[int], now: float) -> list[int]:
-        """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled.
+        """Counts one message of the detokenizer. Number -1: it found the stream cancelled.
 
-        Returns the streams that it saw cancelled; nothing is on its way of these any more.
+        Returns the streams that it found cancelled; none of their responses is in flight any more.
         """
         gone = []
         with self._lock:
@@ -129,10 +129,10 @@ class StreamCredits:
         return gone
 
     def expire(self, now: float) -> list[int]:
-        """The streams that are gone by now, each reported once; call every 10 to 50 ms."""
+        """Returns the streams found lost by now, each once; to be called every 10 to 50 ms."""
         with self._lock:
             if now - self._last_expire > self._silence_s / 2:
-                # This process itself was stopped or starved: what it did not hear proves nothing.
+                # This process itself was stopped or starved: that it received nothing proves nothing.
                 for sender in self._senders:
                     sender.heard = now
             self._last_expire = now
@@ -155,7 +155,7 @@ class StreamCredits:
         return now - credit._gap_since >= self._gap_grace_s
 
     def close(self, uid: int) -> None:
-        """The stream's last response was sent, or the stream failed: whatever comes is of no interest."""
+        """The stream's last response was sent, or the stream failed: later acknowledgements are ignored."""
         with self._lock:
             credit = self._credits.pop(uid, None)
             if credit is not None:
@@ -163,7 +163,7 @@ class StreamCredits:
                 self._drop(credit)
 
     def drop(self, uids: Iterable[int]) -> None:
-        """Expects nothing any more of what was sent of these streams."""
+        """Ignores all unacknowledged responses of these streams."""
         with self._lock:
             for uid in uids:
                 if (credit := self._credits.get(uid)) is not None:

@@ -1,4 +1,4 @@
-"""The front's handle to the engine cores: submit, abort, and whole step records back."""
+"""The front's handle to the engine cores: submits and aborts requests, receives whole step records."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 AcknowledgedCallback = Callable[["Int64Array", "Int32Array"], None]
 
 MAX_FRONT = 65534
-CONNECT_WAIT_MS = 10  # between tries to reach a core that is away
-EXPIRE_WAIT_MS = 10  # between looks at the credits, while there are any
+CONNECT_WAIT_MS = 10  # between attempts to reach a core that is down
+EXPIRE_WAIT_MS = 10  # between checks of the credits, while there are any
 IDLE_WAIT_MS = 100
 
 CORE_DIED = "the engine died while it computed this answer; it starts again by itself"
@@ -50,24 +50,21 @@ CORE_UNHEARD = "the connection to the engine was lost while it computed this ans
 
 
 class EngineClient:
-    """One front of the engine cores of a socket directory: `config.dp` of them, each request at one of them.
+    """One front of the engine cores of a socket directory: `config.dp` cores, each request at one of them.
 
-    The first client of a directory starts the cores and restarts those that die; the others attach, and take over when
-    the first one goes. All callbacks run on the client's receive thread, one at a time and in order; they must return
-    quickly and may call any method except `start`, `stats` and `close`.
+    The first client of a directory starts the cores and restarts those that die; the others attach, and one takes over
+    when the first one goes. All callbacks run on the client's receive thread, one at a time and in order. They must
+    return quickly and may call any method except `start`, `stats` and `close`.
 
-    * `on_outputs(outputs)`: one record of a core's step, merged with later ones where this front was behind. It may
-      name uids that this front does not know: ignore them.
-    * `on_rejected(rejected)`: a request that its core refused; nothing else will come for it.
-    * `on_down(uids, reason)`: a core is gone, or the connection to it; these sequences, all that it had of this
-      front's, are lost and nothing more comes for them.
-    * `on_up(welcome)`: a core is ready; also called for the first ones, before `start` returns.
-    * `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
-      `credits` has counted them.
-    * `on_lost(uids)`: `credits` knows by now that responses of these were dropped on the way.
+    * `on_outputs(outputs)`: the record of a core's step, merged with later ones if this front was behind. May contain
+    unknown uids, to be ignored. * `on_rejected(rejected)`: a core refused a request; nothing else will come for it. *
+    `on_down(uids, reason)`: a core or the connection to it is gone, and with it these sequences, all that this front
+    had   there. * `on_up(welcome)`: a core is ready; also called for the first ones, before `start` returns. *
+    `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]); called after
+    `credits` has counted them. * `on_lost(uids)`: by `credits`, responses of these were dropped on the way.
 
-    Streams that were lost so, or that the detokenizer saw cancelled, are aborted with CANCELLED by the client itself;
-    their last record then arrives through `on_outputs` as any other.
+    The client itself aborts with CANCELLED the streams that were lost, or that the detokenizer found cancelled; their
+    last record then arrives through `on_outputs` like any other.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class EngineClient:
         on_lost: Callable[[list[int]], None] | None = None,
         credits: StreamCredits | None = None,
     ) -> None:
-        """`front` is unique among the clients of `socket_dir`; 0 to 65534."""
+        """`front`: 0 to 65534, unique among the clients of `socket_dir`."""
         if not 0 <= front <= MAX_FRONT:
             raise ConfigError(f"front is {front}; allowed: 0 to {MAX_FRONT}")
         self.credits = credits or StreamCredits()
@@ -101,9 +98,9 @@ class EngineClient:
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
         self._closing = False
         self._next_expire = 0.0
-        self._shown: bool | None = None  # what the file `up_mark` says; None: what a front before has left
-        self._show_problem = ""  # why it does not say how it is
-        # Guards what follows, and what the links say of their cores; notified whenever that changes.
+        self._shown: bool | None = None  # content of the file `up_mark`; None: whatever an earlier front has left
+        self._show_problem = ""  # why the file could not be written
+        # Guards all below and the links' state of their cores; notified whenever these change.
         self._changed = threading.Condition()
         self._links = [
             CoreLink(
@@ -116,31 +113,31 @@ class EngineClient:
             )
             for core in range(config.dp)
         ]
-        self._failure: MinisglError | None = None  # why a core's first start failed
-        self._untold: dict[int, tuple[FinishReason, float]] = {}  # aborts that a core could not take, by uid
-        # Microseconds since the epoch: a front that starts again does not repeat uids that the cores still know.
+        self._failure: MinisglError | None = None  # why a core failed at its first start
+        self._unsent_aborts: dict[int, tuple[FinishReason, float]] = {}  # uid -> abort that a core could not take yet
+        # Starts at the microseconds since the epoch: a restarted front does not repeat uids that the cores still know.
         self._next_counter = (time.time_ns() // 1000) % (1 << 46)
 
     @property
     def num_cores(self) -> int:
-        """How many there are while all live."""
+        """Number of cores when all are up."""
         return len(self._links)
 
     @property
     def welcomes(self) -> list[Welcome | None]:
-        """Facts about each core, None for one that is away."""
+        """The facts of each core, None for one that is down."""
         return [link.welcome for link in self._links]
 
     @property
     def core_pids(self) -> list[int | None]:
-        """Process id of each core, None for one that is away."""
+        """The process id of each core, None for one that is down."""
         return [None if welcome is None else welcome.pid for welcome in self.welcomes]
 
     def start(self, timeout_s: float | None = None) -> None:
         """Starts or joins the cores and waits until all of them are ready.
 
-        Raises ConfigError with a core's own words where it cannot start, EngineDeadError where one died or was not
-        ready in time.
+        Raises ConfigError with a core's own message if it cannot start, EngineDeadError if one died or was not ready in
+        time.
         """
         make_private(self._socket_dir)
         self._thread.start()
@@ -164,12 +161,12 @@ class EngineClient:
         return uid_of(self._front, counter)
 
     def submit(self, request: Request) -> None:
-        """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError where none takes it."""
+        """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError if none takes it."""
         count, salt = request.params.n, request.params.cache_salt or ""
-        failed: set[int] = set()  # cores that died a moment ago, or cannot keep up
+        failed: set[int] = set()  # cores that have just died or cannot keep up
         problem = EngineDeadError(NOT_RUNNING)
         prompt = request.token_ids, failed, salt, request.contents
-        while (core := self._router.place(request.uid, count, *prompt)) is not None:
+        while (core := self._router.assign(request.uid, count, *prompt)) is not None:
             try:
                 self._links[core].send(Submit(request=request))
                 return
@@ -182,16 +179,16 @@ class EngineClient:
     def abort(self, uids: Iterable[int], reason: FinishReason, found_at: float = 0.0) -> None:
         """Ends sequences; unknown uids and a dead core are no error; thread-safe.
 
-        `found_at`: when their client was found gone, time.monotonic() seconds; 0 where it was not.
+        `found_at`: when their client was found to have left, time.monotonic() seconds; 0 if it was not.
         """
         for core, group in self._router.by_core(uids).items():
             if not self._tell(core, group, reason, found_at):
-                # A core that is away has nothing to abort; one whose queue of commands is full is told later.
+                # a core that is down has nothing to abort; one with a full command queue gets it later
                 with self._changed:
-                    self._untold.update(dict.fromkeys(group, (reason, found_at)))
+                    self._unsent_aborts.update(dict.fromkeys(group, (reason, found_at)))
 
     def _tell(self, core: int, uids: Sequence[int], reason: FinishReason, found_at: float) -> bool:
-        """False where the core takes no commands."""
+        """False if the core takes no commands."""
         try:
             self._links[core].send(Abort(uids=tuple(uids), reason=int(reason), found_at=found_at))
         except EngineDeadError:
@@ -199,9 +196,9 @@ class EngineClient:
         return True
 
     def stats(self, timeout_s: float = 1.0) -> list[Stats | None]:
-        """Counters and gauges of each core and its `restarts`, None for one that does not answer; thread-safe.
+        """Counters and gauges of each core, and its `restarts`; None for one that does not answer; thread-safe.
 
-        Raises EngineDeadError where none answers.
+        Raises EngineDeadError if none answers.
         """
         with self._changed:
             for link in self._links:
@@ -237,8 +234,8 @@ class EngineClient:
     # ---- the receive thread
 
     def _receive_all(self) -> None:
-        """Until `close`. After a failure, such as no file descriptor or no room on the disk, the clients of all that
-        was under way are told, and everything begins anew: without this thread all would wait for ever."""
+        """Runs until `close`. After a failure (no file descriptor is free, the disk is full) it fails the requests in
+        flight and starts again: without this thread all would wait for ever."""
         pauses = Pauses()
         while not self._closing:
             try:
@@ -251,7 +248,7 @@ class EngineClient:
                 time.sleep(pauses.left_s)
 
     def _receive(self) -> None:
-        """Until `close`. Raises whatever goes wrong on this side; no core is attached then."""
+        """Runs until `close`. Raises any error of this side; no core is attached then."""
         handled = AckReceiver(self._socket_dir, self._front)
         poller = select.poll()
         poller.register(handled, select.POLLIN)
@@ -280,7 +277,7 @@ class EngineClient:
             handled.close()
 
     def _greet(self) -> list[CoreLink]:
-        """Those that have come just now."""
+        """The links that have just been greeted."""
         return [link for link in self._links if not link.greeted and link.greet()]
 
     def _wait_ms(self, num_greeted: int) -> int:
@@ -289,11 +286,11 @@ class EngineClient:
         return EXPIRE_WAIT_MS if self.credits.num_in_flight else IDLE_WAIT_MS
 
     def _hear(self, link: CoreLink) -> str:
-        """Why the connection has ended; empty while it has not."""
+        """Handles what a core sent. Returns why the connection has ended; empty while it has not."""
         try:
             for event in link.receive():
                 self._dispatch(link, event)
-        except Exception as error:  # of one core; with others all is well
+        except Exception as error:  # an error of one core; the others are fine
             link.note_unheard(error)
             return CORE_UNHEARD
         return CORE_DIED if link.ended else ""
@@ -316,7 +313,7 @@ class EngineClient:
 
     def _go_up(self, link: CoreLink, welcome: Welcome) -> None:
         if link.is_up:
-            return  # the answer to a Hello of a connection that broke before it was up
+            return  # the reply to a Hello whose connection broke before it was up
         if self._on_up is not None:
             self._call(self._on_up, welcome)
         with self._changed:
@@ -335,7 +332,7 @@ class EngineClient:
             self._call(self._on_down, lost, reason)
 
     def _show_state(self) -> None:
-        """Says in a file whether there is a core, for those who ask how the server is; tried until it is done."""
+        """Writes to a file whether there is a core, for the server's health; retried until it succeeds."""
         is_up = any(link.is_up for link in self._links)
         if is_up == self._shown:
             return
@@ -374,23 +371,23 @@ class EngineClient:
             self.abort(gone, FinishReason.CANCELLED, now)
 
     def _tell_again(self) -> None:
-        if not self._untold:
+        if not self._unsent_aborts:
             return
         with self._changed:
-            untold, self._untold = self._untold, {}
+            aborts, self._unsent_aborts = self._unsent_aborts, {}
         left: dict[int, tuple[FinishReason, float]] = {}
-        for core, uids in self._router.by_core(untold).items():  # the router has forgotten those that have ended
+        for core, uids in self._router.by_core(aborts).items():  # the router knows only those that have not ended
             groups: dict[tuple[FinishReason, float], list[int]] = {}
             for uid in uids:
-                groups.setdefault(untold[uid], []).append(uid)
+                groups.setdefault(aborts[uid], []).append(uid)
             for (reason, found_at), group in groups.items():
                 if not self._tell(core, group, reason, found_at):
-                    break  # it takes nothing else now
+                    break  # it takes no more commands now
                 for uid in group:
-                    del untold[uid]
-            left.update((uid, untold[uid]) for uid in uids if uid in untold)
+                    del aborts[uid]
+            left.update((uid, aborts[uid]) for uid in uids if uid in aborts)
         with self._changed:
-            self._untold = left | self._untold
+            self._unsent_aborts = left | self._unsent_aborts
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

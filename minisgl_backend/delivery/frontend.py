@@ -1,4 +1,5 @@
-"""One front of the engine: requests to its cores, their records to the responder, silence of clients into aborts."""
+"""One front of the engine: passes requests to its cores and records to the responder, aborts requests without a
+client."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from minisgl_backend.process.status_files import drain_deadline, drained_mark, l
 from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request, check_token_ids
 from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
 
-SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
-POLL_EVERY_S = 0.1  # senders that can say themselves that their client left; and what the supervisor says
+SILENCE_S = 30.0  # then the detokenizer itself is stuck or dead
+POLL_EVERY_S = 0.1  # for senders that can report that their client left, and for news from the supervisor
 SHUTTING_DOWN = "the server is shutting down"
 DETOKENIZER_DIED = "the detokenizer died while it wrote this answer; it starts again by itself"
 
@@ -37,7 +38,7 @@ _REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityErr
 class EngineFront:
     """Lives as long as its Triton model instance.
 
-    `probe(chunk)` sends an empty chunk to the detokenizer behind everything sent so far, and returns when it was
+    `probe(chunk)` sends an empty chunk to the detokenizer, after all chunks sent so far, and returns when it was
     handled.
     """
 
@@ -53,12 +54,12 @@ class EngineFront:
         make_client: Callable[..., Any] = EngineClient,
     ) -> None:
         self._vocabulary = vocabulary
-        self._vocab_size = 0  # known once the engine is up, as nothing is submitted before
+        self._vocab_size = 0  # known once the engine is up; nothing is submitted before
         self._drained = drained_mark(socket_dir, front)
         self._draining = False  # new requests are refused
         self._detokenizer_lost_at: float | None = None
-        self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
-        # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
+        self._sequences: dict[int, SequenceStream] = {}  # by uid; those that the engine still computes
+        # Probes are answered within milliseconds; on a busy machine silence alone proves nothing.
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(
             config,
@@ -95,7 +96,7 @@ class EngineFront:
         self._watcher.start()
 
     def submit(self, sender: Sender, token_ids: Int32Array, spec: EngineRequest, *, confirmed: bool) -> None:
-        """Hands a request to a core; all that follows, errors included, goes to `sender`."""
+        """Passes a request to a core; all responses, errors included, go to `sender`."""
         try:
             self._check(token_ids, spec)
         except (InvalidRequestError, CapacityError) as error:
@@ -117,9 +118,9 @@ class EngineFront:
             prompt_tail=tail,
         )
         self.responder.adopt()
-        # All at once: where another thread fails it meanwhile, `_on_closed` takes all of them out again.
+        # All at once: if another thread fails the request meanwhile, `_on_closed` removes all of them again.
         self._sequences.update({sequence.uid: sequence for sequence in stream.sequences})
-        if self._draining:  # since it was checked: whoever waits for the last stream may not have seen this one
+        if self._draining:  # checked again: the thread that waits for the last stream may not have seen this one
             stream.fail("UNAVAILABLE", SHUTTING_DOWN)
         request = Request(
             uid=uid,
@@ -135,18 +136,20 @@ class EngineFront:
         except (EngineDeadError, CapacityError, InvalidRequestError) as error:
             stream.fail(status_of(error), str(error))
         if stream.closed:
-            # It was failed meanwhile, and the abort may have overtaken the request: the core would compute for nobody.
+            # It was failed meanwhile, and the abort may have overtaken the request: the core would compute for no
+            # client.
             self.client.abort(stream.uids, FinishReason.CANCELLED)
 
     def stop_requests(self, request_id: str) -> None:
-        """Ends what runs under this id of its client's with what it has so far, as if the model had ended it."""
+        """Ends the running requests with this client-given id; they keep what they have, as if the model had ended
+        them."""
         for stream in streams_of(self._sequences):
             if stream.spec.request_id == request_id:
                 self.client.abort(stream.uids, FinishReason.STOP)
         self._pooled.stop(request_id)
 
     def _check(self, token_ids: Int32Array, spec: EngineRequest) -> None:
-        """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
+        """Checks what the tokenizer guarantees but a client of the bare engine may violate: it could crash the core."""
         if self._draining:
             raise CapacityError(SHUTTING_DOWN)
         spec.params.validate(self._vocab_size)
@@ -159,7 +162,7 @@ class EngineFront:
         return len(streams_of(self._sequences)) + len(self._pooled)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Waits up to `drain_s` for what is running, ends the rest with an error, then stops everything."""
+        """Waits up to `drain_s` for running requests, ends the rest with an error, then stops everything."""
         deadline = time.monotonic() + drain_s
         while (self._sequences or self._pooled.by_uid) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -194,7 +197,7 @@ class EngineFront:
         self._fail({uid: sequence for uid in uids if (sequence := self._sequences.get(uid)) is not None}, reason)
 
     def _fail(self, sequences: Mapping[int, SequenceStream], reason: str) -> None:
-        """Ends the streams of these."""
+        """Ends the streams of these sequences with an error."""
         streams = streams_of(sequences)
         if streams:
             names = ", ".join(repr(stream.spec.request_id or f"uid {stream.uids[0]}") for stream in streams)
@@ -220,10 +223,10 @@ class EngineFront:
     def _on_lost(self, uids: list[int]) -> None:
         for uid in uids:
             if (sequence := self._sequences.get(uid)) is not None:
-                self.responder.lose(sequence.stream)
+                self.responder.on_dropped_chunk(sequence.stream)
 
     def _abandon(self, stream: Stream) -> None:
-        """The client has aborted the sequence whose chunk told of it; its siblings are left."""
+        """The client has aborted the sequence whose chunk revealed it; the request's other sequences go on."""
         stream.abandon()
         if len(stream.sequences) > 1:
             self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
@@ -243,11 +246,11 @@ class EngineFront:
                 self._poll_senders()
                 self._notice_lost_detokenizer()
                 self._drain(time.monotonic())
-            except Exception:  # the watcher must live: without it cancelled requests run to their end
+            except Exception:  # the watcher must go on: without it cancelled requests run to their end
                 _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
 
     def _notice_lost_detokenizer(self) -> None:
-        """Ends all streams: tritonserver would fail what waits for a dead detokenizer one by one, one a second."""
+        """Ends all streams: for a dead detokenizer, tritonserver would fail the waiting requests at one per second."""
         lost = lost_at(self._drained.parent, "detokenizer")
         if lost == self._detokenizer_lost_at:
             return
@@ -258,7 +261,7 @@ class EngineFront:
         self._prober.restart()
 
     def _drain(self, now: float) -> None:
-        """Where the server is to end: tritonserver itself would let no chunk through once it has begun to stop."""
+        """Called when the server is to end: once tritonserver has begun to stop, it lets no chunk through."""
         deadline = drain_deadline(self._drained.parent)
         if deadline is None:
             return

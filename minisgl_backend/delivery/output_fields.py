@@ -1,6 +1,6 @@
-"""The outputs beside the text that a client asked for: reasons, counts, log-probabilities, figures of the request.
+"""Requested outputs other than text: finish reasons, counts, log-probabilities, metrics of the request.
 
-The engine's front sends them beside the chunk that becomes text: the ensemble puts both into one response.
+The engine's front sends them together with the chunk that becomes text: the ensemble puts both into one response.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 
 class OutputFieldEncoder:
-    """Keeps nothing between calls; called by the stream's sender thread."""
+    """Stateless; called by the stream's sender thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     def encode(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, metrics: PerfMetrics | None) -> Arrays:
-        """What goes with these new parts of the stream. `first`: they are in the sequence's first response."""
+        """The outputs for these new parts of the stream. `first`: they are in the sequence's first response."""
         options = stream.spec.options
         arrays: Arrays = {}
         if options.finish_reason:
@@ -61,14 +61,15 @@ class OutputFieldEncoder:
         return arrays
 
     def _logprobs_json(self, entries: Sequence[Logprobs], with_bytes: bool) -> str:
-        """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none.
+        """vllm_backend's format: for each position {token id: {logprob, rank, decoded_token}}; "null" for none.
 
-        As there, the token of the position comes first, then the most likely ones. `with_bytes`: there are `bytes`
-        beside a `decoded_token` that is not whole characters.
+        As there, the position's own token comes first, then the most likely ones. `with_bytes`: adds `bytes` where
+        `decoded_token` is not whole characters.
         """
         if not entries:
             return "null"
-        # Position by position: one call for those of a long prompt would keep the interpreter from all other streams.
+        # Position by position: one call for a long prompt would hold the interpreter's lock and stall all other
+        # streams.
         return f"[{', '.join(json.dumps(self._position(entry, with_bytes), ensure_ascii=False) for entry in entries)}]"
 
     def _position(self, entry: Logprobs, with_bytes: bool) -> dict[str, dict[str, Any]]:
@@ -78,7 +79,7 @@ class OutputFieldEncoder:
         return position
 
     def _logprob(self, token_id: int, logprob: float, rank: int, with_bytes: bool) -> dict[str, Any]:
-        # JSON has no infinities; a token that cannot be sampled has the logarithm of the smallest float instead.
+        # JSON has no infinities: a token that cannot be sampled gets the logarithm of the smallest float instead.
         logprob = max(logprob, -1e4)
         text = self._vocabulary.token_text(token_id)
         found: dict[str, Any] = {"logprob": logprob, "rank": rank, "decoded_token": text}
@@ -88,7 +89,7 @@ class OutputFieldEncoder:
 
 
 def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> None:
-    """tensorrtllm_backend's form: all log-probabilities so far, sequences padded to one length."""
+    """tensorrtllm_backend's format: all log-probabilities so far, sequences padded to one length."""
     rows = [stream.sequences[delta.index].add_log_probs(delta.logprobs) for delta in deltas]
     longest = max(map(len, rows))
     padded = [[*row, *[0.0] * (longest - len(row))] for row in rows]
@@ -97,7 +98,7 @@ def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> N
 
 
 def _add_llmapi_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
-    """The same figures by other names."""
+    """The same metrics by TensorRT-LLM's LLM API names."""
     reused, total = min(metrics.reused_pages, metrics.total_pages), metrics.total_pages
     arrays["kv_cache_reused_block"] = ints([reused])
     arrays["kv_cache_missed_block"] = ints([total - reused])

@@ -1,4 +1,4 @@
-"""Requests whose answers are vectors: a front hands their prompts to the cores and answers once all are there.
+"""Requests whose answers are vectors: a front passes their prompts to the cores and responds once all are computed.
 
 One response for all prompts of a request, so that a list of texts costs one pass through the server.
 """
@@ -26,8 +26,8 @@ from minisgl_backend.text import scoring
 
 _LOGGER = logging.getLogger(__name__)
 
-# Prompts of one request that a core has at a time: enough for full steps, few enough that others' prompts need not wait
-# for a list of thousands.
+# Prompts of one request at the cores at a time: enough for full steps, few enough that other requests need not wait for
+# a list of thousands.
 MOST_SEQUENCES = 128
 MOST_TOKENS = 16384
 CANCELLED = "the request was cancelled"
@@ -45,18 +45,18 @@ class PooledRequest:
         self.cached_tokens = 0
         self.num_sent = 0
         self.num_done = 0
-        self.tokens_out = 0  # of prompts that a core has
+        self.tokens_out = 0  # of the prompts at the cores
         self.ended = False
-        self._most = MOST_SEQUENCES  # prompts that a core may have
-        self._refused: list[int] = []  # prompts for which the queue had no room, to be sent once others are done
+        self._most = MOST_SEQUENCES  # prompts allowed at the cores
+        self._refused: list[int] = []  # prompts that a full queue refused, to be sent again once others are done
 
     @property
     def in_flight(self) -> Iterable[int]:
-        """Uids that a core may have."""
+        """Uids that the cores may know."""
         return (uid for uid, vector in zip(self.uids[: self.num_sent], self.vectors, strict=False) if vector is None)
 
     def next_request(self) -> Request | None:
-        """The next prompt for a core; None where it has enough, or all."""
+        """The next prompt to send to a core; None if enough are there, or all were sent."""
         index = self._refused[-1] if self._refused else self.num_sent
         if self.ended or index == len(self.prompts) or self._num_out >= self._most:
             return None
@@ -84,11 +84,11 @@ class PooledRequest:
 
     @property
     def _num_out(self) -> int:
-        """Prompts that a core has."""
+        """Number of prompts at the cores."""
         return self.num_sent - self.num_done - len(self._refused)
 
     def put_back(self, uid: int) -> bool:
-        """The queue had no room for this prompt. False: none of the others is on its way either, whose end could make
+        """A full queue refused this prompt. False: none of the request's other prompts is at a core, so none will make
         room."""
         if self.ended or self._num_out < 2:
             return False
@@ -99,7 +99,7 @@ class PooledRequest:
         return True
 
     def take(self, uid: int, detail: SequenceDetail) -> bool:
-        """The vector of one prompt. True: it was the last one."""
+        """Takes the vector of one prompt. True: it was the last one."""
         index = uid - self.uids.start
         self.vectors[index] = detail.pooled
         self.cached_tokens += detail.cached_tokens or 0
@@ -124,29 +124,29 @@ class PooledRequest:
             arrays["score"] = scoring.scores(self.spec.scoring, vectors, self.spec.num_queries)[None]  # type: ignore[arg-type]
             return arrays
         width = max(len(vector) for vector in vectors)
-        rows = np.zeros((1, len(vectors), width), dtype=np.float32)  # choices may be of different numbers
+        rows = np.zeros((1, len(vectors), width), dtype=np.float32)  # choices may differ in number
         for index, vector in enumerate(vectors):
             rows[0, index, : len(vector)] = vector
         return {"embedding": rows, **arrays}
 
 
 class PooledRequests:
-    """Those of one front. Thread-safe; answers are sent by a thread of its own."""
+    """All such requests of one front. Thread-safe; a thread of its own sends the answers."""
 
     def __init__(self, client: Any) -> None:
         """`client`: an EngineClient."""
         self._client = client
         self._lock = threading.Lock()
-        self.by_uid: dict[int, PooledRequest] = {}  # those that have not ended; written here alone
+        self.by_uid: dict[int, PooledRequest] = {}  # those that have not ended; written only by this class
         self._answering = ThreadPoolExecutor(1, thread_name_prefix="pooled")
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._open())
 
     def submit(self, sender: Sender, token_ids: Int32Array, spec: EngineRequest, vocab_size: int) -> None:
-        """Hands a request to the cores; all that follows, errors included, goes to `sender`. `token_ids`: of all its
-        prompts, one behind the other."""
+        """Passes a request to the cores; all responses, errors included, go to `sender`. `token_ids`: the concatenated
+        prompts."""
         try:
             prompts = _split(token_ids, spec, vocab_size)
         except InvalidRequestError as error:
@@ -158,7 +158,7 @@ class PooledRequests:
         self._feed(request)
 
     def take(self, outputs: Outputs) -> None:
-        """Receive thread: the records of a step; those of others mean nothing."""
+        """Receive thread: takes the records of a step; those of other requests are ignored."""
         uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
         for index, (uid, reason) in enumerate(zip(uids, outputs.reasons, strict=True)):
             request = self.by_uid.get(uid)
@@ -166,13 +166,13 @@ class PooledRequests:
                 self._take(request, uid, reason, outputs.details.get(index, SequenceDetail()))
 
     def fail(self, uids: Iterable[int], status: str, message: str) -> None:
-        """Ends the requests that these belong to; unknown uids are ignored."""
+        """Ends the requests that these uids belong to; unknown uids are ignored."""
         requests = {id(one): one for uid in uids if (one := self.by_uid.get(uid)) is not None}
         for request in requests.values():
             self._fail(request, status, message)
 
     def reject(self, uid: int, error: MinisglError) -> None:
-        """A core refused this prompt. The request waits where the queue is full of its own prompts."""
+        """A core refused this prompt. If the queue is full of this request's own prompts, the request waits."""
         request = self.by_uid.get(uid)
         if request is not None:
             self._on_refused(request, uid, error)
@@ -182,19 +182,19 @@ class PooledRequests:
             self._fail(request, status, message)
 
     def stop(self, request_id: str) -> None:
-        """Ends what runs under this id of its client's: its client has left."""
+        """Ends the running requests with this client-given id: the client has left."""
         for request in self._open():
             if request.spec.request_id == request_id:
                 self._fail(request, "CANCELLED", CANCELLED)
 
     def poll(self) -> None:
-        """Ends the requests whose senders know that their client has left."""
+        """Ends the requests whose senders know that the client has left."""
         for request in self._open():
             if not request.ended and request.sender.is_cancelled():
                 self._fail(request, "CANCELLED", CANCELLED)
 
     def close(self) -> None:
-        """What is queued before is still sent."""
+        """What was queued before is still sent."""
         self._answering.shutdown(wait=True)
 
     def _open(self) -> list[PooledRequest]:
@@ -225,7 +225,7 @@ class PooledRequests:
             except MinisglError as error:
                 self._on_refused(request, following.uid, error)
                 return
-            if request.ended:  # meanwhile: its abort may have come before the prompt
+            if request.ended:  # meanwhile: its abort may have overtaken the prompt
                 self._client.abort([following.uid], FinishReason.CANCELLED)
                 return
 
@@ -241,7 +241,7 @@ class PooledRequests:
             self._client.abort(uids, FinishReason.CANCELLED)
 
     def _end(self, request: PooledRequest, answer: Callable[[], None]) -> bool:
-        """False: it has ended before."""
+        """False if it had already ended."""
         with self._lock:
             if request.ended:
                 return False
@@ -254,13 +254,13 @@ class PooledRequests:
     def _answer(self, request: PooledRequest, answer: Callable[[], None]) -> None:
         try:
             answer()
-        except Exception as error:  # the caller waits
+        except Exception as error:  # the client waits for a response
             _LOGGER.exception("a pooled request cannot be answered")
             request.sender.fail("INTERNAL", f"the request could not be answered ({type(error).__name__})")
 
 
 def _split(token_ids: Int32Array, spec: EngineRequest, vocab_size: int) -> list[Int32Array]:
-    """The prompts. Raises InvalidRequestError for what the tokenizer would not have made."""
+    """The prompts. Raises InvalidRequestError for input that the tokenizer would not have made."""
     lengths = np.frombuffer(spec.lengths, dtype="<i4")
     if not len(lengths) or lengths.min() < 1 or int(lengths.sum()) != len(token_ids):
         raise InvalidRequestError("spec.lengths does not fit input_ids; allowed: the length of each prompt")

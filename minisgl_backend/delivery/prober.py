@@ -1,7 +1,7 @@
-"""Asks the detokenizer for a sign while something is unconfirmed and nothing else would bring one.
+"""Probes the detokenizer while responses are unacknowledged and nothing else would bring an acknowledgement.
 
-A probe is an empty chunk behind everything sent so far; its confirmation proves that whatever was sent before and is
-still unconfirmed was dropped: the server throws the queued responses of a cancelled request away without a word.
+A probe is an empty chunk after all chunks sent so far. Its acknowledgement proves that earlier chunks that are still
+unacknowledged were dropped: the server silently discards the queued responses of a cancelled request.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from minisgl_backend.delivery.credits import Credit, StreamCredits
 from minisgl_backend.ipc.wire import Chunk
 
-PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
+PROBE_AFTER_S = 0.03  # of silence while something is unacknowledged
 CHECK_EVERY_S = 0.015
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class Prober:
-    """A thread that sends probes, one a sender thread (worker) at a time.
+    """A thread that sends probes, one at a time for each sender thread (worker).
 
-    `probe(chunk)` returns when the detokenizer has handled the chunk, or failed to; `is_silent(now)` says whether
-    something is unconfirmed and nothing was sent or heard for PROBE_AFTER_S; `credits` numbers probes too; `sending`
-    are the locks that workers hold while they number and send a response.
+    `probe(chunk)` returns when the detokenizer has handled the chunk, or failed to. `is_silent(now)`: something is
+    unacknowledged, and nothing was sent or heard for PROBE_AFTER_S. `credits` numbers probes, too. `sending`: the locks
+    that workers hold while they number and send a response.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Prober:
         self._thread: threading.Thread | None = None
 
     def start(self, uids: Sequence[int]) -> None:
-        """`uids`: one of its own for each worker's probes."""
+        """`uids`: one for each worker's probes."""
         self._own = [self._credits.open(uid, worker) for worker, uid in enumerate(uids)]
         self.restart()
 
     def restart(self) -> None:
-        """Leaves behind the thread whose probe a dead detokenizer does not answer: the server lets it wait."""
+        """Abandons the thread whose probe a dead detokenizer does not answer: the server lets it wait."""
         self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
         self._thread.start()
 
@@ -64,17 +64,17 @@ class Prober:
             try:
                 if self._is_silent(time.monotonic()):
                     self._probe_all()
-            except Exception:  # the thread must live: without it cancelled requests run to their end
+            except Exception:  # the thread must go on: without it cancelled requests run to their end
                 _LOGGER.exception("a probe of the detokenizer failed; the next one follows")
 
     def _probe_all(self) -> None:
-        for chunk in [self._take_place(worker, credit) for worker, credit in enumerate(self._own)]:
+        for chunk in [self._next_probe(worker, credit) for worker, credit in enumerate(self._own)]:
             if chunk is not None:
                 self._probe(chunk)
 
-    def _take_place(self, worker: int, credit: Credit) -> Chunk | None:
-        """A probe with its place in the order of what the worker sends; None while the worker is sending."""
-        # A response that is numbered but not yet handed over would look dropped if the probe overtook it.
+    def _next_probe(self, worker: int, credit: Credit) -> Chunk | None:
+        """A probe, numbered in the order of what the worker sends; None while the worker is sending."""
+        # A response that is numbered but not yet sent would look dropped if the probe overtook it.
         lock = self._sending[worker]
         if not lock.acquire(blocking=False):
             return None

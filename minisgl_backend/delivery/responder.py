@@ -1,9 +1,9 @@
-"""Sends what the engine computed: sender threads that own every response sender until its last response.
+"""Sends what the engine computed: sender threads that own each response sender until its last response.
 
-* A stream belongs to one thread for ever: that keeps its order.
-* While a stream keeps up, every token is a response of its own, the first one at once. A stream with too many
-  unconfirmed responses waits, and its tokens gather into one larger response.
-* The last data of a request carries the final flag; cancelled and failed requests end with one error that carries it.
+* A stream belongs to one thread for ever, which keeps its order. * While a stream keeps up, every token is a response
+of its own, the first one sent at once. A stream with too many   unacknowledged responses waits (backpressure), and its
+tokens gather into one larger response. * The last response of a request carries the final flag; cancelled and failed
+requests end with one error that carries it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minisgl_backend.ipc.histogram import Histogram
 from minisgl_backend.ipc.wire import Chunk, TextOptions
 from minisgl_backend.request import FinishReason
 
-MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
+MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each stream may have one
 
 NO_TEXT = (
     "the requested outputs lack text_output (output_ids of tensorrt_llm); allowed with stream=true: it and others, "
@@ -38,7 +38,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LatencyRecorder:
-    """Time to the first token (TTFT) and between tokens (ITL), as they are when a sender thread takes tokens over.
+    """Time to first token (TTFT) and inter-token latency (ITL), taken when a sender thread takes tokens over.
 
     Cheap enough for every token; thread-safe.
     """
@@ -49,7 +49,7 @@ class LatencyRecorder:
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
 
     def on_tokens(self, sequence: SequenceStream, num_tokens: int) -> None:
-        """`num_tokens` of the sequence are about to be sent; several at once share their time."""
+        """`num_tokens` of the sequence are about to be sent; if there are several, they share their time equally."""
         since_arrival, since_last = sequence.time_tokens(time.monotonic())
         with self._lock:
             if since_arrival is not None:
@@ -61,7 +61,7 @@ class LatencyRecorder:
 
 
 class Responder:
-    """Sender threads and the queues before them.
+    """Sender threads and their queues.
 
     `credits` counts what was sent; `abort(uids, reason)` tells the engine to stop; `on_closed(stream)` is called once
     for each stream, on its thread, when its last response is out.
@@ -83,7 +83,7 @@ class Responder:
         self.latency = LatencyRecorder()
         self._page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
-        self._limit = MAX_UNCONFIRMED  # responses of each of them between front and detokenizer
+        self._limit = MAX_UNCONFIRMED  # responses of each stream between front and detokenizer
         self._count_lock = threading.Lock()
         self._queues: list[SendQueue[SequenceStream]] = [SendQueue(credits, worker) for worker in range(num_workers)]
         self._threads = [
@@ -91,7 +91,7 @@ class Responder:
             for worker in range(num_workers)
         ]
         self.sending = [queue.sending for queue in self._queues]
-        self.last_sent = 0.0  # time.monotonic() of the last one
+        self.last_sent = 0.0  # time.monotonic() of the last response
         for thread in self._threads:
             thread.start()
 
@@ -104,22 +104,23 @@ class Responder:
         self._page_size = page_size
 
     def queue_for(self, uid: int) -> SendQueue[SequenceStream]:
-        """Of the thread that is to serve the stream with this uid."""
+        """The queue of the thread that will serve the stream with this uid."""
         return self._queues[uid % len(self._queues)]
 
     def adopt(self) -> None:
         """There is a new stream. Called before its request reaches the engine."""
         self._count(1)
 
-    def lose(self, stream: Stream) -> None:
-        """The server has dropped a chunk of the stream: its client has left, and nobody reads what comes; or, where
-        it dropped them all, the client named its outputs, and an ensemble leaves out a model that nobody asked for."""
+    def on_dropped_chunk(self, stream: Stream) -> None:
+        """The server has dropped a chunk of the stream, since its client has left. If it dropped all of them, the
+        client may have requested outputs by name, and the ensemble leaves out models whose outputs were not
+        requested."""
         if not stream.was_acknowledged:
             stream.stop_confirming()
             stream.fail("INVALID_ARG", NO_TEXT)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the threads; what is queued before is still sent."""
+        """Ends the threads; what was queued before is still sent."""
         for queue in self._queues:
             queue.close()
         for thread in self._threads:
@@ -130,13 +131,13 @@ class Responder:
         while (sequence := queue.next()) is not None:
             try:
                 self._serve(sequence)
-            except Exception as error:  # one stream's failure must not end the others'
+            except Exception as error:  # one stream's failure must not end the others
                 _LOGGER.exception("request %r (stream %d) failed", sequence.stream.spec.request_id, sequence.uid)
                 self._end_failed(sequence.stream, f"the answer could not be sent: {error}")
 
     def _end_failed(self, stream: Stream, message: str) -> None:
-        """Ends a stream whose response could not be sent. Where that was its last one, or its error cannot go behind
-        its chunks either, an error is sent alone: small as it is, it may get through."""
+        """Ends a stream whose response could not be sent. If that was its last response, or its error cannot follow its
+        chunks either, an error is sent alone: it is small and may get through."""
         try:
             if not stream.closed:
                 self._end_with_error(stream, "INTERNAL", message)
@@ -160,15 +161,15 @@ class Responder:
         elif reason == FinishReason.ERROR:
             self._end_with_error(stream, *sequence.failure)
         elif stream.abandoned and not reason:
-            return  # its end is on its way
+            return  # its end is being sent
         elif not sequence.finished and (reason or (sequence.eager and not sequence.must_wait(self._limit))):
             self._advance(sequence)
 
     def _end_cancelled(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
         if stream.confirmed and not stream.abandoned and stream.has_sent and not stream.was_acknowledged:
-            # Whether any of it reaches the detokenizer is known soon, by `note_acknowledged` or `lose`: an error behind
-            # chunks that are dropped would be dropped too.
+            # `note_acknowledged` or `on_dropped_chunk` soon tells whether any of it reaches the detokenizer: an error
+            # behind dropped chunks would be dropped, too.
             return
         self._end_with_error(stream, "CANCELLED", LATE if stream.is_late else "the request was cancelled")
 
@@ -179,7 +180,7 @@ class Responder:
         stream = sequence.stream
         if delta.num_tokens:
             self.latency.on_tokens(sequence, delta.num_tokens)
-        if delta.reason and not sequence.reason:  # a stop string, which the engine cannot see
+        if delta.reason and not sequence.reason:  # a stop string, which the engine does not know
             self._abort((sequence.uid,), FinishReason.STOP)
         if stream.spec.options.stream:
             if delta.reason or delta.part.text != "":
@@ -245,8 +246,8 @@ class Responder:
         started = tuple(sequence.uid for sequence in stream.sequences if sequence.credit.sent)
         try:
             if stream.confirmed and started:
-                # In the queue of its chunks, so that none of them is overtaken: an ensemble drops what comes after an
-                # error, and Triton 2.51 then never finishes the request.
+                # In its chunks' queue, so that it overtakes none of them: an ensemble drops what comes after an error,
+                # and Triton 2.51 then never finishes the request.
                 number = self._credits.number(stream.sequences[0].credit)
                 chunk = Chunk(uid=stream.uids[0], number=number, failure=(status, message), forget=started)
                 stream.sender.send(chunk, {}, True)

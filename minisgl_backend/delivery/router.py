@@ -1,8 +1,7 @@
-"""Which engine core gets a request: where its prefix is cached, unless that core has more to do than others.
+"""Which engine core gets a request: the one that caches its prefix, unless that core has more work than others.
 
-A router knows only what it sent where and what has ended since, so what it thinks is cached is a guess: the prompts
-sent to a core, as many as its cache can hold, the least recently used forgotten first. A wrong guess costs computation,
-never an answer.
+A router knows only what it sent where and what has ended since, so it guesses what is cached: the prompts sent to a
+core, up to the size of its cache, in least-recently-used order. A wrong guess costs computation, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from minisgl_backend.request import Content
 
 TOKEN_BYTES = 4  # prompts come as little-endian int32
-BLOCK_TOKENS = 64  # prompts are compared in blocks of so many tokens, or of one page where pages are larger
-SEQUENCE_TOKENS = 128  # a cached prefix of so many tokens makes up for one more sequence in the batch
-# No prefix makes up for more than so many sequences above the least loaded core's, and that share of those.
+BLOCK_TOKENS = 64  # prompts are compared in blocks of that many tokens, or of one page if pages are larger
+SEQUENCE_TOKENS = 128  # a cached prefix of that many tokens makes up for one more sequence in the batch
+# A prefix makes up for at most that many sequences above the least loaded core's, plus that share of them.
 MARGIN_SEQUENCES = 16
 MARGIN_SHARE = 0.25
 
@@ -29,7 +28,7 @@ class _Core:
     def __init__(self) -> None:
         self.is_up = False
         self.load = 0  # sequences that were sent there and have not ended
-        self.chosen_at = 0  # place of its last request in the order of all
+        self.chosen_at = 0  # serial number of its last request among all requests
         self.block_bytes = BLOCK_TOKENS * TOKEN_BYTES
         self.capacity = 0  # blocks that fit into its cache
         self.blocks: OrderedDict[int, None] = OrderedDict()  # hashes; the least recently used first
@@ -48,7 +47,7 @@ class _Core:
         return count * self.block_bytes // TOKEN_BYTES
 
     def remember(self, hashes: list[int]) -> None:
-        for value in reversed(hashes):  # as in the cache, an end is forgotten before its beginning
+        for value in reversed(hashes):  # as in the cache, the end of a prompt is forgotten before its beginning
             self.blocks[value] = None
             self.blocks.move_to_end(value)
         while len(self.blocks) > self.capacity:
@@ -56,28 +55,28 @@ class _Core:
 
 
 class Router:
-    """The owner of where each sequence is computed; thread-safe. Cores are numbered from 0 and down at first."""
+    """Owns the assignment of sequences to cores; thread-safe. Cores are numbered from 0 and down at first."""
 
     def __init__(self, num_cores: int) -> None:
         self._lock = threading.Lock()
         self._cores = [_Core() for _ in range(num_cores)]
-        self._core_of: dict[int, int] = {}  # by uid of every sequence that has not ended
+        self._core_of: dict[int, int] = {}  # by uid; all sequences that have not ended
         self._num_placed = 0
 
     def note_up(self, core: int, page_size: int, num_pages: int) -> None:
-        """A core is ready: it may get requests, and nothing is cached there. `num_pages` of `page_size` tokens."""
+        """A core is ready for requests, with an empty cache of `num_pages` pages of `page_size` tokens."""
         with self._lock:
             self._cores[core].come_up(page_size, num_pages)
 
     def note_down(self, core: int) -> list[int]:
-        """A core is gone, with all that was there; returns the uids of its sequences."""
+        """A core is gone with all its sequences, whose uids are returned."""
         with self._lock:
             self._cores[core].is_up = False
-            lost = [uid for uid, place in self._core_of.items() if place == core]
+            lost = [uid for uid, owner in self._core_of.items() if owner == core]
             self._release(lost)
             return lost
 
-    def place(
+    def assign(
         self,
         uid: int,
         num_sequences: int,
@@ -86,9 +85,9 @@ class Router:
         cache_salt: str = "",
         contents: Sequence[Content] = (),
     ) -> int | None:
-        """The core for a request of sequences `uid` to `uid + num_sequences - 1`, which counts as sent there until
-        they are released; None while no core is up but those of `without`. `token_ids`: little-endian int32, as in
-        `Request`, as are `contents`; `cache_salt`: prompts with other ones are others."""
+        """Assigns a request of sequences `uid` to `uid + num_sequences - 1` to a core, which counts them as its load
+        until they are released; None while no core outside `without` is up. `token_ids`: little-endian int32, as in
+        `Request`, like `contents`; `cache_salt`: prompts with different salts share no prefix."""
         with self._lock:
             living = [index for index, core in enumerate(self._cores) if core.is_up and index not in without]
             if not living:
@@ -104,7 +103,7 @@ class Router:
             self._release(uids)
 
     def by_core(self, uids: Iterable[int]) -> dict[int, list[int]]:
-        """Those of these sequences that have not ended, by core."""
+        """Groups those of these sequences that have not ended by core."""
         found: dict[int, list[int]] = {}
         with self._lock:
             for uid in uids:
@@ -137,7 +136,7 @@ class Router:
 def _block_hashes(
     token_ids: bytes, block_bytes: int, cache_salt: str = "", contents: Sequence[Content] = ()
 ) -> Iterator[int]:
-    """One for each whole block, of it and all before it."""
+    """A hash for each whole block, which covers it and all blocks before it."""
     value = hash(cache_salt)
     for start in range(0, len(token_ids) - block_bytes + 1, block_bytes):
         first, end = start // TOKEN_BYTES, (start + block_bytes) // TOKEN_BYTES

@@ -1,8 +1,8 @@
-"""Whose turn it is: the order in which one sender thread serves its streams, and when it waits (backpressure).
+"""The order in which one sender thread serves its streams, and when it waits (backpressure).
 
-What is urgent (first tokens, ends, errors, answers that are no stream) goes at once. All else takes turns, first come
-first served, and only while few responses lie between this thread and the detokenizer: what lies there only waits, in a
-response that was made too early. Tokens that come meanwhile go out with their stream's next turn.
+Urgent items (first tokens, ends, errors, answers that are not streamed) go at once. All others take turns, first come
+first served, and only while few responses are in flight to the detokenizer: a response that waits there was made too
+early. Tokens that arrive meanwhile go out with their stream's next turn.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from minisgl_backend.delivery.credits import Credit, StreamCredits
 
-# Responses on their way, by number of streams: FEW / streams, at least WINDOW (more do not make the path faster) and at
-# most WINDOW_OF_FEW (few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere).
+# Responses in flight, by number of streams: FEW / streams, at least WINDOW (more would not make the path faster) and at
+# most WINDOW_OF_FEW (few streams cannot queue for long, so their tokens need not gather while the machine is busy).
 WINDOW = 4
 WINDOW_OF_FEW = 32
 FEW = 256
-CONFIRM_S = 0.025  # between confirmations while little is on its way: a burst of few streams every 20 ms has one in two
-SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
+CONFIRM_S = 0.025  # between acknowledgements while few responses are in flight: a burst every 20 ms gets one in two
+SLOT_S = 0.025  # an older response no longer counts as in flight: the server silently drops those of cancelled requests
 
 
 class Served(Protocol):
-    """What the queue knows of a sequence."""
+    """What the queue needs to know of a sequence."""
 
     @property
     def is_urgent(self) -> bool: ...
@@ -38,9 +38,9 @@ SequenceT = TypeVar("SequenceT", bound=Served)
 
 
 class SendQueue(Generic[SequenceT]):
-    """Of one sender thread, which alone calls `next` and `asks_for_ack`; the rest is for any thread.
+    """The queue of one sender thread, which alone calls `next` and `asks_for_ack`; the rest is for any thread.
 
-    Whoever numbers and sends a response of this thread that will be confirmed holds `sending` meanwhile.
+    Any thread that numbers and sends an acknowledged response of this sender thread holds `sending` meanwhile.
     """
 
     def __init__(self, credits: StreamCredits, sender: int, window: int = WINDOW) -> None:
@@ -55,7 +55,7 @@ class SendQueue(Generic[SequenceT]):
         self._closing = False
 
     def fit(self, num_streams: int) -> None:
-        """Chooses the window for this many streams."""
+        """Sets the window for this number of streams."""
         self._window = min(WINDOW_OF_FEW, max(WINDOW, FEW // max(1, num_streams)))
 
     def open(self, uid: int) -> Credit:
@@ -63,7 +63,7 @@ class SendQueue(Generic[SequenceT]):
         return self._credits.open(uid, self._sender)
 
     def put(self, sequence: SequenceT) -> None:
-        """It has something to send. Called by the sequence itself."""
+        """The sequence has something to send. Called by the sequence itself."""
         self._arrivals.put(sequence)
 
     def note_acknowledged(self) -> None:
@@ -78,10 +78,10 @@ class SendQueue(Generic[SequenceT]):
         self._arrivals.put(None)
 
     def asks_for_ack(self) -> bool:
-        """Whether the response that was sent last has to be acknowledged by itself.
+        """Whether the last response has to be acknowledged by itself.
 
-        Not while the window is far from full and others follow at once, or one was asked for just before: the next
-        one acknowledges it as well.
+        Not while the window is far from full and others follow at once, or if an acknowledgement was requested just
+        before: the next one covers it as well.
         """
         now = self._credits.newest(self._sender)
         is_far_from_full = 2 * self._credits.in_flight(self._sender, now - SLOT_S) < self._window
@@ -110,7 +110,7 @@ class SendQueue(Generic[SequenceT]):
                 return self._take_arrivals(0.0) or (self._ready.popleft() if self._ready else None)
 
     def _take_arrivals(self, wait_s: float) -> SequenceT | None:
-        """Lines up what has come; the first urgent one is returned instead. Waits `wait_s` for the first arrival."""
+        """Queues arrivals; returns the first urgent one instead. Waits `wait_s` for the first arrival."""
         arrivals, ready = self._arrivals, self._ready
         try:
             arrived = arrivals.get_nowait() if wait_s <= 0 else arrivals.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
@@ -124,11 +124,11 @@ class SendQueue(Generic[SequenceT]):
             return None
 
     def _time_to_turn(self) -> float:
-        """Seconds until the first in line may go if nothing is confirmed meanwhile; 0: now."""
+        """Seconds until the head of the queue may go if nothing is acknowledged meanwhile; 0: now."""
         if not self._is_full():
             return 0.0
         self._waiting = True
-        # A confirmation may have come between the two lines above.
+        # An acknowledgement may have come between the two statements above.
         if not self._is_full():
             self._waiting = False
             return 0.0

@@ -1,4 +1,4 @@
-"""What a front knows of the requests in its hands: tokens that wait, stop strings, and the parts made of them."""
+"""A front's state of its requests: tokens that wait, stop strings, and the parts made of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 
 class Sender(Protocol):
-    """Where the responses of one request go. `send` with `final` and `fail` end it; only one of them, once."""
+    """Where the responses of one request go. `send` with `final`, or `fail`, ends it: one of the two, once."""
 
     def send(self, chunk: Chunk, details: Arrays, final: bool) -> None: ...
 
@@ -39,12 +39,12 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int  # prompt tokens that the prefix cache supplied
     reused_pages: int
     total_pages: int
-    draft_tokens: int  # that were verified for its sequences
-    accepted_draft_tokens: int  # those of them that were right
+    draft_tokens: int  # verified for its sequences
+    accepted_draft_tokens: int  # accepted ones of them
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one sequence: `part` becomes text, the rest are the facts beside it."""
+    """The news of one sequence: `part` becomes text, the other fields are facts that go with it."""
 
     part: Part
     num_tokens: int
@@ -57,8 +57,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class Stream:
     """One request: its sender and its sequences.
 
-    What changes of it is written by its verbs alone, each of which says which thread calls it, and read by any. The
-    receive thread is the engine client's, the sender thread the one behind `queue`.
+    Only its methods change it, and each says which thread calls it; any thread may read. The receive thread is the
+    engine client's, the sender thread the one that serves `queue`.
     """
 
     __slots__ = (
@@ -94,8 +94,8 @@ class Stream:
         confirmed: bool,
         prompt_tail: tuple[int, ...] = (),
     ) -> None:
-        """`queue`: of the sender thread that serves it from now on. `confirmed`: a detokenizer confirms what it has
-        handled of this stream. `prompt_tail`: Vocabulary.tail."""
+        """`queue`: of the sender thread that serves it from now on. `confirmed`: a detokenizer acknowledges the
+        responses of this stream. `prompt_tail`: Vocabulary.tail."""
         self.sender: Final = sender
         self.spec: Final = spec
         self.num_input_tokens: Final = num_input_tokens
@@ -105,11 +105,11 @@ class Stream:
         # Written by the receive thread.
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._reused_tokens = 0
-        self._first_scheduled_ns = 0  # when the first step with a token of it was planned
-        self._first_token_ns = 0  # when the core had it
+        self._first_scheduled_ns = 0  # when its first step was planned
+        self._first_token_ns = 0  # when the core had the token
         self._abandoned = False
         # Written by the sender thread.
-        self._started = False  # its first token was taken over
+        self._started = False  # its first token was taken
         self._closed = False
         # Written by any thread.
         self._confirmed = confirmed
@@ -131,27 +131,27 @@ class Stream:
 
     @property
     def confirmed(self) -> bool:
-        """A detokenizer confirms what it has handled of it."""
+        """A detokenizer acknowledges its responses."""
         return self._confirmed
 
     @property
     def is_paced(self) -> bool:
-        """Its responses take turns, and wait for the confirmation of those before; they also tell of its client."""
+        """Its responses take turns and wait for earlier acknowledgements, which also show that its client is there."""
         return self._confirmed and self.spec.options.stream
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """The error that it is to end with: status and message."""
+        """The error that ends it: status and message."""
         return self._failure
 
     @property
     def abandoned(self) -> bool:
-        """Its client has left: nobody waits for what it still has to send."""
+        """Its client has left: no one receives what it still has to send."""
         return self._abandoned
 
     @property
     def is_complete(self) -> bool:
-        """All its sequences have ended, and their last tokens are taken over."""
+        """All its sequences have ended, and their last tokens are taken."""
         return self._num_unfinished == 0
 
     @property
@@ -165,7 +165,7 @@ class Stream:
 
     @property
     def was_acknowledged(self) -> bool:
-        """Something of it has reached the detokenizer."""
+        """At least one of its responses has reached the detokenizer."""
         return any(sequence.credit.acknowledged for sequence in self.sequences)
 
     @property
@@ -173,7 +173,7 @@ class Stream:
         return self._prompt_logprobs
 
     def metrics(self, page_size: int, *, final: bool) -> PerfMetrics | None:
-        """Figures so far, where the client asked for them. `final`: for the last response."""
+        """The metrics so far, if the client requested them. `final`: for the last response."""
         options = self.spec.options
         if not options.perf_metrics and not (final and options.final_perf_metrics):
             return None
@@ -193,26 +193,26 @@ class Stream:
     def fail(self, status: str, message: str) -> None:
         """Any thread: the sender thread ends it with this error, before anything else that it has to send."""
         self._failure = (status, message)
-        self.sequences[0]._line_up()
+        self.sequences[0]._enqueue()
 
     def stop_confirming(self) -> None:
-        """Any thread: what it says from now on goes past the detokenizer."""
+        """Any thread: its later responses go past the detokenizer."""
         self._confirmed = False
 
     def abandon(self) -> None:
         """Receive thread: its client has left."""
         self._abandoned = True
-        self._line_up_ended()
+        self._enqueue_ended()
 
     def close(self) -> None:
         """Sender thread: its last response is made."""
         self._closed = True
 
-    def _line_up_ended(self) -> None:
-        """Receive thread: ends that waited to learn whether the detokenizer has anything of it need not any more."""
+    def _enqueue_ended(self) -> None:
+        """Receive thread: ends that waited to learn whether the detokenizer has any of its responses need not wait."""
         for sequence in self.sequences:
             if sequence._reason:
-                sequence._line_up()
+                sequence._enqueue()
 
     def _note(self, detail: SequenceDetail) -> None:
         """Receive thread, by `SequenceStream.note`."""
@@ -228,7 +228,7 @@ class Stream:
 class SequenceStream:
     """One sequence of a request: the receive thread appends, the sender thread takes.
 
-    As of `Stream`, its verbs alone write it. What gives the sender thread something to do puts it into the queue.
+    As with `Stream`, only its methods change it. Those that give the sender thread work put it into the queue.
     """
 
     __slots__ = (
@@ -260,36 +260,36 @@ class SequenceStream:
         self.stream: Final = stream
         self.uid: Final = uid
         self._index = index
-        # The text is made here where it may end the sequence, else in the detokenizer.
+        # The text is made here if it may end the sequence, otherwise in the detokenizer.
         self._output = OutputProcessor.of(spec.params, vocabulary, stream.prompt_tail) if spec.params.stop else None
-        self.eager: Final = spec.options.stream or self._output is not None  # tokens are wanted as they come
+        self.eager: Final = spec.options.stream or self._output is not None  # tokens are taken as they come
         # Written by the receive thread, `_reason` after `_last_token`.
         self._pending: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._failure = ("INTERNAL", "the engine failed to compute the answer")
         self._draft_tokens = self._accepted_draft_tokens = 0
-        self._last_token = -1  # that came with `_reason`; -1: none did
+        self._last_token = -1  # the one that came with `_reason`; -1: none
         self._reason = 0
         # Written by the sender thread.
         self._finished = False
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._unsent: list[Delta] = []
-        self._log_probs: list[float] = []  # sent so far, where the client wants all of them each time
+        self._log_probs: list[float] = []  # sent so far, if the client wants all of them each time
         self._last_tokens_at = 0.0  # time.monotonic()
-        # Hand-shakes of the two.
+        # Hand-shakes between the two threads.
         self._queued = False  # it is in the queue, and its turn has not begun
         self._blocked = False  # it waits for an acknowledgement
         self.credit: Final = stream.queue.open(uid)  # its counts of responses
 
     @property
     def reason(self) -> int:
-        """Why the engine ended it; 0: it has not."""
+        """Why the engine ended it; 0: it has not ended."""
         return self._reason
 
     @property
     def failure(self) -> tuple[str, str]:
-        """(status, message): what the engine says with FinishReason.ERROR."""
+        """(status, message): the engine's error for FinishReason.ERROR."""
         return self._failure
 
     @property
@@ -299,18 +299,18 @@ class SequenceStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended it; None where something else did, or nothing has yet."""
+        """The stop string that ended it; None if something else did, or it has not ended."""
         return None if self._output is None else self._output.stop_string
 
     @property
     def num_unacknowledged(self) -> int:
-        """Responses that were sent and not acknowledged."""
+        """Number of responses sent and not acknowledged."""
         credit = self.credit
         return credit.sent - credit.acknowledged
 
     @property
     def is_urgent(self) -> bool:
-        """What it has to send waits for nothing."""
+        """It has something to send that must not wait."""
         stream = self.stream
         if stream._abandoned:
             return False
@@ -319,20 +319,20 @@ class SequenceStream:
         return not stream.is_paced
 
     def append(self, token_id: int, reason: int = 0) -> None:
-        """Receive thread: one record of the engine; token -1 says that there is none."""
+        """Receive thread: one record of the engine; token -1 means none."""
         if reason:
-            # Never seen without its reason: as a token like others, a stop token would become text.
+            # Never visible without its reason: taken for an ordinary token, a stop token would become text.
             self._last_token = token_id
             self._reason = reason
-            self._line_up()  # an end does not wait for the turn that was taken for its tokens
+            self._enqueue()  # an end does not wait for the turn that its tokens wait for
             return
         if token_id >= 0:
             self._pending.append(token_id)
         if self.eager and not self._queued:
-            self._line_up()
+            self._enqueue()
 
     def note(self, detail: SequenceDetail) -> None:
-        """Receive thread: what comes with a record; called before `append`."""
+        """Receive thread: the detail of a record; called before `append`."""
         if detail.logprobs is not None:
             self._logprobs.append(detail.logprobs)
         if detail.error:
@@ -342,42 +342,42 @@ class SequenceStream:
         self.stream._note(detail)
 
     def note_acknowledged(self) -> None:
-        """Receive thread: the detokenizer has handled a response of it, as its credit says already."""
+        """Receive thread: the detokenizer has handled a response of it, which its credit has counted."""
         self.stream.queue.note_acknowledged()
         was_blocked, self._blocked = self._blocked, False
         if was_blocked and not self._queued:
-            self._line_up()
-        self.stream._line_up_ended()
+            self._enqueue()
+        self.stream._enqueue_ended()
 
-    def _line_up(self) -> None:
-        """Any thread: the sender thread is to serve it."""
+    def _enqueue(self) -> None:
+        """Any thread: queues it for the sender thread."""
         self._queued = True
         self.stream.queue.put(self)
 
     def start_turn(self) -> None:
-        """Sender thread, by its queue, before anything of it is looked at: what comes after this lines up again."""
+        """Sender thread, by its queue, before reading its state: what comes after this queues it again."""
         self._queued = False
 
     def must_wait(self, limit: int) -> bool:
-        """Sender thread: whether its next response waits, as `limit` are unacknowledged: the next acknowledgement lines
-        it up again. Never where it is not paced."""
+        """Sender thread: whether its next response has to wait because `limit` are unacknowledged; the next
+        acknowledgement queues it again. False if it is not paced."""
         if self.num_unacknowledged < limit or not self.stream.is_paced:
             return False
         self._blocked = True
-        # An acknowledgement may have come between the two lines above.
+        # An acknowledgement may have come between the two statements above.
         if self.num_unacknowledged < limit:
             self._blocked = False
             return False
         return True
 
     def gather(self) -> Delta | None:
-        """Sender thread: what is new since the last call, kept for the next `take`; None where that is nothing.
+        """Sender thread: what is new since the last call, kept for the next `take`; None if nothing is.
 
-        Its reason is 0 unless it is the last.
+        Its reason is 0 unless it is the last one.
         """
         reason = self._reason  # before the tokens: if it is set, they are complete
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            reason = 0  # a failure is no part: the responder answers it with an error
+            reason = 0  # a failure is not a part: the responder answers it with an error
         count = len(self._pending)
         tokens = self._pending[:count]
         del self._pending[:count]
@@ -415,7 +415,7 @@ class SequenceStream:
         return delta
 
     def take(self) -> Delta:
-        """Sender thread: all that was gathered since the last call, as one, which is about to be sent."""
+        """Sender thread: all that was gathered since the last call, merged, which is about to be sent."""
         delta = _joined(self._unsent)
         self._unsent = []
         return delta
@@ -426,8 +426,8 @@ class SequenceStream:
         return self._log_probs
 
     def time_tokens(self, now: float) -> tuple[float | None, float | None]:
-        """Sender thread, with new tokens: seconds since the request came, where none of its sequences had any before,
-        and seconds since the last ones of this sequence, where it had some. `now`: time.monotonic()."""
+        """Sender thread, with new tokens: seconds since the request came, if these are the first tokens of all its
+        sequences, and seconds since this sequence's last tokens, if it had any. `now`: time.monotonic()."""
         stream, last = self.stream, self._last_tokens_at
         self._last_tokens_at = now
         since_arrival = None
@@ -438,7 +438,7 @@ class SequenceStream:
 
 
 def append_outputs(sequences: Mapping[int, SequenceStream], outputs: Outputs) -> None:
-    """Receive thread: the records of a step, to their sequences (by uid). Those of others mean nothing."""
+    """Receive thread: appends the records of a step to their sequences (by uid); those of others are ignored."""
     uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
     for index, detail in outputs.details.items():
         if (sequence := sequences.get(uids[index])) is not None:
@@ -450,10 +450,10 @@ def append_outputs(sequences: Mapping[int, SequenceStream], outputs: Outputs) ->
             continue
         if reason:
             sequence.append(token, reason)
-        else:  # nearly every token comes this way: `append`, without the call
+        else:  # nearly every token: `append`, inlined
             sequence._pending.append(token)
             if not sequence._queued and sequence.eager:
-                sequence._line_up()
+                sequence._enqueue()
 
 
 def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
@@ -467,7 +467,7 @@ def _wall_clock_ns(monotonic: float) -> int:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Those of one sequence, in order, as one."""
+    """Deltas of one sequence, in order, merged into one."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]

@@ -1,6 +1,6 @@
 """Chunks of the engine -> text, or the token ids themselves.
 
-All that needs no text is in `delivery.output_fields`, which the engine's front sends by itself.
+All outputs other than text are made in `delivery.output_fields`; the engine's front sends them itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.request import FinishReason
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
 
-MOST_STREAMS = 1 << 16  # with state; far more than any front has, but a client of the detokenizer alone may begin more
+MOST_STREAMS = 1 << 16  # with state; far more than any front has, but direct clients of the detokenizer may start more
 
 
 class StreamError(MinisglError):
@@ -30,7 +30,7 @@ class StreamError(MinisglError):
 
 @dataclass(slots=True)
 class _StreamText:
-    before: str  # the text: the prompt, or with `keeps` all that was sent
+    before: str  # earlier text: the prompt, or with `keeps` all that was sent
     output: OutputProcessor
     keeps: bool = False
     last_number: int = 0
@@ -44,14 +44,14 @@ class TextOutputEncoder:
         self._streams: dict[int, _StreamText] = {}
 
     def __len__(self) -> int:
-        """Streams with state."""
+        """Number of streams with state."""
         return len(self._streams)
 
     def encode(self, chunk: Chunk) -> Arrays:
-        """The text of each part, `text_output` [n]; or `output_ids` [1, 1, tokens] of the one part there is.
+        """The text of each part, `text_output` [n]; or `output_ids` [1, 1, tokens] of the only part.
 
-        The text is one-dimensional under a batch dimension too, as TensorRT-LLM's postprocessing sends it: its clients
-        read `text_output[0]`, and a row of it ends them. Raises StreamError where there is nothing to send.
+        The text is one-dimensional even with a batch dimension, as TensorRT-LLM's postprocessing sends it: its clients
+        read `text_output[0]` and fail on a row. Raises StreamError if there is nothing to send.
         """
         for uid in chunk.forget:
             self._streams.pop(uid, None)
@@ -62,7 +62,7 @@ class TextOutputEncoder:
         return {"text_output": texts(self._texts(chunk))[0]}
 
     def _texts(self, chunk: Chunk) -> list[str]:
-        if not chunk.parts:  # a probe: nobody reads the answer
+        if not chunk.parts:  # a probe, whose answer is not read
             return [""]
         if len(chunk.parts) > 1:
             assert chunk.options is not None, "an answer of several sequences comes in one chunk"

@@ -1,1 +1,1 @@
-"""What crosses a process border: messages, the sockets and frames that carry them, and their encodings."""
+"""Messages between processes, the sockets and frames that carry them, and their encodings."""

@@ -1,8 +1,8 @@
-"""Acknowledgements from the detokenizer to the fronts: datagrams between sockets of a directory that only the user may
+"""Acknowledgements from the detokenizer to the fronts: datagrams between sockets in a directory that only the user may
 enter.
 
-No zmq here: a confirmation lies on the way of the text behind it, and handing it to a thread that sends it costs as
-much as making the text. A datagram needs no thread on either side.
+No zmq here: an acknowledgement is on the path of the next text, and handing it to a sending thread costs as much as
+making the text. A datagram needs no thread on either side.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.ipc.channel import socket_path
 from minisgl_backend.ipc.messages import CANCELLED, Ack, front_of
 
-MOST_UNTOLD = 4096  # pairs that may wait for a front; 48 KiB, which fits into a datagram
+MAX_UNSENT = 4096  # pairs that may wait for a front; 48 KiB, which fits into a datagram
 _MAX_DATAGRAM = 1 << 17
 
 
 class AckReceiver:
-    """The front's side."""
+    """The front's end."""
 
     def __init__(self, socket_dir: Path, front: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         path = _path(socket_dir, front)
         with contextlib.suppress(FileNotFoundError):
-            Path(path).unlink()  # of a front that was killed
+            Path(path).unlink()  # left by a front that was killed
         self._socket.bind(path)
         self._decoder = msgspec.msgpack.Decoder(Ack)
 
@@ -41,7 +41,7 @@ class AckReceiver:
         return self._socket.fileno()
 
     def receive(self) -> tuple[Int64Array, Int32Array, float]:
-        """(uids int64 [n], sequence numbers int32 [n], the first `found_at` or 0) of all that is here, in order."""
+        """All that has arrived, in order: (uids int64 [n], sequence numbers int32 [n], the first `found_at` or 0)."""
         uids, numbers, found_at = bytearray(), bytearray(), 0.0
         while (payload := self._next()) is not None:
             with contextlib.suppress(msgspec.MsgspecError):
@@ -63,25 +63,26 @@ class AckReceiver:
 
 
 @dataclass(slots=True)
-class _Untold:
-    """What one front has to hear, in order."""
+class _Unsent:
+    """Acknowledgements not yet sent to one front, in order."""
 
     uids: array.array[int] = field(default_factory=lambda: array.array("q"))
     numbers: array.array[int] = field(default_factory=lambda: array.array("i"))
     found_at: float = 0.0
 
     def shorten(self) -> None:
-        """Keeps the last number of each stream, and of one whose client was found gone, that: at most MOST_UNTOLD."""
+        """Keeps at most MAX_UNSENT pairs: the last number of each stream, or CANCELLED if its client has left."""
         last: dict[int, int] = {}
         for uid, number in zip(self.uids, self.numbers, strict=True):
             if last.get(uid) != CANCELLED:
                 last[uid] = number
-        self.uids = array.array("q", list(last)[-MOST_UNTOLD:])
-        self.numbers = array.array("i", list(last.values())[-MOST_UNTOLD:])
+        self.uids = array.array("q", list(last)[-MAX_UNSENT:])
+        self.numbers = array.array("i", list(last.values())[-MAX_UNSENT:])
 
 
 class AckSender:
-    """The detokenizer's side: notes what was handled for each front (the upper bits of a uid), and tells it when asked.
+    """The detokenizer's end: collects acknowledgements for each front (the upper bits of a uid) and sends them on
+    `flush`.
 
     Never blocks; used by one thread.
     """
@@ -92,43 +93,43 @@ class AckSender:
         self._socket.setblocking(False)
         self._encoder = msgspec.msgpack.Encoder()
         self._paths: dict[int, str] = {}  # by front
-        self._untold: dict[int, _Untold] = {}
+        self._unsent: dict[int, _Unsent] = {}
 
     def __len__(self) -> int:
-        """Pairs that the fronts have still to hear."""
-        return sum(len(untold.uids) for untold in self._untold.values())
+        """Number of pairs not yet sent."""
+        return sum(len(unsent.uids) for unsent in self._unsent.values())
 
     def note(self, uid: int, number: int) -> None:
-        """The stream's chunk of this number was handled."""
+        """The stream's chunk with this number was handled."""
         front = front_of(uid)
-        untold = self._untold.get(front)
-        if untold is None:
-            untold = self._untold[front] = _Untold()
-        untold.uids.append(uid)
-        untold.numbers.append(number)
+        unsent = self._unsent.get(front)
+        if unsent is None:
+            unsent = self._unsent[front] = _Unsent()
+        unsent.uids.append(uid)
+        unsent.numbers.append(number)
 
     def note_gone(self, uid: int, found_at: float) -> None:
-        """The stream's client was found gone, at this time.monotonic() second."""
+        """The stream's client was found to have left, at this time.monotonic() second."""
         self.note(uid, CANCELLED)
-        untold = self._untold[front_of(uid)]
-        untold.found_at = untold.found_at or found_at
+        unsent = self._unsent[front_of(uid)]
+        unsent.found_at = unsent.found_at or found_at
 
-    def tell(self) -> bool:
-        """Sends one Ack to each front that has something to hear; True where all went out.
+    def flush(self) -> bool:
+        """Sends one Ack to each front with unsent pairs; True if all were sent.
 
-        What a front has no room for now goes with the next one to it; beyond MOST_UNTOLD pairs one a stream is kept,
-        which says what those before it said. What a front that is gone should hear is dropped.
+        What a front has no room for goes with its next Ack; beyond MAX_UNSENT pairs only the last one of each stream is
+        kept, which implies the earlier ones. Pairs for a front that is gone are dropped.
         """
-        for front, untold in tuple(self._untold.items()):
-            if self._send(front, untold):
-                del self._untold[front]
-            elif len(untold.uids) > MOST_UNTOLD:
-                untold.shorten()
-        return not self._untold
+        for front, unsent in tuple(self._unsent.items()):
+            if self._send(front, unsent):
+                del self._unsent[front]
+            elif len(unsent.uids) > MAX_UNSENT:
+                unsent.shorten()
+        return not self._unsent
 
-    def _send(self, front: int, untold: _Untold) -> bool:
-        """False where there was no room."""
-        handled = Ack(uids=untold.uids.tobytes(), sequence_numbers=untold.numbers.tobytes(), found_at=untold.found_at)
+    def _send(self, front: int, unsent: _Unsent) -> bool:
+        """False if there was no room."""
+        handled = Ack(uids=unsent.uids.tobytes(), sequence_numbers=unsent.numbers.tobytes(), found_at=unsent.found_at)
         path = self._paths.get(front)
         if path is None:
             path = self._paths[front] = _path(self._socket_dir, front)
@@ -136,7 +137,7 @@ class AckSender:
             self._socket.sendto(self._encoder.encode(handled), path)
         except BlockingIOError:
             return False
-        except OSError:  # nobody is there
+        except OSError:  # the front is gone
             pass
         return True
 

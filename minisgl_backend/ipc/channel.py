@@ -3,7 +3,7 @@
     core i    listens at `events-i` (events out, Hello in; ipc.frames)     zmq PULL `commands-i`
     front     connects to `events-i`                                       zmq PUSH -> `commands-i`
 
-What the detokenizer tells fronts is in `ipc.acks`.
+The detokenizer's acknowledgements to fronts are in `ipc.acks`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
-LOCK_NAME = "lock-"  # and the core's number: held by the process that runs it
+LOCK_NAME = "lock-"  # followed by the core's number; the process that runs the core holds the lock
 COMMAND_QUEUE = 16384
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
-ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
+ACCEPT_AGAIN_S = 0.1  # after a connection could not be accepted, mostly for lack of file descriptors
 
-Entries = slice | IndexArray  # places in parallel arrays; a slice stands for all
+Entries = slice | IndexArray  # indices into parallel arrays; a slice means all
 ALL = slice(None)
 
 
 def socket_directory(model_repository: str | Path, parent_pid: int | None = None) -> Path:
-    """The private directory (mode 0700) of one server's sockets, made where it is missing.
+    """The private directory (mode 0700) of one server's sockets, created if missing.
 
-    Its name holds the user, the server's process id (`parent_pid`; default: the parent of this process), when that
-    process began, and a hash of the repository's path, so that every model of one server finds the same one and no
-    other server does: not even one with the same process id, as a container that starts again gives it. Directories of
-    servers that no longer run are removed. Raises ConfigError where a safe one cannot be made.
+    Its name contains the user, the server's process id (`parent_pid`; default: the parent of this process), that
+    process's start time and a hash of the repository's path. So all models of a server find the same directory and no
+    other server does, not even one with the same process id, as in a restarted container. Directories of servers that
+    no longer run are removed. Raises ConfigError if a safe directory cannot be created.
     """
     parent_pid = os.getppid() if parent_pid is None else parent_pid
     base, prefix = _socket_base()
@@ -74,7 +74,7 @@ def remove_stale_directories() -> None:
 
 
 def _socket_base() -> tuple[Path, str]:
-    """(where socket directories are, how their names begin)"""
+    """(folder of the socket directories, prefix of their names)"""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if not os.access(base, os.W_OK | os.X_OK) or len(os.fsencode(base)) > MAX_SOCKET_PATH - 60:
         base = Path("/tmp")
@@ -92,7 +92,7 @@ def _remove_stale(base: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):
             entries = list(directory.iterdir())
             if any(_is_locked(entry) for entry in entries if entry.name.startswith(LOCK_NAME)):
-                continue  # in use: containers that share a folder have process ids of their own
+                continue  # in use: containers that share this folder have their own process ids
             for entry in entries:
                 entry.unlink()
             directory.rmdir()
@@ -110,19 +110,19 @@ def _is_locked(path: Path) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process began, in ticks since the machine did; None where there is none.
+    """The process's start time in ticks since boot; None if there is no such process.
 
-    psutil has it by the wall clock, and a server whose clock is set while it starts would have two directories.
+    psutil derives it from the wall clock: a server whose clock is set during its start would get two directories.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])  # behind the name, which may hold anything
+    return int(stat.rpartition(")")[2].split()[19])  # after the name, which may contain anything
 
 
 def merge_outputs(records: Sequence[Outputs]) -> Outputs:
-    """One record that says what these say, in order."""
+    """Merges records of one front, in order, into one."""
     if len(records) == 1:
         return records[0]
     details, entries = {}, 0
@@ -150,7 +150,7 @@ def split_by_front(uids: Int64Array) -> list[tuple[int, Entries]]:
 
 
 def _take_first(events: list[Event]) -> Event:
-    """Removes the first event, merged with the Outputs that follow it where it is one."""
+    """Removes the first event; if it is an Outputs, merged with the Outputs that follow it."""
     count = 1
     if isinstance(events[0], Outputs):
         while count < len(events) and isinstance(events[count], Outputs):
@@ -160,7 +160,7 @@ def _take_first(events: list[Event]) -> Event:
 
 
 class CoreChannel:
-    """The core's side. Sends never block: what a slow front has not taken merges into its next record."""
+    """The core's end. Sends never block: what a slow front has not taken merges into its next record."""
 
     def __init__(self, socket_dir: Path, core: int = 0) -> None:
         """`core`: its number among those of the server."""
@@ -169,7 +169,7 @@ class CoreChannel:
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
-        # First: a front connects to it as soon as it reaches the socket of commands.
+        # First: a front connects to it as soon as it reaches the command socket.
         self._listener.bind(str(_unbound(socket_path(socket_dir, f"{EVENTS}-{core}"))))
         self._listener.listen(MAX_UNGREETED)
         self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, f'{COMMANDS}-{core}'))}")
@@ -179,17 +179,17 @@ class CoreChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._connections: dict[int, FrameSocket] = {}  # by file descriptor
-        self._fronts: dict[int, FrameSocket] = {}  # those of them that said Hello, by front
-        self._backlog: dict[int, list[Event]] = {}  # what a front has not taken yet, in order
+        self._fronts: dict[int, FrameSocket] = {}  # by front; those that said Hello
+        self._backlog: dict[int, list[Event]] = {}  # events that a front has not taken yet, in order
         self._lost: list[int] = []
-        self._accept_at: float | None = None  # by time.monotonic(), where the listener is left alone until then
-        self._accept_fails = False  # so that it is logged once
+        self._accept_at: float | None = None  # time.monotonic() until which the listener is ignored; None: not ignored
+        self._accept_fails = False  # logged once
         self.num_malformed = 0
 
     def receive(self, timeout_ms: int) -> list[Command]:
         """Commands that have arrived; waits up to `timeout_ms` for the first one (0: not at all, -1: for ever).
 
-        A Hello replaces the front's earlier connection, whose sequences nobody waits for.
+        A Hello replaces the front's earlier connection, whose sequences no client waits for.
         """
         if self._backlog:
             timeout_ms = 1 if timeout_ms < 0 else min(timeout_ms, 1)
@@ -216,10 +216,11 @@ class CoreChannel:
     def _accept(self) -> None:
         try:
             connection = FrameSocket(self._listener.accept()[0])
-        except BlockingIOError:  # it left before its turn came
+        except BlockingIOError:  # it left before it was accepted
             return
         except OSError as error:
-            # It goes on waiting, which keeps the listener readable: without a pause no turn would wait for a command.
+            # The connection stays pending and the listener readable: without a pause, no turn would ever wait for a
+            # command.
             self._poller.unregister(self._listener.fileno())
             self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
             if not self._accept_fails:
@@ -231,7 +232,7 @@ class CoreChannel:
         self._poller.register(connection.fileno(), zmq.POLLIN)
 
     def _until_accept(self, accept_at: float, timeout_ms: int) -> int:
-        """`timeout_ms`, or as much of it as is left of the pause; looks at the listener again where that is over."""
+        """`timeout_ms`, shortened to the rest of the pause; once the pause is over, watches the listener again."""
         left_ms = int(1000 * (accept_at - time.monotonic())) + 1
         if left_ms > 0:
             return left_ms if timeout_ms < 0 else min(timeout_ms, left_ms)
@@ -273,16 +274,16 @@ class CoreChannel:
             return False
 
     def send(self, front: int, event: Event) -> None:
-        """Sends to one front, in order; what it cannot take now waits, and neighbouring Outputs merge.
+        """Sends to one front, in order; what it cannot take now waits, and consecutive Outputs merge.
 
-        What nobody is attached for is dropped.
+        Events for a front that is not attached are dropped.
         """
         if front in self._fronts:
             self._backlog.setdefault(front, []).append(event)
             self._flush(front)
 
     def flush(self) -> None:
-        """Tries again to send what waits."""
+        """Tries again to send the waiting events."""
         for front in tuple(self._backlog):
             self._flush(front)
 
@@ -334,24 +335,24 @@ class FrontChannel:
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, COMMAND_QUEUE)
         self._commands.setsockopt(zmq.LINGER, 0)
-        self._commands.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
+        self._commands.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued in the socket for a core that is not there
         self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
         self._commands.connect(f"ipc://{socket_path(socket_dir, f'{COMMANDS}-{core}')}")
 
     def greet(self, front: int, timeout_ms: int) -> bool:
-        """Says Hello as soon as there is a core to hear it; False where none came in time."""
+        """Says Hello as soon as a core listens; False if none did in time."""
         if not self._commands.poll(timeout_ms, zmq.POLLOUT):
             return False
         try:
             self._connection.connect(self._events_path)
         except OSError:  # it is about to end
             return False
-        with contextlib.suppress(OSError):  # it has just ended, as `receive` will say
+        with contextlib.suppress(OSError):  # it has just ended, as `receive` will report
             self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))
         return True
 
     def send(self, command: Command) -> None:
-        """Raises EngineDeadError where the command cannot be handed over."""
+        """Raises EngineDeadError if the command cannot be sent."""
         payload = self._encoder.encode(command)
         with self._lock:
             try:
@@ -360,11 +361,11 @@ class FrontChannel:
                 raise EngineDeadError("the engine core takes no commands at the moment") from error
 
     def fileno(self) -> int:
-        """For a poller: there is something to receive. After `greet`."""
+        """For a poller: readable when there is something to receive. Only after `greet`."""
         return self._events.fileno()
 
     def receive(self) -> list[Event]:
-        """All events that are here by now, neighbouring Outputs merged."""
+        """All events that have arrived, consecutive Outputs merged."""
         events: list[Event] = []
         run: list[Outputs] = []
         for payload in self._events.receive():
@@ -380,7 +381,7 @@ class FrontChannel:
 
     @property
     def ended(self) -> bool:
-        """The core is gone, and all that it said before was received."""
+        """The core is gone, and all that it had sent was received."""
         return self._events.ended
 
     def close(self) -> None:
@@ -390,13 +391,13 @@ class FrontChannel:
 
 
 def _unbound(path: Path) -> Path:
-    """The path, free of what a core that was killed has left there."""
+    """The path, after removing what a killed core has left there."""
     path.unlink(missing_ok=True)
     return path
 
 
 def socket_path(socket_dir: Path, name: str) -> Path:
-    """Where the socket `name` is. Raises ConfigError where the kernel would not take the path."""
+    """The path of the socket `name`. Raises ConfigError if it is too long for the kernel."""
     path = socket_dir / name
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(f"the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter directory")

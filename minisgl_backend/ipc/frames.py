@@ -1,7 +1,7 @@
 """Whole messages over a connected Unix stream socket; never blocks.
 
-No zmq here: it hands each message to a thread of its own, on either side, and waking those two threads lies on the way
-of every token.
+No zmq here: it passes each message through a thread of its own on either side, and waking those two threads would be
+part of every token's latency.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class FrameSocket:
         self._socket = connection
         self._unsent = memoryview(b"")
         self._received = bytearray()
-        self.ended = False  # the other end has closed, and all that it sent before was received
+        self.ended = False  # the other end has closed, and all that it had sent was received
 
     def fileno(self) -> int:
         """For a poller."""
         return self._socket.fileno()
 
     def send(self, payload: bytes) -> None:
-        """Sends as much as there is room for. Only where `flush` says True; raises OSError as it does."""
+        """Sends as much as there is room for. Call it only when `flush` returns True; raises OSError like `flush`."""
         self._unsent = memoryview(_LENGTH.pack(len(payload)) + payload)
         self.flush()
 
     def flush(self) -> bool:
-        """Sends more of what there was no room for; True when nothing is left of it.
+        """Sends more of the rest; True when nothing is left.
 
-        Raises OSError where the other end is gone.
+        Raises OSError if the other end is gone.
         """
         while self._unsent:
             try:
@@ -49,7 +49,7 @@ class FrameSocket:
         """The messages that are complete by now, in order."""
         data = self._received
         try:
-            # A short read has taken all that was there; the end is told by the next one.
+            # A short read has taken all there was; the next one reports the end.
             while (piece := self._socket.recv(_READ_BYTES)) and len(piece) == _READ_BYTES:
                 data += piece
             data += piece

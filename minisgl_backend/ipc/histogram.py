@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-# From finding that a client has gone to the return of its pages: observed in the core, reported by the fronts.
+# From the detection that a client has left to the release of its pages: observed by the core, reported by the fronts.
 CANCELLATION_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 
 
@@ -13,7 +13,7 @@ class Histogram:
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one is above all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last count is for values above all bounds
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What travels between fronts, detokenizer and engine core: typed structs, packed with msgspec (MessagePack).
+"""Messages between fronts, detokenizer and engine core: typed structs, packed with msgspec (MessagePack).
 
 Nothing here is ever pickled.
 
@@ -17,11 +17,11 @@ import msgspec
 from minisgl_backend.request import Request
 from minisgl_backend.step import SequenceDetail
 
-CANCELLED = -1  # in a Ack, in place of the number of a chunk: the stream's client has left
+CANCELLED = -1  # in an `Ack`, instead of a chunk number: the stream's client has left
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A front attaches. Its index is the bits above the lowest 47 of every uid that it chooses (see `uid_of`)."""
+    """A front attaches. Its index is the bits above the lowest 47 of all its uids (see `uid_of`)."""
 
     front: int
     pid: int
@@ -41,7 +41,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     uids: tuple[int, ...]
     reason: int
-    found_at: float = 0.0  # when their client was found gone, time.monotonic() seconds; 0: it is still there
+    found_at: float = 0.0  # when their client was found to have left, time.monotonic() seconds; 0: it has not
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
@@ -63,9 +63,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step means for one front: parallel little-endian arrays, one entry a sequence.
+    """The records of one step for one front: parallel little-endian arrays, one entry per sequence.
 
-    A record without a token (an aborted sequence's last one) has token id -1. Several Outputs merge by
+    A record without a token (an aborted sequence's last one) has token id -1. Several Outputs are merged by
     concatenation, in order; `details` is keyed by entry index.
     """
 
@@ -78,7 +78,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """A request that the core cannot take: `kind` names the error class of `errors` to raise.
 
-    Nothing comes for any of its sequences, uids `uid` to `uid + count - 1`.
+    Nothing comes for its sequences, uids `uid` to `uid + count - 1`.
     """
 
     uid: int
@@ -90,7 +90,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 class HistogramCounts(msgspec.Struct, frozen=True):
     """Observations since the start."""
 
-    counts: tuple[int, ...]  # by upper bound; the last one is above all bounds
+    counts: tuple[int, ...]  # by upper bound; the last one is for values above all bounds
     sum: float
 
 
@@ -105,16 +105,16 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """The detokenizer has handled responses: for each uid the highest sequence number seen, in order.
 
-    Number -1: it saw that the stream was cancelled.
+    Number -1 (CANCELLED): the stream's client has left.
     """
 
     uids: bytes  # int64 [n]
     sequence_numbers: bytes  # int32 [n]
-    found_at: float = 0.0  # when it saw that, time.monotonic() seconds
+    found_at: float = 0.0  # when that was found, time.monotonic() seconds
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """What the core's process says once to the front that started it, as a JSON line on a pipe."""
+    """The only message of a core's process to the front that started it, as a line of JSON on a pipe."""
 
     kind: Literal["ready", "ConfigError", "failed"]
     message: str = ""
@@ -125,10 +125,10 @@ Event = Welcome | Outputs | Rejected | Stats
 
 
 def uid_of(front: int, counter: int) -> int:
-    """A request id that no other front chooses: 16 bits of front index, 47 bits of counter."""
+    """A uid that no other front uses: 16 bits of front index, 47 bits of counter."""
     return (front << 47) | counter
 
 
 def front_of(uid: int) -> int:
-    """The index of the front that chose this uid."""
+    """The index of the front that created this uid."""
     return uid >> 47

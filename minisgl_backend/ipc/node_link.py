@@ -1,8 +1,8 @@
-"""Connections between the nodes of one model: TCP, opened by a node to node 0, with a secret that both know.
+"""TCP connections between the nodes of one model, opened by a node to node 0, with a shared secret.
 
-Each side shows the other that it knows the secret, by an HMAC of fresh random numbers, before anything else is read.
-What follows is not encrypted, and a packet's sender is not checked again: the network between the nodes is to be
-trusted, as the collectives' own traffic needs it too.
+Each side proves that it knows the secret, by an HMAC of fresh random numbers, before anything else is read. After that
+nothing is encrypted or authenticated: the network between the nodes must be trusted, as the collectives' own traffic
+requires, too.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from minisgl_backend.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-GREETING = b"minisgl node 1\n"  # the number is that of this protocol
+GREETING = b"minisgl node 1\n"  # the number is the protocol's version
 NONCE_BYTES = 32
 DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
-MOST_BYTES = 1 << 20  # of one message
-GREET_S = 5.0  # for each step of a conversation
-ACCEPT_AGAIN_S = 0.1  # after an error that is not the listener's end
-# A machine that is gone answers nothing. The kernels answer each other, so that a busy process does not count as gone.
-LOST_MS = 1000  # since something was sent, on a connection that is watched closely
-LOST_PROBES = 3  # one a second, on the others while nothing is sent
+MOST_BYTES = 1 << 20  # per message
+GREET_S = 5.0  # for each step of the handshake
+ACCEPT_AGAIN_S = 0.1  # after an error other than the listener's end
+# A machine that is gone does not answer. The kernels answer each other, so a busy process does not count as gone.
+LOST_MS = 1000  # unacknowledged data for that long ends a closely watched connection
+LOST_PROBES = 3  # one a second, on other connections while nothing is sent
 
 _LENGTH = struct.Struct("<I")
 _KNOWN, _UNKNOWN = b"+", b"-"
 
-# What node 0 sends every now and then on the connection that a node joined with, while the group starts and serves.
+# Sent regularly by node 0 on the connection that a node joined with, while the group starts and serves.
 NOT_READY, READY = b".", b"+"
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A node wants to be part of the group; the answer comes when all nodes have come."""
+    """A node asks to join the group; the reply comes when all nodes have asked."""
 
     version: str
     node_rank: int
@@ -54,31 +54,31 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From now on the connection carries step plans to one rank, and its signs of life back."""
+    """From now on the connection carries step plans to one rank, and its heartbeats back."""
 
     group: str
     rank: int
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From now on the connection is one to rank 0's rendezvous store."""
+    """From now on the connection leads to rank 0's rendezvous store."""
 
     group: str
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to all three. To Join: what the ranks are started with; then a byte now and then."""
+    """The reply to all three. To Join: what to start the ranks with; then a byte now and then."""
 
-    group: str = ""  # a name that only its members know
+    group: str = ""  # a random name that only its members know
     options: dict[str, Any] = {}  # node 0's EngineConfig
-    environment: dict[str, Any] = {}  # what it read of its environment variables
+    environment: dict[str, Any] = {}  # the environment variables that it read
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The other answer; the connection ends."""
+    """The other reply; the connection ends."""
 
     reason: str
-    final: bool  # to ask again is in vain
+    final: bool  # asking again is useless
 
 
 Request = Join | Link | Store
@@ -86,7 +86,8 @@ Reply = Accepted | Refused
 
 
 def greet_as_listener(connection: socket.socket, secret: bytes) -> bool:
-    """Whether the other side knows the secret; it is told. Raises OSError where it says nothing, or something else."""
+    """Returns whether the other side knows the secret, and tells it. Raises OSError if it sends nothing or something
+    else."""
     connection.settimeout(GREET_S)
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(GREETING + nonce)
@@ -101,10 +102,10 @@ def greet_as_listener(connection: socket.socket, secret: bytes) -> bool:
 
 
 def connect(address: str, secret: bytes) -> socket.socket:
-    """A connection to node 0 at HOST:PORT.
+    """Opens a connection to node 0 at HOST:PORT.
 
-    Raises OSError where nobody listens there or says anything in time, ConfigError where it is somebody with another
-    secret or protocol.
+    Raises OSError if nothing listens there or replies in time, ConfigError if its secret or protocol is a different
+    one.
     """
     connection = socket.create_connection(split_address(address), timeout=GREET_S)
     try:
@@ -119,7 +120,7 @@ def connect(address: str, secret: bytes) -> socket.socket:
 def _greet_listener(connection: socket.socket, address: str, secret: bytes) -> None:
     try:
         greeting = read_exactly(connection, len(GREETING))
-    except TimeoutError:  # a busy node 0, or another program that waits for its client to begin
+    except TimeoutError:  # a busy node 0, or a program whose clients speak first
         raise TimeoutError(f"who listens there did not greet within {GREET_S:g} s") from None
     if greeting != GREETING:
         raise ConfigError(f"rendezvous is {address!r}, where something else than node 0 listens, or another version")
@@ -137,13 +138,13 @@ def _digest(secret: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT in two."""
+    """Splits HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def set_timeouts(connection: socket.socket) -> None:
-    """Small messages at once, and an error some seconds after the other machine has gone."""
+    """Sends small messages at once, and reports an error some seconds after the other machine has gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, LOST_PROBES)):
@@ -151,8 +152,8 @@ def set_timeouts(connection: socket.socket) -> None:
 
 
 def watch_closely(connection: socket.socket) -> None:
-    """An error LOST_MS after something was sent that the other machine has not taken. Only where the other side always
-    reads: one that is busy while much is sent would count as gone."""
+    """Reports an error if data stays unacknowledged for LOST_MS. Only where the other side always reads: one that is
+    busy while much is sent would count as gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
 
 
@@ -162,7 +163,7 @@ def send_message(connection: socket.socket, message: Request | Reply) -> None:
 
 
 def read_message(connection: socket.socket, kind: Any) -> Any:
-    """One of `kind`, a type or a union of them. Raises OSError where another thing came, or nothing in time."""
+    """Reads one of `kind`, a type or a union of them. Raises OSError if something else came, or nothing in time."""
     (count,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     if count > MOST_BYTES:
         raise ConnectionError(f"a message of {count} bytes")
@@ -173,7 +174,7 @@ def read_message(connection: socket.socket, kind: Any) -> Any:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Raises ConnectionError where the connection ends before, TimeoutError where all of it takes longer than the
+    """Raises ConnectionError if the connection ends earlier, TimeoutError if all of it takes longer than the
     connection's timeout."""
     patience = connection.gettimeout()
     end = None if patience is None else time.monotonic() + patience
@@ -200,9 +201,9 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 def tie(one: socket.socket, other: socket.socket) -> None:
-    """From now on each hands what it receives to the other, on two threads, until either ends; both are closed then.
+    """From now on forwards data between the two, on two threads, until either ends; both are then closed.
 
-    Raises RuntimeError where no thread can be started; both are closed then, too.
+    Raises RuntimeError if no thread can be started; both are then closed, too.
     """
     for connection in (one, other):
         connection.settimeout(None)
@@ -225,14 +226,14 @@ def _hand_on(source: socket.socket, target: socket.socket, ended: threading.Even
     for connection in (source, target):
         _wake(connection)
     ended.set()
-    if others.is_set():  # the last one; closing twice does no harm
+    if others.is_set():  # the last thread; closing twice does no harm
         source.close()
         target.close()
 
 
 def accept_until(listener: socket.socket, ended: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
-    """Each connection and its address, until `ended` is set and the listener ends (`shut`). Other errors, such as too
-    many open files, pass: they are logged once until a connection can be taken again."""
+    """Yields each connection and its address, until `ended` is set and the listener is `shut`. Other errors, such as
+    too many open files, are logged once until a connection can be accepted again."""
     fails = False
     while not ended.is_set():
         try:
@@ -249,7 +250,8 @@ def accept_until(listener: socket.socket, ended: threading.Event) -> Iterator[tu
 
 
 def shut(connection: socket.socket) -> None:
-    """Closes it, also a listener. A thread that waits in it goes on, with an error: `close` alone wakes none."""
+    """Closes it, also a listener. A thread that waits in it continues with an error: `close` alone would not wake
+    it."""
     _wake(connection)
     connection.close()
 
@@ -260,10 +262,10 @@ def _wake(connection: socket.socket) -> None:
 
 
 def own_address(rendezvous: str, patience_s: float) -> tuple[str, int]:
-    """(IP address, port) at which node 0 listens. A cluster's names may come later than its machines.
+    """(IP address, port) at which node 0 listens. Cluster DNS names may appear later than their machines.
 
-    Raises ConfigError where that takes longer than `patience_s`, or where the name is one that this machine has for
-    itself alone (127.0.1.1 in many a /etc/hosts).
+    Raises ConfigError if that takes longer than `patience_s`, or if the name's address is a loopback one (127.0.1.1 in
+    many an /etc/hosts).
     """
     host, port = split_address(rendezvous)
     end = time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""Step plans, and what rank 0 decided about them, as bytes: for ranks that mirror them."""
+"""Encodes step plans and rank 0's decisions about them, for the ranks that execute them, too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DECODER = msgspec.msgpack.Decoder(_Step)
 
 
 def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
-    """Both as bytes."""
+    """The plan and the decisions as bytes."""
     return _ENCODER.encode(
         _Step(
             step=plan.step,
@@ -86,7 +86,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
 
 
 def unpack_step(data: bytes) -> tuple[StepPlan, StepDecisions]:
-    """What `pack_step` packed."""
+    """Decodes what `pack_step` encoded."""
     plan = _DECODER.decode(data)
     decisions = StepDecisions(
         graph_size=plan.graph_size,

@@ -12,7 +12,7 @@ from minisgl_backend.errors import ConfigError
 
 
 def make_private(directory: Path) -> None:
-    """Makes the directory with mode 0700. Raises ConfigError where somebody else could enter or own it."""
+    """Creates the directory with mode 0700. Raises ConfigError if somebody else owns it or could enter it."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()

@@ -1,1 +1,1 @@
-"""The Triton models: requests in, responses out. Only this room may import triton_python_backend_utils."""
+"""The Triton models: requests in, responses out. Only this package may import triton_python_backend_utils."""

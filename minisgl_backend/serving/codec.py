@@ -1,4 +1,4 @@
-"""Triton requests -> checked engine requests: every check of user input, and every default."""
+"""Triton requests -> validated engine requests: all checks of user input, and all defaults."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from minisgl_backend.request import (
 from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
 
-if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
+if TYPE_CHECKING:  # the engine front imports this module, but not the tokenizer's libraries
     from minisgl_backend.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 10_000
-MAX_PROMPT_BYTES = 1 << 20  # or 64 for each token of the context, where that is more
+MAX_PROMPT_BYTES = 1 << 20  # or 64 bytes per token of the context, if that is more
 
 
 @dataclass(frozen=True)
 class CodecSettings:
     """What the codec must know of model and configuration."""
 
-    generation: GenerationDefaults  # what absent sampling fields mean
+    generation: GenerationDefaults  # the meaning of absent sampling fields
     eos_token_ids: tuple[int, ...]
     vocab_size: int
-    max_seq_len: int  # the engine may allow less, where its memory does not hold so long a sequence
-    apply_chat_template: bool = False  # to text_input, where the request does not say
-    exclude_input_in_output: bool = True  # where the request does not say
-    generates: bool = True  # else it gives vectors alone
+    max_seq_len: int  # the engine may allow less if its KV cache does not hold one sequence of that length
+    apply_chat_template: bool = False  # to text_input, unless the request says otherwise
+    exclude_input_in_output: bool = True  # unless the request says otherwise
+    generates: bool = True  # False: the model returns only vectors
 
     @classmethod
     def of_model(cls, model: ModelConfig, max_seq_len_override: int | None = None, **settings: bool) -> CodecSettings:
-        """`settings` are the other fields. Raises ConfigError where the model is not served at that length."""
+        """`settings` are the other fields. Raises ConfigError if the model is not served at that length."""
         return cls(
             generation=model.generation,
             eos_token_ids=model.eos_token_ids,
@@ -61,10 +61,10 @@ class CodecSettings:
 
 
 class RequestCodec:
-    """Checks and translates requests of one model."""
+    """Validates and translates the requests of one model."""
 
     def __init__(self, tokenizer: Tokenizer, settings: CodecSettings, pooling: PoolingCodec | None = None) -> None:
-        """`pooling`: of requests for vectors; None: they are refused."""
+        """`pooling`: for requests for vectors; None: they are refused."""
         self._tokenizer = tokenizer
         self._pooling = pooling
         self._settings = settings
@@ -77,7 +77,7 @@ class RequestCodec:
         deadline: float | None = None,
         request_id: str = "",
     ) -> tuple[Int32Array, EngineRequest]:
-        """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
+        """The prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
         tensors = dict(tensors)
         is_vllm, is_llmapi = "vllm_text_input" in tensors, "llmapi_text_input" in tensors
         if is_vllm or is_llmapi:
@@ -119,7 +119,7 @@ class RequestCodec:
     def _pooled(
         self, fields: Mapping[str, Any], deadline: float | None, request_id: str
     ) -> tuple[Int32Array, EngineRequest] | None:
-        """None where the request asks for tokens."""
+        """None if the request asks for tokens."""
         for name in ("pooling_request", "embedding_request"):
             if not fields.get(name):
                 continue
@@ -130,7 +130,7 @@ class RequestCodec:
         return None
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
-        """The text that `exclude_input_in_output=false` repeats, and the tokens."""
+        """The prompt's text, which `exclude_input_in_output=false` repeats, and its tokens."""
         text, messages = fields.get("text_input"), fields.get("messages")
         if fields.get("prompt_token_ids") is not None:
             return self._given_tokens(fields)
@@ -162,14 +162,14 @@ class RequestCodec:
     def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
         if fields.get("text_input") or fields.get("messages"):
             raise InvalidRequestError(
-                "prompt_token_ids is given beside text_input or messages; allowed: exactly one of them"
+                "prompt_token_ids is given together with text_input or messages; allowed: exactly one of them"
             )
         ids: list[int] = fields["prompt_token_ids"]
         self._check_prompt("prompt_token_ids", ids)
         return self._tokenizer.decode(ids) if self._echoes(fields) else "", ids
 
     def _input_ids(self, fields: Mapping[str, Any]) -> Int32Array:
-        """The prompt of tensorrt_llm: `input_ids`, of which `input_lengths` count."""
+        """The prompt of tensorrt_llm: the first `input_lengths` of `input_ids`."""
         for name in ("text_input", "messages", "prompt_token_ids"):
             if fields.get(name):
                 raise InvalidRequestError(f"{name} and input_ids are both given; allowed: exactly one of them")
@@ -194,7 +194,7 @@ class RequestCodec:
         values["stop_token_ids"] = (
             *fields.get("stop_token_ids", ()),
             *_stop_tokens(fields.get("stop_words_list", [])),
-            # Their text is no part of an answer, so that it would never be found there.
+            # Their text is not part of an answer, so it would never be found there.
             *(special[text] for text in fields.get("stop_words", ()) if text in special),
         )
         bad_words = SamplingParams(bad_words=fields.get("bad_words", ()))
@@ -219,7 +219,7 @@ class RequestCodec:
     def _with_thoughts(
         self, params: SamplingParams, fields: Fields, prompt_ids: Sequence[int] | Int32Array
     ) -> SamplingParams:
-        """With the tags of what `thinking_token_budget` bounds."""
+        """Adds the tags of the thinking that `thinking_token_budget` limits."""
         budget = params.thinking_token_budget
         if budget is None:
             return params
@@ -239,7 +239,7 @@ class RequestCodec:
         if end_id is None or end_id in self._settings.eos_token_ids:
             return
         values["ignore_eos"] = True
-        if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that nothing ends the text
+        if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that no token ends the text
             values["stop_token_ids"] = (*values["stop_token_ids"], end_id)
 
     def _echoes(self, fields: Mapping[str, Any], is_llmapi: bool = False) -> bool:
@@ -247,13 +247,13 @@ class RequestCodec:
         # A stream is deltas only, whatever exclude_input_in_output says: NVIDIA's own client always sends false.
         if fields.get("stream", False):
             return False
-        # Clients of tensorrt_llm count on the prompt where they say nothing.
+        # Clients of tensorrt_llm expect the prompt by default.
         default = self._settings.exclude_input_in_output and "trtllm_input_ids" not in fields and not is_llmapi
         return not fields.get("exclude_input_in_output", default)
 
     def _options(self, fields: Mapping[str, Any], params: SamplingParams, is_vllm: bool) -> OutputOptions:
         token_ids = "trtllm_input_ids" in fields
-        # To vllm_backend `logprobs` says how many, and only `return_logprobs` that they are wanted.
+        # In vllm_backend `logprobs` is the number of alternatives, and only `return_logprobs` requests the output.
         wants_logprobs = fields.get("return_logprobs", not is_vllm and "logprobs" in fields)
         return OutputOptions(
             stream=fields.get("stream", False),
@@ -275,7 +275,7 @@ class RequestCodec:
 
 
 def _stop_request(request_id: str, answer: str = "") -> tuple[Int32Array, EngineRequest]:
-    """`answer`: the error that it ends with, as TensorRT-LLM's LLM API has it."""
+    """`answer`: the error that the request ends with, as with TensorRT-LLM's LLM API."""
     if not request_id:
         raise InvalidRequestError("stop is true and the request has no id; allowed: the id of the request to stop")
     spec = EngineRequest(
@@ -295,7 +295,8 @@ def _with_prompt(
 
 
 def _token_words(name: str, flat: Sequence[int]) -> list[tuple[int, ...]]:
-    """TensorRT-LLM's word lists, [2, n]: the ids of all words in one row, and where each word ends in the other."""
+    """TensorRT-LLM's word lists, [2, n]: the token ids of all words in one row, and the end of each word in the
+    other."""
     half = len(flat) // 2
     words, start = [], 0
     for end in flat[half:]:
@@ -344,7 +345,7 @@ def _num_bytes(given: Any) -> int:
 
 
 def _messages(given: str | list[Any]) -> list[Any]:
-    """A list of messages, or one as JSON."""
+    """A list of messages, or one as JSON text."""
     messages = json_value("messages", given) if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError(f"messages is {shown(given)}; allowed: a JSON list of at least one chat message")
@@ -403,5 +404,6 @@ def _vllm_grammar(guided: Any) -> Grammar | None:
 
 
 def _quoted(text: str) -> str:
-    """A literal of an EBNF grammar: JSON's escapes, but characters as they are. The compiler takes surrogates apart."""
+    """A literal of an EBNF grammar: JSON's escapes, but characters as they are, since the compiler splits
+    surrogates."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The Triton model `detokenizer`: chunks of the engine in, text out (or the token ids, where they are wanted)."""
+"""The Triton model `detokenizer`: the engine's chunks in, text out (or the token ids, if the client requested them)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minisgl_backend.text.vocabulary import load_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
 
-TELL_AT = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
+FLUSH_AT = 256  # chunks; a front never leaves that many unacknowledged, but a direct client of this model may
 
 
 class TritonPythonModel:
@@ -39,18 +39,18 @@ class TritonPythonModel:
         self.start(TextOutputEncoder(vocabulary), ClientChecks(), handled)
 
     def start(self, answers: TextOutputEncoder, checks: ClientChecks, handled: AckSender) -> None:
-        """Takes over what the other methods work with."""
+        """Stores the objects that the other methods use."""
         self._answers = answers
         self._checks = checks
         self._handled = handled
         self._codec = Codec()
-        self._must_tell = False
+        self._must_flush = False
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response a request; then tells the fronts what was handled and who has left, where that is due."""
+        """One response per request; then sends the fronts any acknowledgements and news of clients that are due."""
         responses = [self._answer(request) for request in requests]
-        if self._must_tell:
-            self._must_tell = not self._handled.tell()
+        if self._must_flush:
+            self._must_flush = not self._handled.flush()
         return responses
 
     def finalize(self) -> None:
@@ -61,22 +61,23 @@ class TritonPythonModel:
         try:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._handled.note(chunk.uid, chunk.number)
-            self._must_tell |= chunk.confirm or len(self._handled) >= TELL_AT
+            self._must_flush |= chunk.confirm or len(self._handled) >= FLUSH_AT
             self._look_for_client(request, chunk)
             arrays = self._answers.encode(chunk)
         except StreamError as error:
             return _error(error.status, str(error))
         except msgspec.MsgspecError as error:
             return _error("INVALID_ARG", f"chunk is not valid: {error}")
-        except Exception as error:  # else all that are answered together with this one would fail
+        except Exception as error:  # otherwise all requests of this call would fail
             _LOGGER.exception("a chunk could not be made into text")
             return _error("INTERNAL", f"the text could not be made ({type(error).__name__})")
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
     def _look_for_client(self, request: Any, chunk: Chunk) -> None:
-        """An ensemble tells only its new steps of a cancellation, never the engine's running one."""
+        """Asks the server here, since an ensemble reports a cancellation only to later steps, not to the running
+        engine."""
         now = time.monotonic()
-        # A stream that begins is asked with its next chunk, and one that ends need not be asked.
+        # The first chunk of a stream is not asked (the next one is), and the last one need not be.
         goes_on = chunk.number > 1 and chunk.parts and not chunk.parts[-1].is_last
         if not goes_on or not self._checks.is_due(chunk.uid, now):
             return
@@ -85,7 +86,7 @@ class TritonPythonModel:
         self._checks.note(chunk.uid, now, ended, gone=gone)
         if gone:
             self._handled.note_gone(chunk.uid, ended)
-            self._must_tell = True
+            self._must_flush = True
 
 
 def _error(status: str, message: str) -> Any:

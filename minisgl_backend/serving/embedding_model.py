@@ -1,7 +1,8 @@
-"""The Triton model `embedding`: texts in, vectors or scores out, one response a request.
+"""The Triton model `embedding`: texts in, vectors or scores out, one response per request.
 
-The engine is decoupled, and so is every ensemble over it, which `infer` over HTTP does not serve. This model is not: it
-asks tokenizer and engine itself, from threads, so that the engine computes the requests of many clients together.
+The engine is decoupled, and so is every ensemble with it; HTTP's `infer` does not serve decoupled models. This model is
+not decoupled: it calls tokenizer and engine itself, on threads, so that the engine batches the requests of many
+clients.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from minisgl_backend.remote_errors import from_message
 from minisgl_backend.request import NO_SAMPLING
 from minisgl_backend.serving.fields import coerce
 
-MOST_AT_ONCE = 32  # requests; as many threads of the Python backend wait for what models ask of one another
+MAX_CONCURRENT_REQUESTS = 32  # requests; the Python backend has that many threads that wait for calls between models
 POLL_EVERY_S = 0.1  # for clients that have left
 
 _LOGGER = logging.getLogger(__name__)
 _CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "DEADLINE_EXCEEDED": "CANCELLED"}
-# Inputs of this model -> fields of its pooling_request, with their kinds.
+# This model's inputs -> fields of its pooling_request, with their kinds.
 _FIELDS = {
     "instruction": ("instruction", "str"),
     "dimensions": ("dimensions", "int"),
@@ -44,7 +45,8 @@ class _LeftError(MinisglError):
 
 
 class _Failed(MinisglError):
-    """Another model's error, which ends the request as it is. It comes without its code: its wording says it."""
+    """Another model's error, which ends the request unchanged. Its code is not passed on, so it is read from the
+    text."""
 
     def __init__(self, error: Any) -> None:
         super().__init__(error.message())
@@ -53,18 +55,18 @@ class _Failed(MinisglError):
 
 
 class _Call:
-    """One request. Its sender is never asked about a request that has been answered: tritonserver 2.51 would die."""
+    """One request. Once answered, its sender is never asked for cancellation: tritonserver 2.51 would crash."""
 
     def __init__(self, request: Any) -> None:
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         self.parameters = json.loads(request.parameters() or "{}")
         self.timeout = request.timeout()
-        # Its own: an end by this id must meet no other request.
+        # An id of its own: a stop by this id must not hit another request.
         self.request_id = f"{request.request_id() or 'embedding'}#{uuid.uuid4().hex[:12]}"
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
         self._ended = False
-        self.is_asked = False  # whether the engine has been asked, or is being asked
+        self.is_asked = False  # whether the request was sent to the engine, or is being sent
 
     def answer(self, response: Any) -> None:
         with self._lock:
@@ -76,7 +78,7 @@ class _Call:
             return not self._ended and bool(self._sender.is_cancelled())
 
     def check(self) -> None:
-        """Raises _LeftError where the client has left: what has not begun for it never does."""
+        """Raises _LeftError if the client has left, so that no further step begins for it."""
         if self.has_left():
             raise _LeftError
 
@@ -92,19 +94,19 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._open: set[_Call] = set()
         self._stopping = threading.Event()
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="embedding")
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS, thread_name_prefix="embedding")
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self._watcher.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Their responses come from the threads."""
+        """The responses are sent by the threads."""
         for request in requests:
             call = _Call(request)
             self._open.add(call)
             self._threads.submit(self._serve, call)
 
     def finalize(self) -> None:
-        """Waits for what is running."""
+        """Waits for running requests."""
         self._stopping.set()
         self._threads.shutdown(wait=True)
         self._watcher.join(2.0)
@@ -141,7 +143,7 @@ class TritonPythonModel:
         call.check()
         call.is_asked = True
         found = self._ask_engine(call.request_id, prompts["input_ids"], prompts["spec"])
-        # Clients such as LiteLLM take every output for embeddings: others are for those who know of pooling_request.
+        # Clients such as LiteLLM read every output as embeddings: other outputs need a pooling_request.
         names = found if packed is not None else [name for name in ("embedding", "score") if name in found]
         return [pb_utils.Tensor(name, found[name][0]) for name in names]
 
@@ -154,7 +156,7 @@ class TritonPythonModel:
         ).exec(decoupled=True)
         found: dict[str, Any] = {}
         failed: _Failed | None = None
-        for response in responses:  # to their end, so that nothing of the call is left
+        for response in responses:  # to the end, so that nothing of the call is left
             try:
                 found.update(_run(response))
             except _Failed as error:
@@ -164,13 +166,14 @@ class TritonPythonModel:
         return found
 
     def _watch(self) -> None:
-        """Triton tells the models that another model asks of no cancellation: the engine hears of it from here."""
+        """Passes cancellations on to the engine, since Triton does not report them to models called by another
+        model."""
         while not self._stopping.wait(POLL_EVERY_S):
             for call in [one for one in set(self._open) if one.is_asked]:
                 try:
-                    if call.has_left():  # it is told so until it has ended: the request may still be on its way there
+                    if call.has_left():  # repeated until it ends: the engine may not have it yet
                         self._stop(call.request_id)
-                except Exception:  # the watcher must live
+                except Exception:  # the watcher must go on
                     _LOGGER.exception("request %r cannot be stopped", call.request_id)
 
     def _stop(self, request_id: str) -> None:
@@ -185,7 +188,7 @@ class TritonPythonModel:
 
 
 def _pooling_request(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs by their own names as a pooling_request. Raises InvalidRequestError."""
+    """The separate inputs as a pooling_request. Raises InvalidRequestError."""
     fields = {
         field: coerce(name, kind, inputs[name].reshape(-1).tolist()[0])
         for name, (field, kind) in _FIELDS.items()

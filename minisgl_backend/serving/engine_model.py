@@ -1,6 +1,6 @@
 """The Triton model `engine`: decoupled, a thin front of the engine cores.
 
-Each response is a chunk, which the detokenizer makes into text, and beside it all outputs that need no text.
+Each response has a chunk, which the detokenizer turns into text, together with all outputs other than text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from minisgl_backend.serving.metrics import MetricsReporter
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 DRAIN_S = 20.0  # tritonserver's own exit timeout is 30 s
-FIRST_WHOLE = 32768  # the number of the first front that is not decoupled
+FIRST_WHOLE = 32768  # number of the first front that is not decoupled
 WHOLE_ONLY = "the model `infer` sends one response a request; allowed: stream false or unset (`ensemble` has streams)"
-SWITCH_S = 0.0005  # how long another thread may keep a sender thread with a token in its hand from running
+SWITCH_S = 0.0005  # the interpreter's switch interval: longest delay of a sender thread by another
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _LOGGER = logging.getLogger(__name__)
 class TritonPythonModel:
     """Any number of instances; each owns the response senders of its requests.
 
-    Where the model is not decoupled (`engine_infer`), a request has one response: what asks for more is refused.
+    If the model is not decoupled (`engine_infer`), a request has one response; requests for more are refused.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -67,7 +67,7 @@ class TritonPythonModel:
         self._metrics.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Hands the requests to the engine; their responses come from the responder's threads."""
+        """Passes the requests to the engine; the responder's threads send their responses."""
         for request in requests:
             sender = _TritonSender(request.get_response_sender(), self._codec)
             try:
@@ -93,7 +93,7 @@ class TritonPythonModel:
                 sender.fail("INVALID_ARG", f"spec is not valid: {error}")
 
     def finalize(self) -> None:
-        """Waits for what is running, then ends the cores that this front started."""
+        """Waits for running requests, then ends the cores that this front started."""
         self._metrics.stop()
         self._front.close(DRAIN_S)
 
@@ -105,10 +105,10 @@ class TritonPythonModel:
 
 
 class _TritonSender:
-    """The responses of one request, from one thread; any thread may ask `is_cancelled`.
+    """The responses of one request, sent by one thread; any thread may call `is_cancelled`.
 
-    tritonserver 2.51 dies (SIGSEGV in TRITONBACKEND_ResponseFactoryIsCancelled) when it is asked about a request whose
-    last response it has got: the last response and the question never meet.
+    tritonserver 2.51 crashes (SIGSEGV in TRITONBACKEND_ResponseFactoryIsCancelled) when asked about a request that has
+    had its last response, so the two calls never overlap.
     """
 
     __slots__ = ("_codec", "_ended", "_lock", "_sender")
@@ -133,7 +133,7 @@ class _TritonSender:
         self._end(pb_utils.InferenceResponse(error=error))
 
     def end(self) -> None:
-        """Ends a request to which there is nothing to say."""
+        """Ends a request without a response."""
         with self._lock:
             self._ended = True
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

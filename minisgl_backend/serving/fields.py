@@ -1,6 +1,6 @@
 """Raw values of a request -> typed ones, by field name: tensors, request parameters and sampling_parameters alike.
 
-Every refusal names the field, the value and what is allowed.
+Every error names the field, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from minisgl_backend.serving.schema import INPUTS, LLMAPI_INPUTS, RENAMED_INPUTS
 
 MAX_LIST = 4096
 _LONGEST = {"stop_words": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
-MAX_SHOWN = 60  # characters of a wrong value that a message repeats
+MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
 
-# Another name for a field, from an older or a foreign API; the canonical one wins where both are given.
+# Aliases of fields, from an older or a foreign API; the canonical name wins if both are given.
 ALIASES = {
     "random_seed": "seed",
     "min_length": "min_tokens",
@@ -42,7 +42,7 @@ ALIASES = {
     "sampling_param_exclude_input_from_output": "exclude_input_in_output",
 }
 
-# Fields of vllm's SamplingParams that are no tensors.
+# Fields of vLLM's SamplingParams that are not tensors.
 _JSON_FIELDS = {
     "logprobs": "int",
     "prompt_logprobs": "int",
@@ -57,16 +57,16 @@ _JSON_FIELDS = {
     "spaces_between_special_tokens": "bool",
 }
 
-# What comes as a tensor of a certain ensemble or not at all: no request parameter makes a request something else.
+# Accepted only as tensors of certain ensembles: a request parameter cannot change a request's kind.
 _ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)) - {
     "early_stopping"
 }
 
-# Request parameters that belong to Triton itself, to HTTP front ends or to the client's own bookkeeping.
+# Request parameters of Triton itself, of HTTP front ends or for the client's own bookkeeping.
 _FOREIGN_PARAMETERS = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "timeout", "binary_data_output", "headers"}
     | {"model", "id", "user", "request_id", "timestamp"}
-    | {"Streaming"}  # of the clients of tensorrt_llm, beside the input
+    | {"Streaming"}  # sent by clients of tensorrt_llm in addition to the input
 )
 
 _OWN_KINDS = {"prompt_token_ids": "ids", "messages": "chat", "trtllm_input_ids": "array"}
@@ -97,9 +97,10 @@ def _kind(name: str) -> str | None:
 
 
 def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None) -> Fields:
-    """Typed values of all fields that the request names, by canonical name.
+    """Typed values of all fields in the request, by canonical name.
 
-    A tensor wins over a request parameter, that over a key of `sampling_parameters`. Raises InvalidRequestError.
+    A tensor takes precedence over a request parameter, and that over a key of `sampling_parameters`. Raises
+    InvalidRequestError.
     """
     parameters = {name: value for name, value in (parameters or {}).items() if not _is_foreign(name)}
     packed = tensors.get("sampling_parameters", parameters.pop("sampling_parameters", None))
@@ -132,10 +133,9 @@ def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[
 
 
 def coerce(name: str, kind: str, value: Any) -> Any:
-    """`value` as `kind` (int, float, bool, str, ints, strs, ids, chat or json); numbers and flags may come as strings.
+    """`value` as `kind` (int, float, bool, str, ints, strs, ids, chat or json); numbers and flags may be strings.
 
-    `ids` are integers as they are, as many as there are: the codec knows how many a prompt may have. `chat` is a list,
-    or one as JSON text.
+    `ids` are integers, in any number: the codec knows how long a prompt may be. `chat` is a list, also as JSON text.
     """
     if kind == "chat":
         return value if isinstance(value, list) else _str(name, value)
@@ -153,7 +153,7 @@ def coerce(name: str, kind: str, value: Any) -> Any:
 
 
 def json_object(name: str, text: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON object in `text`; an empty text is an empty object."""
+    """The JSON object in `text`; an empty text means an empty object."""
     if isinstance(text, Mapping):
         return dict(text)
     value = json_value(name, text) if str(text).strip() else {}
@@ -163,7 +163,7 @@ def json_object(name: str, text: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_value(name: str, text: str) -> Any:
-    """What the JSON text says."""
+    """The value of a JSON text."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError, TypeError) as error:
@@ -171,7 +171,7 @@ def json_value(name: str, text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A wrong value as a message repeats it: short, quoted where it is text."""
+    """A wrong value for an error message: shortened, and quoted if it is text."""
     text = repr(value) if isinstance(value, (str, bytes)) else str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -192,7 +192,7 @@ def _refusal(name: str) -> str | None:
 
 
 def _asks(name: str, canonical: str, value: Any) -> bool:
-    """Whether a field asks for something: empty, 0 or false is what some clients send with every request."""
+    """Whether a field asks for something: some clients send it empty, 0 or false with every request."""
     if _kind(canonical) == "bool" and value is not None:
         return bool(_tensor_value(name, "bool", value) if isinstance(value, np.ndarray) else _bool(name, value))
     if isinstance(value, np.ndarray):

@@ -1,11 +1,11 @@
 """The engine's counters and the front's latency histograms on Triton's /metrics.
 
-With several engine cores the engine's figures are sums over those that answer; a few stand by core beside them.
+With several engine cores the engine's metrics are sums over the cores that answer; a few are reported per core, too.
 
 docs/operations.md lists the names.
 
-Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: one
-call into the server for every token would cost more than the token.
+Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: a call
+into the server for every token would cost more than the token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from minisgl_backend.ipc.messages import Stats
 from minisgl_backend.speculative_config import MOST_DRAFTS
 
 REPORT_EVERY_S = 0.25
-LATENCIES_EVERY = 4  # reports: histograms have many values that change
-# Before each value, which is a round trip into the server that holds this process's interpreter: the engine's figures
-# arrive together with a step's tokens, and the responses of these must not queue behind them.
-PAUSE_S = 0.002
-QUIET_S = 0.003  # since the last response: the step's tokens are out
-MOST_PAUSES = 4  # where streams never pause
+LATENCIES_EVERY = 4  # in reports: histograms have many values that change
+# Each value is a round trip into the server that holds this process's interpreter lock, so there is a pause before it:
+# the engine's figures arrive together with a step's tokens, whose responses must not queue behind them.
+REPORT_PAUSE_S = 0.002
+IDLE_AFTER_S = 0.003  # without a response: the step's tokens have been sent
+MAX_PAUSES_PER_VALUE = 4  # for streams that never pause
 
 Pause = Callable[[], object]
 
@@ -76,7 +76,7 @@ _COUNTERS = (
     _Series("minisgl_requests_cancelled_total", "Sequences that ended by cancellation", "total_cancelled"),
     _Series(
         "minisgl_requests_cancelled_late_total",
-        "Sequences that stayed longer than 2 steps and 50 ms after their client was found gone",
+        "Sequences that stayed longer than 2 steps and 50 ms after their client was found to have left",
         "total_cancelled_late",
     ),
     _Series("minisgl_requests_failed_total", "Sequences that ended by an error", "total_failed"),
@@ -85,7 +85,7 @@ _COUNTERS = (
 )
 
 
-# Of an engine with speculation, once there are drafts.
+# For engines with speculation, once there are drafts.
 _DRAFT_COUNTERS = (
     _Series("minisgl_drafts_total", "Drafts verified: of one sequence in one step", "total_drafts"),
     *(
@@ -109,14 +109,14 @@ _TENANT_COUNTERS = (
     _Series("minisgl_tenant_prompt_tokens_total", "Prompt tokens computed for a tenant", "total_prompt_tokens"),
     _Series("minisgl_tenant_generated_tokens_total", "Tokens sampled for a tenant", "total_generated_tokens"),
 )
-MAX_TENANT_LABELS = 64  # tenants that have series of their own; all others share one
+MAX_TENANT_LABELS = 64  # tenants with series of their own; all others share one
 OTHER_TENANTS = "others"
 
 
 class MetricsReporter:
-    """The leader among the fronts reports the engine, each front its own latencies.
+    """The leader among the fronts reports the engine's metrics, each front its own latencies.
 
-    Totals come before gauges: whoever sees that nothing runs any more finds everything counted.
+    Totals are written before gauges: once the gauges show that nothing runs, everything is counted.
     """
 
     def __init__(self, front: EngineFront, *, is_leader: bool) -> None:
@@ -125,8 +125,8 @@ class MetricsReporter:
         self._stopping = threading.Event()
 
         def pause() -> None:
-            for _ in range(MOST_PAUSES):
-                if self._stopping.wait(PAUSE_S) or time.monotonic() - front.responder.last_sent > QUIET_S:
+            for _ in range(MAX_PAUSES_PER_VALUE):
+                if self._stopping.wait(REPORT_PAUSE_S) or time.monotonic() - front.responder.last_sent > IDLE_AFTER_S:
                     return
 
         self._engine = _EngineMetrics(self._families, pause, front.client.num_cores) if is_leader else None
@@ -144,12 +144,14 @@ class MetricsReporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """The last report has been made. To be called while the server still answers: the metrics leave its page."""
+        """Ends reporting. To be called while the server still answers, since it removes the metrics from the server's
+        page."""
         self._stopping.set()
         self._thread.join(2.0)
         if self._thread.is_alive():
             return
-        # A Python stub that still has metrics when it ends dies of SIGSEGV: a metric's end is a message to the server.
+        # A Python stub that still has metrics when it exits crashes (SIGSEGV): deleting a metric is a message to the
+        # server.
         self._engine = None
         self._latency.clear()
         self._families.clear()  # last: a family must outlive its metrics
@@ -188,11 +190,11 @@ class _EngineMetrics:
         self._tenants = _TenantMetrics(families, pause)
         self._cores = [_CoreMetrics(families, core) for core in range(num_cores if num_cores > 1 else 0)]
         self._shown: dict[_Series, float] = {}
-        help = "From the finding that a client has left to the return of its sequence's pages"
+        help = "From the detection that a client has left to the release of its sequence's pages"
         self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S, pause)
 
     def report(self, cores: Sequence[Stats | None]) -> None:
-        """`cores`: one entry for each, None where it does not answer."""
+        """`cores`: one entry per core, None if it does not answer."""
         for series, counter in self._counters.items():
             counter.follow([None if stats is None else stats.values.get(series.value) for stats in cores])
         self._count_drafts(cores)
@@ -237,7 +239,8 @@ class _EngineMetrics:
 
 
 class _TenantMetrics:
-    """Series by tenant, made when one is first heard of. The names are clients', so there are only so many labels."""
+    """Series by tenant, created when a tenant first appears. Clients choose the names, so the number of labels is
+    limited."""
 
     def __init__(self, families: dict[str, Any], pause: Pause) -> None:
         self._families = families
@@ -256,7 +259,7 @@ class _TenantMetrics:
             self._report(label, [None if stats is None else self._of(label, stats) for stats in cores])
 
     def _of(self, label: str, stats: Stats) -> dict[str, float]:
-        """What a core says of all tenants that have this label."""
+        """A core's figures for all tenants with this label."""
         if label != OTHER_TENANTS:
             return stats.tenants.get(label, {})
         found: dict[str, float] = {}
@@ -291,7 +294,7 @@ class _TenantMetrics:
 
 
 class _CoreMetrics:
-    """The gauges of one engine core, where there are several."""
+    """The gauges of one engine core, if there are several."""
 
     def __init__(self, families: dict[str, Any], core: int) -> None:
         def metric(series: _Series) -> tuple[_Series, Any]:
@@ -303,15 +306,15 @@ class _CoreMetrics:
 
 
 class _Counter:
-    """A Triton counter that follows totals, each of which starts again from 0 when its engine core restarts."""
+    """A Triton counter that follows totals, each of which restarts at 0 with its engine core."""
 
     def __init__(self, metric: Any, pause: Pause) -> None:
         self._metric = metric
         self._pause = pause
-        self._last: dict[int, float] = {}  # by place among the totals
+        self._last: dict[int, float] = {}  # by index of the total
 
     def follow(self, totals: Sequence[float | None]) -> None:
-        """None: nothing is known of this one now."""
+        """None: the total is unknown now."""
         increment = 0.0
         for place, total in enumerate(totals):
             if total is not None:
@@ -336,8 +339,8 @@ class _HistogramMetric:
         self._families = families  # a family must outlive its metrics
 
     def report(self, sources: Sequence[tuple[Sequence[int], float] | None]) -> None:
-        """Counts by upper bound, the last one above all of them, and the sum of the values, for each source; None:
-        nothing is known of it now."""
+        """For each source the counts by upper bound (the last one above all bounds) and the sum of the values; None:
+        unknown now."""
         totals = [None if source is None else list(itertools.accumulate(source[0])) for source in sources]
         for place, bucket in enumerate(self._buckets):
             bucket.follow([None if counts is None else float(counts[place]) for counts in totals])

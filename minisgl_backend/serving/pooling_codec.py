@@ -1,4 +1,4 @@
-"""Requests for vectors: what a client wants of which texts -> prompts and what the engine makes of them."""
+"""Requests for vectors: a client's texts and options -> prompts and pooling parameters for the engine."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from minisgl_backend.text import scoring
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
-MAX_PROMPTS = 1 << 13  # of one request: each of the most questions with the most choices has some
+MAX_PROMPTS = 1 << 13  # of one request: enough for the most questions with the most choices
 MAX_TOKENS = 1 << 22  # of all its prompts together
-_LEAST_TEXT_BYTES = 1 << 20  # that a text may have, or 64 for each token of the context where that is more
+_LEAST_TEXT_BYTES = 1 << 20  # allowed for any text; or 64 per token of the context, if that is more
 
 
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The JSON of the input `pooling_request`. Exactly one of the first four says what becomes a vector."""
+    """The JSON of the input `pooling_request`. Exactly one of the first four says what is turned into vectors."""
 
     texts: list[str] | None = None
     token_ids: list[list[int]] | None = None
-    documents: list[str] | None = None  # scored against `query`
+    documents: list[str] | None = None  # scored against `queries`
     messages: list[list[dict[str, Any]]] | None = None  # chats, for `choices`
     queries: list[str] = []  # one for all documents, or one for each
-    most_document_tokens: int | None = None  # longer documents are cut there
+    most_document_tokens: int | None = None  # longer documents are truncated
     instruction: str | None = None
     choices: list[list[str]] | None = (
-        None  # words whose log-probabilities as the next token are asked for, one list each
+        None  # one list per prompt: words whose log-probabilities as the next token are requested
     )
     dimensions: int | None = None
     normalize: bool | None = None
     pooling: str | None = None
-    most_tokens: int | None = None  # of a prompt: longer ones are cut there
+    most_tokens: int | None = None  # of a prompt: longer ones are truncated
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
-    suffixes: list[str] = []  # behind each rendered chat; []: none
+    suffixes: list[str] = []  # appended to each rendered chat; []: none
     template: dict[str, Any] = {}  # arguments of the chat template
 
 
@@ -56,7 +56,7 @@ class VllmRequest(msgspec.Struct, frozen=True):
 
 
 class PoolingCodec:
-    """Checks and translates requests for vectors of one model."""
+    """Validates and translates one model's requests for vectors."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_seq_len: int, *, enabled: bool) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +70,7 @@ class PoolingCodec:
         return self._translate(request, OutputOptions(), deadline, request_id)
 
     def decode_vllm(self, text: str, *, deadline: float | None, request_id: str) -> tuple[Int32Array, EngineRequest]:
-        """The same of vllm_backend's `embedding_request`, whose answer is a JSON list as text."""
+        """The same for vllm_backend's `embedding_request`, which is answered with a JSON list as text."""
         given = _decoded("embedding_request", text, VllmRequest)
         params = {name: value for name, value in given.pooling_params.items() if value is not None}
         known = {"dimensions": "dimensions", "normalize": "normalize", "use_activation": "normalize"}
@@ -117,7 +117,8 @@ class PoolingCodec:
         return ids, spec
 
     def _prompts(self, request: PoolingRequest) -> tuple[list[list[int]], Sequence[PoolingParams], str]:
-        """Prompts, what each becomes (one for all where they are alike), and how scores are made of the vectors."""
+        """Prompts, pooling parameters (one for each prompt, or one for all), and how scores are computed from the
+        vectors."""
         given = [name for name in ("texts", "token_ids", "documents", "messages") if getattr(request, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(f"{' and '.join(given) or 'texts'}: allowed: exactly one of texts and token_ids")
@@ -158,7 +159,7 @@ class PoolingCodec:
         suffixes = request.suffixes or [""] * len(chats)
         if len(suffixes) != len(chats):
             raise InvalidRequestError(f"suffixes is {len(suffixes)} texts; allowed: one for each of the messages")
-        rendered: dict[bytes, str] = {}  # those of one question are the same chat
+        rendered: dict[bytes, str] = {}  # prompts of one question share a chat
         prompts = []
         for chat, suffix in zip(chats, suffixes, strict=True):
             key = msgspec.json.encode(chat)
@@ -174,7 +175,8 @@ class PoolingCodec:
         return prompts, poolings
 
     def _fitted(self, name: str, prompts: list[list[int]], most: int | None) -> list[list[int]]:
-        """Cut where that was asked for; -1: at the model's limit. Raises InvalidRequestError for what is too long."""
+        """Truncated if requested; -1: to the model's limit. Raises InvalidRequestError for prompts that are too
+        long."""
         if most is not None:
             if most < 1 and most != -1:
                 raise InvalidRequestError(f"truncate_prompt_tokens is {most}; allowed: 1 or more, or -1")

@@ -1,7 +1,7 @@
-"""The tensors that clients may send and receive, once; every config.pbtxt is written from these tables.
+"""The tensors that clients may send and receive, defined once; every config.pbtxt is generated from these tables.
 
-`python -m minisgl_backend.serving.schema --write` writes the config.pbtxt files of model_repository/ (parameters that a
-user has set there are kept), `--check` says whether they are up to date.
+`python -m minisgl_backend.serving.schema --write` writes the config.pbtxt files of model_repository/ and keeps
+parameters that a user has set there; `--check` says whether the files are up to date.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Tensor:
     """One tensor; `dims` without the batch dimension, -1 is any length."""
 
     name: str
-    dtype: str  # Triton's: STRING, INT32 ...
+    dtype: str  # Triton's name: STRING, INT32 ...
     dims: tuple[int, ...] = (1,)
-    refused: str = ""  # declared so that clients may name it, but not served: the reason
+    refused: str = ""  # the reason why it is not served, although declared so that clients may name it
 
 
 # Sent by unmodified clients of tensorrtllm_backend's and vllm_backend's ensembles.
@@ -44,7 +44,7 @@ COMMON_INPUTS = (
     Tensor("add_special_tokens", "BOOL"),
     Tensor("priority", "INT32"),  # Triton's own field of that name does not reach a Python model
     Tensor("image", "STRING", (-1,), "this server has no multimodal models"),
-    Tensor("embedding_request", "STRING"),  # JSON: the answer is an embedding, as a JSON list
+    Tensor("embedding_request", "STRING"),  # JSON; the response is an embedding, as a JSON list
 )
 
 # vllm_model does not declare these: a client of vllm_backend sends them as request parameters, often as strings, which
@@ -74,15 +74,15 @@ SAMPLING_INPUTS = (
     Tensor("speculative", "BOOL"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
-    # Not called like the outputs logprobs and prompt_logprobs: an ensemble has one name space for both. As request
-    # parameters (a key of the JSON body of `generate`) both go by the outputs' names too.
+    # Not named like the outputs logprobs and prompt_logprobs: inputs and outputs of an ensemble share one name space.
+    # As request parameters (keys in the JSON body of `generate`) both are accepted by the outputs' names, too.
     Tensor("num_logprobs", "INT32"),
     Tensor("num_prompt_logprobs", "INT32"),
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),
     Tensor("return_log_probs", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),  # with every response, where NVIDIA's client reads them
-    Tensor("return_final_perf_metrics", "BOOL"),  # with the last one: a stream then costs no more than without
+    Tensor("return_final_perf_metrics", "BOOL"),  # only with the last one, so that a stream costs no more
     Tensor("return_context_logits", "BOOL", (1,), "this server does not return logits; ask for logprobs"),
     Tensor("return_generation_logits", "BOOL", (1,), "this server does not return logits; ask for logprobs"),
     Tensor("decoder_text_input", "STRING", (1,), "this server has no encoder-decoder models"),
@@ -100,7 +100,7 @@ SAMPLING_INPUTS = (
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
 
-# TensorRT-LLM's names on its model `tensorrt_llm`, which takes token ids; most are other names of inputs above.
+# TensorRT-LLM's names on its model `tensorrt_llm`, which takes token ids; most are aliases of inputs above.
 TENSORRT_LLM_INPUTS = (
     Tensor("input_lengths", "INT32"),
     Tensor("request_output_len", "INT32"),
@@ -125,8 +125,8 @@ TENSORRT_LLM_INPUTS = (
     ),
 )
 
-# Of the model `embedding`: a list of texts, or the token ids of one; without `query` each becomes a vector, with it a
-# score of how well it answers the query.
+# Of the model `embedding`: a list of texts, or the token ids of one text. Without `query` each becomes a vector; with
+# it, each gets a score of how well it answers the query.
 EMBEDDING_INPUTS = (
     Tensor("input_text", "STRING", (-1,)),
     Tensor("input_ids", "INT32", (-1,)),
@@ -135,9 +135,9 @@ EMBEDDING_INPUTS = (
     Tensor("query", "STRING"),
     Tensor("instruction", "STRING"),
     Tensor("priority", "INT32"),
-    Tensor("pooling_request", "STRING"),  # JSON: all of it and more, in the form of serving.pooling_codec
+    Tensor("pooling_request", "STRING"),  # JSON: all of these and more, in the format of serving.pooling_codec
 )
-# TensorRT-LLM's names on its model of the LLM API; most are other names of inputs above.
+# TensorRT-LLM's names on its model of the LLM API; most are aliases of inputs above.
 _NO_LORA = "this server has no LoRA"
 LLMAPI_INPUTS = (
     Tensor("sampling_param_best_of", "INT32"),
@@ -159,29 +159,29 @@ LLMAPI_INPUTS = (
     Tensor("lora_ckpt_source", "STRING", (1,), _NO_LORA),
 )
 
-# What an ensemble's own inputs become at the tokenizer, so that it knows which API is spoken: see `Ensemble.renamed`.
+# The tokenizer's names of ensemble inputs that show which API the client uses: see `Ensemble.renamed`.
 RENAMED_INPUTS = (
     Tensor("vllm_text_input", "STRING"),
     Tensor("trtllm_input_ids", "INT32", (-1,)),
     Tensor("llmapi_text_input", "STRING"),
     Tensor("stop_request", "BOOL"),
     Tensor("num_responses", "INT32"),
-    Tensor("pooling_request", "STRING"),  # JSON of serving.pooling_codec; from the model `embedding` alone
+    Tensor("pooling_request", "STRING"),  # JSON of serving.pooling_codec; only from the model `embedding`
 )
 
 TEXT_OUTPUTS = (Tensor("text_output", "STRING", (-1,)),)
 TOKEN_OUTPUTS = (Tensor("output_ids", "INT32", (-1, -1)),)  # [beam, tokens]
 
-# All that needs no text: sent by the engine itself. Every output that a model declares costs each of its requests some
-# microseconds, asked for or not, and to the engine an answer is one request, to the detokenizer each chunk of it.
+# Outputs other than text, sent by the engine itself. Every declared output costs each request of a model some
+# microseconds, requested or not; for the engine an answer is one request, for the detokenizer each chunk is.
 DETAIL_OUTPUTS = (
     Tensor("finish_reason", "STRING", (-1,)),
     Tensor("cumulative_logprob", "FP32", (-1,)),
-    Tensor("logprobs", "STRING", (-1,)),  # JSON, one list a sequence
+    Tensor("logprobs", "STRING", (-1,)),  # JSON, one list per sequence
     Tensor("prompt_logprobs", "STRING", (1,)),  # JSON
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32", (-1,)),
-    Tensor("num_cached_tokens", "INT32"),  # prompt tokens that the prefix cache supplied; with the figures of a request
+    Tensor("num_cached_tokens", "INT32"),  # prompt tokens that the prefix cache supplied; among a request's metrics
     Tensor("sequence_index", "INT32"),
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
@@ -199,13 +199,13 @@ DETAIL_OUTPUTS = (
 )
 
 OUTPUTS = TEXT_OUTPUTS + DETAIL_OUTPUTS
-# In place of tokens, where a request asks for vectors.
+# Instead of tokens, in response to requests for vectors.
 VECTOR_OUTPUTS = (
-    Tensor("embedding", "FP32", (-1, -1)),  # one row a prompt
-    Tensor("score", "FP32", (-1,)),  # one a document
+    Tensor("embedding", "FP32", (-1, -1)),  # one row per prompt
+    Tensor("score", "FP32", (-1,)),  # one per document
     Tensor("prompt_lengths", "INT32", (-1,)),  # tokens of each prompt
 )
-# What the model of the LLM API has beside these, and which of these it has.
+# Outputs that only the LLM API's model has, and those of the above that it has, too.
 LLMAPI_OUTPUTS = (
     Tensor("stop_reason", "STRING", (-1,)),
     Tensor("kv_cache_reused_block", "INT32"),
@@ -223,11 +223,11 @@ SEQUENCE_LENGTH = (Tensor("sequence_length", "INT32", (-1,)),)
 ENGINE_INPUTS = (Tensor("input_ids", "INT32", (-1,)), Tensor("spec", "UINT8", (-1,)))
 CHUNK = (Tensor("chunk", "UINT8", (-1,)),)
 
-# Of the tokenizer, beside what goes to the engine: only for those who ask it itself for them by name.
+# The tokenizer's outputs other than those for the engine: only for clients that call it directly and name them.
 PROMPT_OUTPUTS = (
-    Tensor("prompt_text", "STRING"),  # the prompt that the model sees, special tokens included
-    Tensor("prompt_tail", "STRING"),  # its last tokens, which say how the answer begins
-    Tensor("token_texts", "STRING", (-1,)),  # each of its tokens alone
+    Tensor("prompt_text", "STRING"),  # the prompt as the model sees it, special tokens included
+    Tensor("prompt_tail", "STRING"),  # its last tokens, which determine how the answer begins
+    Tensor("token_texts", "STRING", (-1,)),  # each of its tokens as text
     Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
 )
 
@@ -236,18 +236,18 @@ TENSORS = {tensor.name: tensor for tensor in (*INPUTS, *TENSORRT_LLM_INPUTS, *LL
 
 @dataclass(frozen=True)
 class Ensemble:
-    """One way into the three models: a client's request passes tokenizer, engine and detokenizer once."""
+    """One entry to the three models: a client's request passes through tokenizer, engine and detokenizer once."""
 
     name: str
     inputs: tuple[Tensor, ...]
-    text: tuple[Tensor, ...] = TEXT_OUTPUTS  # what the detokenizer sends
-    details: tuple[Tensor, ...] = DETAIL_OUTPUTS  # what the engine sends
+    text: tuple[Tensor, ...] = TEXT_OUTPUTS  # outputs of the detokenizer
+    details: tuple[Tensor, ...] = DETAIL_OUTPUTS  # outputs of the engine
     max_batch_size: int = 1
     renamed: Mapping[str, str] = field(default_factory=dict)  # input of the tokenizer -> input of the ensemble
 
     @property
     def tokenizer_map(self) -> dict[str, str]:
-        """Input of the tokenizer -> input of the ensemble, all of them."""
+        """All inputs of the tokenizer -> inputs of the ensemble."""
         own = [tensor.name for tensor in self.inputs if tensor.name in TENSORS]
         moved = {*self.renamed.values()} - {"num_return_sequences"}
         return {**{name: name for name in own if name not in moved}, **self.renamed}
@@ -268,7 +268,7 @@ _OF_TEXT |= {"decoder_text_input", "embedding_bias_words", "embedding_bias_weigh
 
 ENSEMBLES = (
     Ensemble("ensemble", INPUTS),
-    # TensorRT-LLM's BLS model: as its ensemble.
+    # TensorRT-LLM's BLS model: like its ensemble.
     Ensemble("tensorrt_llm_bls", INPUTS, renamed=_APART),
     # TensorRT-LLM's engine: token ids in, token ids out.
     Ensemble(
@@ -298,7 +298,7 @@ ENSEMBLES = (
         max_batch_size=0,
         renamed={"llmapi_text_input": "text_input", "stop_request": "stop"},
     ),
-    # vllm_backend's model, whose tensors have none either.
+    # vllm_backend's model, whose tensors have no batch dimension either.
     Ensemble("vllm_model", COMMON_INPUTS, max_batch_size=0, renamed={"vllm_text_input": "text_input"}),
 )
 
@@ -351,7 +351,7 @@ def config_text(model: str, tail: str | None = None) -> str:
 
 
 def write_configs(repository: Path) -> list[Path]:
-    """Writes the files that differ from what the tables say and returns their paths."""
+    """Writes the files that differ from the tables, and returns their paths."""
     changed = []
     for model in MODELS:
         path = repository / model / "config.pbtxt"
@@ -359,7 +359,7 @@ def write_configs(repository: Path) -> list[Path]:
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             version = path.parent / "1"
             version.mkdir(parents=True, exist_ok=True)
-            if model in _ENSEMBLE_NAMES:  # git keeps no empty folder, and Triton wants one
+            if model in _ENSEMBLE_NAMES:  # git stores no empty folder, but Triton needs one
                 (version / ".gitkeep").touch()
             path.write_text(text, encoding="utf-8")
             changed.append(path)
@@ -394,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ensemble(ensemble: Ensemble) -> str:
-    # An ensemble has one name space for what its clients send and what its models hand on.
+    # An ensemble's inputs and the tensors between its models share one name space.
     taken = {tensor.name for tensor in ensemble.inputs}
     handed_on = {
         tensor.name: f"checked_{tensor.name}" if tensor.name in taken else tensor.name for tensor in ENGINE_INPUTS
@@ -448,7 +448,7 @@ def _parameter(key: str, value: str) -> str:
 
 
 def _user_part(path: Path) -> str | None:
-    """What a file holds from its instance group on; None where there is none."""
+    """The part of a file from its instance group on; None if there is none."""
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out.
+"""The Triton model `tokenizer`: a client's request in, validated and tokenized; the engine's request out.
 
-Who asks this model itself can have the prompt as text, its tokens as texts, and what there is to know of the model.
+Direct clients of this model can also get the prompt as text, its tokens as texts, and information about the model.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ class TritonPythonModel:
         }
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response a request, or one error that names the field."""
+        """One response per request, or one error that names the field."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        wanted = set(request.requested_output_names())
+        requested = set(request.requested_output_names())
         try:
-            if wanted == {"model_info"}:
+            if requested == {"model_info"}:
                 return pb_utils.InferenceResponse([_text_tensor("model_info", json.dumps(self._info))])
             parameters = json.loads(request.parameters() or "{}")
             token_ids, spec = self._codec.decode(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
                 parameters,
-                # HTTP's generate hands Triton's own field on as a parameter.
+                # HTTP's generate passes Triton's own field on as a parameter.
                 deadline=_deadline(request.timeout() or parameters.get("timeout", 0)),
                 request_id=request.request_id(),
             )
@@ -91,7 +91,7 @@ class TritonPythonModel:
             code = getattr(pb_utils.TritonError, status_of(error))
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
         except Exception as error:
-            # Whatever a strange request provokes ends that request alone.
+            # An unforeseen error ends only the request that caused it.
             _LOGGER.exception("request %r could not be read", request.request_id())
             message = f"the request could not be read ({type(error).__name__})"
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
@@ -99,24 +99,24 @@ class TritonPythonModel:
             pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
             pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
         ]
-        return pb_utils.InferenceResponse(tensors + self._prompt_outputs(wanted, token_ids.tolist()))
+        return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 
-    def _prompt_outputs(self, wanted: set[str], token_ids: list[int]) -> list[Any]:
+    def _prompt_outputs(self, requested: set[str], token_ids: list[int]) -> list[Any]:
         tensors = []
-        if "prompt_text" in wanted:
+        if "prompt_text" in requested:
             tensors.append(_text_tensor("prompt_text", self._tokenizer.decode(token_ids)))
-        if "prompt_tail" in wanted:
+        if "prompt_tail" in requested:
             tensors.append(_text_tensor("prompt_tail", self._tokenizer.decode(token_ids[-TAIL:])))
-        if "token_texts" in wanted:
+        if "token_texts" in requested:
             tensors.append(_text_tensor("token_texts", *(self._tokenizer.decode([token]) for token in token_ids)))
-        if "model_info" in wanted:
+        if "model_info" in requested:
             tensors.append(_text_tensor("model_info", json.dumps(self._info)))
         return tensors
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Without torch, unless code that this project does not know may want it: transformers' own model, which was then
-    read before, or the folder's. Not imported above, which a server that completes configurations does twice."""
+    """Imports transformers without torch, unless torch is loaded already (for one of transformers' own models) or the
+    folder's Python code may need it. Not at the top of the module, which auto-completing servers import twice."""
     with contextlib.nullcontext() if config.trust_remote_code else absent_torch():
         from minisgl_backend.text.tokenizer import Tokenizer
     return Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
@@ -134,8 +134,8 @@ def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:
 
 
 def _deadline(timeout_us: object) -> float | None:
-    """time.monotonic() seconds; the clock is the same in every process of a machine."""
-    # Over gRPC a negative number has become one of 2^63 or more.
+    """time.monotonic() seconds; all processes of a machine share this clock."""
+    # Over gRPC a negative number arrives as 2^63 or more.
     if not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or not 0 <= timeout_us < 1 << 63:
         allowed = "a whole number of microseconds, 0: no limit"
         raise InvalidRequestError(f"timeout is {shown(timeout_us)}; allowed: {allowed}")

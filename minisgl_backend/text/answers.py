@@ -1,4 +1,4 @@
-"""The answers of `LLM`: as they grow, and as they are handed out."""
+"""The answers of `LLM`: how they grow, and how they are returned."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from minisgl_backend.text.vocabulary import Vocabulary
 class Completion:
     """One answer to a prompt."""
 
-    text: str  # without a stop string and the text of a stop token, unless include_stop_str_in_output
+    text: str  # without a stop string or the text of a stop token, unless include_stop_str_in_output
     token_ids: list[int]  # end-of-sequence and stop tokens included
     finish_reason: str  # "stop", "length", "cancelled" or "error"
-    logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
+    logprobs: list[Logprobs] | None  # one entry per token; None: not requested
     error: str  # with finish_reason "error"
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All answers to one prompt; the properties are those of the first."""
+    """All answers to one prompt; the properties are those of the first one."""
 
     prompt_token_ids: list[int]
     completions: list[Completion]  # SamplingParams.n of them
     num_cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[Logprobs] | None  # of every prompt token but the first; None: not asked for
+    prompt_logprobs: list[Logprobs] | None  # for every prompt token but the first; None: not requested
 
     @property
     def text(self) -> str:
@@ -56,11 +56,11 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """What one step of the engine added to an answer: often a token, nothing while a long prompt is read."""
+    """What one step of the engine added to an answer: often one token, nothing during the prefill of a long prompt."""
 
-    text: str  # whole characters; without what may yet become a stop string
+    text: str  # whole characters, without text that may yet become a stop string
     token_ids: list[int]
-    finish_reason: str | None  # with the last piece, as Completion has it
+    finish_reason: str | None  # with the last piece, as in Completion
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens that the prefix cache supplied; known with the first token
     error: str = ""  # with finish_reason "error"
@@ -79,7 +79,7 @@ class Answer:
         self.streams = [AnswerStream(uid + index, self, vocabulary, pieces) for index in range(params.n)]
 
     def output(self) -> RequestOutput:
-        """All of it."""
+        """All of its answers."""
         return RequestOutput(
             prompt_token_ids=self.token_ids,
             completions=[stream.completion() for stream in self.streams],
@@ -89,7 +89,7 @@ class Answer:
 
 
 class AnswerStream:
-    """One answer as it grows. Text is made at the end, unless it is wanted in pieces or may hold a stop string."""
+    """One growing answer. Text is made at the end, unless it is streamed or may contain a stop string."""
 
     def __init__(self, uid: int, answer: Answer, vocabulary: Vocabulary, pieces: bool) -> None:
         params = answer.request.params
@@ -100,13 +100,13 @@ class AnswerStream:
         self._eager = pieces or self._output.is_eager
         self._pieces: list[str] = []
         self._num_fed = 0  # tokens whose text has been made
-        self._taken = (0, 0)  # pieces and tokens that `take_piece` has handed out
+        self._taken = (0, 0)  # pieces and tokens that `take_piece` has returned
         self._logprobs: list[Logprobs] = []
         self._reason = FinishReason.RUNNING
         self._error = ""
 
     def append(self, token: int, reason: int) -> bool:
-        """One record of the engine; token -1 says that there is none. True: the answer ends with it."""
+        """Takes one record of the engine; token -1 means none. True: the answer ends with it."""
         if token >= 0:
             self.token_ids.append(token)
         if not reason and not self._eager:
@@ -120,7 +120,7 @@ class AnswerStream:
         return bool(ended)
 
     def take_detail(self, detail: SequenceDetail) -> None:
-        """What the engine says beside a token."""
+        """Takes the detail of a record."""
         if detail.logprobs is not None:
             self._logprobs.append(detail.logprobs)
         if detail.cached_tokens is not None:
@@ -155,7 +155,7 @@ class AnswerStream:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """What one prompt has become."""
+    """The vector of one prompt."""
 
     embedding: Float32Array  # [width]
     prompt_token_ids: list[int]
@@ -170,7 +170,7 @@ class PooledAnswer:
         self.request = Request(uid=uid, token_ids=ids, params=NO_SAMPLING, pooling=pooling)
         self.uid = uid
         self.streams = [self]
-        self.token_ids: list[int] = []  # of the answer, which has none
+        self.token_ids: list[int] = []  # there are no answer tokens
         self.error = ""
         self._prompt_ids = token_ids
         self._vector = b""
@@ -181,15 +181,15 @@ class PooledAnswer:
         return self
 
     def append(self, token: int, reason: int) -> bool:
-        """One record of the engine; see AnswerStream."""
+        """Takes one record of the engine; see AnswerStream."""
         return bool(reason)
 
     def take_detail(self, detail: SequenceDetail) -> None:
-        """What the engine says beside it."""
+        """Takes the detail of a record."""
         self._vector = detail.pooled or self._vector
         self._cached_tokens = detail.cached_tokens or self._cached_tokens
         self.error = detail.error or self.error
 
     def output(self) -> EmbeddingOutput:
-        """All of it."""
+        """The whole result."""
         return EmbeddingOutput(np.frombuffer(self._vector, dtype="<f4"), self._prompt_ids, self._cached_tokens)

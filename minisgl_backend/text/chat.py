@@ -1,4 +1,4 @@
-"""Chat messages as clients send them -> in the forms that chat templates take."""
+"""Converts chat messages from clients into the forms that chat templates accept."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from minisgl_backend.errors import InvalidRequestError
 
-MAX_SHOWN = 60  # characters of a wrong value that a message repeats
+MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the form that nearly every template takes.
+    """The messages in the form that nearly every template accepts.
 
-    The content is a text, "" where there is none: OpenAI's content parts are joined by newlines, as vLLM joins them.
-    `tool_calls` are there only where there is a call; arguments are objects, {} where there are none. What is null
-    otherwise is left out; other keys stay as they are. Raises InvalidRequestError naming message, part and type.
+    The content is a text, "" if there is none: OpenAI's content parts are joined by newlines, as in vLLM. `tool_calls`
+    is present only if there are calls; arguments are objects, {} if there are none. Other null values are removed;
+    other keys stay as they are. Raises InvalidRequestError naming message, part and type.
     """
     return [_plain(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
 
 def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that do not know OpenAI's newer name of the system's role, most of which drop it without a word.
+    """For templates that do not know OpenAI's newer name of the system role; most of them silently drop such messages.
 
-    Behind a system's message at the beginning its content is added to that: some templates refuse a second one.
+    After an initial system message its content is appended to that one: some templates refuse a second system message.
     """
     found: list[dict[str, Any]] = []
     for message in messages:
@@ -40,7 +40,7 @@ def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The arguments of calls as JSON texts, as OpenAI's API has them."""
+    """Encodes the arguments of calls as JSON texts, as in OpenAI's API."""
 
     def text(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -52,7 +52,7 @@ def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def calls_without_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with calls have null for their content; a text beside calls becomes a message of its own before."""
+    """Sets the content of messages with calls to null; their text becomes a separate message before them."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if "tool_calls" not in message:
@@ -65,7 +65,7 @@ def calls_without_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[st
 
 
 def short_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ids of calls, which another server may have made, as nine letters and digits; the same for the same id."""
+    """Replaces call ids, perhaps from another server, by nine letters and digits; equal ids stay equal."""
 
     def short(value: Any) -> Any:
         if not isinstance(value, str) or (len(value) == 9 and value.isascii() and value.isalnum()):
@@ -114,7 +114,7 @@ def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """As an object, where they are one; what is no JSON goes back to the model as it once wrote it."""
+    """Decodes arguments that are a JSON object; others go back to the model as it wrote them."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")

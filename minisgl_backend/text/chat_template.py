@@ -1,4 +1,4 @@
-"""Chat messages -> the prompt that the model's own chat template makes of them, ready for the assistant's turn."""
+"""Chat messages -> the prompt made by the model's own chat template, ready for the assistant's turn."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from minisgl_backend.text.chat import (
     short_call_ids,
 )
 
-# Absent before transformers 4.53, whose apply_chat_template keeps what is null.
+# Missing before transformers 4.53, whose apply_chat_template keeps null values.
 _render_template: Any = getattr(chat_template_utils, "render_jinja_template", None)
 
-# Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
+# Arguments of apply_chat_template that only the server sets; a client's template would be foreign code.
 _OWN_ARGUMENTS = frozenset(
     {"self", "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
 _REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
-_ASKS_FOR_NO_CONTENT = re.compile(r"content['\"]?\]? is none")  # DeepSeek-R1's first: calls only in such messages
+_ASKS_FOR_NO_CONTENT = re.compile(r"content['\"]?\]? is none")  # DeepSeek-R1's first: calls only with null content
 _ASKS_FOR_SHORT_IDS = re.compile(r"length *!= *9\b")  # Mistral's
 _PROBE = "probe_of_calls"
 _A_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
@@ -36,10 +36,10 @@ _PROBED = ({"role": "user", "content": "x"}, {"role": "assistant", "content": ""
 
 
 class ChatTemplate:
-    """The template of one tokenizer, in transformers' sandbox.
+    """One tokenizer's template, in transformers' sandbox.
 
-    Templates want the same history in different forms: a call's arguments as an object or as JSON text, no content
-    beside calls or an empty one, ids of nine letters. Each gets the form that it can render.
+    Templates expect different forms of the same history: a call's arguments as an object or as JSON text, null or empty
+    content in messages with calls, ids of nine letters. Each template gets the form that it can render.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -51,12 +51,12 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """Of a model with several, all of them one after the other; "" where there is none."""
+        """The template's source; several are concatenated; "" if there is none."""
         template = self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]) -> str:
-        """`arguments` reach the template (tools, enable_thinking ...). Raises InvalidRequestError."""
+        """`arguments` are passed to the template (tools, enable_thinking ...). Raises InvalidRequestError."""
         if not self:
             raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
         for name in arguments:
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_calls_without_content(self) -> bool:
-        """Whether a call vanishes where the message's content is an empty text."""
+        """Whether the template drops a call if the message's content is an empty text."""
         if not _ASKS_FOR_NO_CONTENT.search(self.source):
             return False
         try:
@@ -91,7 +91,7 @@ class ChatTemplate:
             return False
 
     def _in_either_form(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Arguments of calls as objects, or as texts where the template cannot join an object to a text."""
+        """Renders calls' arguments as objects, or as texts if the template cannot concatenate an object with a text."""
         try:
             return self._apply(messages, arguments)
         except TypeError:
@@ -103,7 +103,7 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         if _render_template is None or all(message["content"] is not None for message in messages):
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-        # apply_chat_template drops what is null, which is not the same to a template that asks for it.
+        # apply_chat_template drops null values, which makes a difference to templates that test for them.
         template = self._tokenizer.get_chat_template(None, arguments.get("tools"))
         known = {**self._tokenizer.special_tokens_map, **arguments}
         rendered, _ = _render_template(conversations=[messages], chat_template=template, **known)

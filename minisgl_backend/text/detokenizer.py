@@ -1,10 +1,9 @@
-"""Token ids of one stream -> text, piece by piece: no broken character, no lost space, nothing kept at the end.
+"""Token ids of one stream -> text, piece by piece: no broken characters, no lost spaces, nothing left at the end.
 
-A stream continues its prompt: its pieces add up to what the tokenizer's decode of prompt and stream has beyond that of
-the prompt, wherever the stream is split. So a space before the first word stays, which SentencePiece tokenizers drop at
-the start of a text. (One exception:
-byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD if any of it is invalid; a stream has sent the
-valid characters of the run by then and replaces only the rest.)
+A stream continues its prompt: however it is split, its pieces add up to what the tokenizer's decode of prompt plus
+stream has beyond that of the prompt. So a space before the first word is kept, which SentencePiece tokenizers drop at
+the start of a text. (One exception: byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD if any of it
+is invalid; a stream has then already sent the valid characters of the run and replaces only the rest.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 
 from minisgl_backend.text.vocabulary import Vocabulary
 
-_MAX_HELD_TOKENS = 16  # no character has more tokens: what is still incomplete then is invalid
+_MAX_HELD_TOKENS = 16  # no character has more tokens: one still incomplete then is invalid
 
 
 class Detokenizer(Protocol):
@@ -26,21 +25,21 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back; an incomplete character as U+FFFD. The stream is over after it."""
+        """The text held back, with U+FFFD for an incomplete character. Ends the stream."""
         ...
 
 
 def new_detokenizer(
     vocabulary: Vocabulary, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
 ) -> Detokenizer:
-    """A detokenizer for one stream. `prompt_tail`: the prompt's last tokens, as `Vocabulary.tail` has them."""
+    """A detokenizer for one stream. `prompt_tail`: the prompt's last tokens, see `Vocabulary.tail`."""
     if vocabulary.byte_exact:
         return _ByteDetokenizer(vocabulary, skip_special_tokens)
     return _WindowDetokenizer(vocabulary, skip_special_tokens, prompt_tail)
 
 
 class _ByteDetokenizer:
-    """By table: bytes of each token through an incremental UTF-8 decoder."""
+    """By table: the bytes of each token go through an incremental UTF-8 decoder."""
 
     __slots__ = ("_decoder", "_table")
 
@@ -52,7 +51,7 @@ class _ByteDetokenizer:
         table = self._table
         try:
             data = b"".join([table[i] for i in token_ids])
-        except IndexError:  # a model may have more rows than its tokenizer has tokens
+        except IndexError:  # a model may have more embedding rows than its tokenizer has tokens
             data = b"".join([table[i] for i in token_ids if i < len(table)])
         return self._decoder.decode(data)
 
@@ -61,15 +60,15 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """By decoding a short window twice, with and without the new tokens; for any tokenizer."""
+    """Decodes a short window twice, with and without the new tokens; for any tokenizer."""
 
     __slots__ = ("_decode", "_ids", "_known", "_skip", "_text_of_known")
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, prompt_tail: Sequence[int]) -> None:
         self._decode = vocabulary.decode
         self._skip = skip_special_tokens
-        self._ids = list(prompt_tail)  # the window: the last tokens whose text is out, and those after them
-        self._known = len(self._ids)  # so many of the window's tokens have their text out
+        self._ids = list(prompt_tail)  # the window: the last tokens whose text was sent, and all after them
+        self._known = len(self._ids)  # number of the window's tokens whose text was sent
         self._text_of_known = self._decode(self._ids, self._skip)
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Tokens of one sequence -> its text and its end: the one place where an answer is made, for `LLM` and the server.
+"""Tokens of one sequence -> its text and its end: the only code that makes answers, for `LLM` and the server.
 
-What vLLM and SGLang do is done here: a stop string counts where it ends in a token after the first `min_tokens`, and
-the text ends before it; the text of a stop or end-of-sequence token is no part of the answer; both are with
-`include_stop`. Tokens after a stop string, which the engine computed before it heard of it, do not count.
+Works like vLLM and SGLang: a stop string counts if it ends in a token after the first `min_tokens`, and the text ends
+before it; the text of a stop or end-of-sequence token is not part of the answer; `include_stop` adds both. Tokens after
+a stop string, which the engine computed before it was told, do not count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class TextDelta(NamedTuple):
     """What some tokens add to an answer."""
 
     text: str  # without what may yet become a stop string or a whole character
-    num_tokens: int  # so many of the tokens belong to the answer
+    num_tokens: int  # number of the tokens that belong to the answer
     reason: int  # FinishReason; 0: the answer goes on
 
 
 class OutputProcessor:
-    """The text of one sequence as it grows. Nothing may be fed after its end."""
+    """The growing text of one sequence. Nothing may be fed after its end."""
 
     __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_stops")
 
@@ -39,7 +39,7 @@ class OutputProcessor:
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
     ) -> None:
-        """`prompt_tail`: the prompt's last tokens, as `Vocabulary.tail` has them."""
+        """`prompt_tail`: the prompt's last tokens, see `Vocabulary.tail`."""
         self._detokenizer = new_detokenizer(vocabulary, skip_special_tokens, prompt_tail)
         self._stops = StopStrings(stop, include=include_stop) if stop else None
         self._min_tokens = min_tokens
@@ -48,7 +48,7 @@ class OutputProcessor:
 
     @classmethod
     def of(cls, params: SamplingParams, vocabulary: Vocabulary, prompt_tail: Sequence[int]) -> OutputProcessor:
-        """For an answer whose stop strings are to be found here."""
+        """For an answer whose stop strings this class has to find."""
         return cls(
             vocabulary,
             stop=params.stop,
@@ -60,19 +60,19 @@ class OutputProcessor:
 
     @property
     def is_eager(self) -> bool:
-        """Whether tokens must be fed as they come: one of them may end the answer, which the engine cannot see."""
+        """Whether tokens must be fed as they come: one may end the answer in a way that the engine cannot see."""
         return self._stops is not None
 
     @property
     def stop_string(self) -> str | None:
-        """The one that was found."""
+        """The stop string that was found."""
         return None if self._stops is None else self._stops.found
 
     def feed(self, token_ids: Sequence[int], reason: int = 0, *, ends_with_stop_token: bool = False) -> TextDelta:
-        """The next tokens, any number of them; the result does not depend on how they are cut.
+        """Takes the next tokens, any number of them; the result does not depend on how they are split.
 
-        `reason` is 0, or why the engine ended the sequence with these tokens; `ends_with_stop_token`: because of the
-        last one of them.
+        `reason`: 0, or why the engine ended the sequence with these tokens; `ends_with_stop_token`: because of the last
+        one.
         """
         num_texts = len(token_ids) - (ends_with_stop_token and not self._include_stop)
         if self._stops is None:
@@ -81,7 +81,7 @@ class OutputProcessor:
         return self._search(self._stops, token_ids, num_texts, reason)
 
     def _search(self, stops: StopStrings, token_ids: Sequence[int], num_texts: int, reason: int) -> TextDelta:
-        # Token by token, so that the count of those that belong to the answer is exact.
+        # Token by token, so that the number of tokens in the answer is exact.
         pieces = []
         for position in range(num_texts):
             self._num_tokens += 1

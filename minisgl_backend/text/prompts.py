@@ -1,4 +1,4 @@
-"""What callers of `LLM` give as prompts -> texts and lists of token ids."""
+"""Prompts as given by callers of `LLM` -> texts and lists of token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 def listed(prompts: Any) -> list[str | list[int]]:
-    """One prompt, or any iterable of several, as a list. Raises InvalidRequestError for what is no prompt."""
+    """One prompt, or any iterable of several, as a list. Raises InvalidRequestError for what is not a prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [_prompt(prompts)]
     given = _as_list(prompts)
@@ -34,7 +34,7 @@ def _prompt(given: Any) -> str | list[int]:
 
 
 def _of_mapping(given: Mapping[str, Any]) -> str | list[int]:
-    """As vLLM writes a prompt; token ids win over the text that they were made of."""
+    """A prompt in vLLM's format; token ids take precedence over the text that they were made from."""
     named = {key: value for key, value in given.items() if value is not None}
     unknown = [key for key, value in named.items() if key not in _KEYS and value]
     if unknown:

@@ -1,8 +1,8 @@
-"""How well documents answer a query: prompts for the engine, and scores of the vectors that come back.
+"""Scores how well documents answer a query: prompts for the engine, and scores from the returned vectors.
 
-Three ways, by what the model is: a classification head over the pair; the cosine of two embeddings; or, of a model
-that generates, the probability of "yes" against "no" as the next token, asked as Qwen3-Reranker is (Zhang et al. 2025,
-"Qwen3 Embedding").
+Three methods, by the model's kind: a classification head over the pair; the cosine of two embeddings; or, for a
+generative model, the probability of "yes" against "no" as the next token, prompted like Qwen3-Reranker (Zhang et al.
+2025, "Qwen3 Embedding").
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _USER = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 
 
 def scoring_of(model: ModelConfig) -> Scoring:
-    """The way of this model."""
+    """The method for this model."""
     if model.num_labels:
         return "head"
     return "cosine" if model.embedding.is_embedding_model or not model.generates else "yes_no"
@@ -40,7 +40,7 @@ def scoring_of(model: ModelConfig) -> Scoring:
 def embedding_params(
     model: ModelConfig, *, dimensions: int | None = None, normalize: bool | None = None, pooling: str | None = None
 ) -> PoolingParams:
-    """What an embedding is: the model's defaults, unless something else is asked for. Raises InvalidRequestError."""
+    """The parameters of an embedding: the model's defaults, unless others are given. Raises InvalidRequestError."""
     defaults = model.embedding
     if defaults.not_served:
         raise InvalidRequestError(f"this model's embeddings are not served: {defaults.not_served}")
@@ -62,7 +62,7 @@ def pair_prompts(
     documents: Sequence[str],
     instruction: str | None = None,
 ) -> tuple[list[list[int]], PoolingParams]:
-    """Prompts whose vectors `scores` takes, with what is to be made of them. Raises InvalidRequestError.
+    """Prompts whose vectors `scores` takes, and their pooling parameters. Raises InvalidRequestError.
 
     `queries`: one for all documents, or one for each.
     """
@@ -84,18 +84,18 @@ def pair_prompts(
 
 
 def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int) -> Float32Array:
-    """One score a document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`."""
+    """One score per document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`."""
     if way == "cosine":
         queries, documents = np.stack(vectors[:num_queries]), np.stack(vectors[num_queries:])
         return (queries * documents).sum(axis=1, dtype=np.float32)
-    lines = np.stack(vectors).astype(np.float64)
-    if way == "head" and lines.shape[1] == 1:
-        positive, negative = lines[:, 0], np.zeros(len(lines))
+    rows = np.stack(vectors).astype(np.float64)
+    if way == "head" and rows.shape[1] == 1:
+        positive, negative = rows[:, 0], np.zeros(len(rows))
     elif way == "head":
-        positive, negative = lines[:, 1], lines[:, 0]
+        positive, negative = rows[:, 1], rows[:, 0]
     else:
-        positive, negative = lines[:, 0], lines[:, 1]
-    # The softmax of two is the logistic function of their difference, here without overflow.
+        positive, negative = rows[:, 0], rows[:, 1]
+    # The softmax of two values is the logistic function of their difference, here without overflow.
     return np.exp(-np.logaddexp(0.0, negative - positive)).astype(np.float32)
 
 

@@ -1,6 +1,6 @@
-"""Finds stop strings in a growing text, across every border between its pieces.
+"""Finds stop strings in a growing text, also across the boundaries of its pieces.
 
-The result does not depend on how the text is cut: the stop string that is complete first ends the text (of two that end
+The result does not depend on how the text is split: the first stop string to be complete ends the text (of two that end
 together, the longer one).
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of one stream and the text that may yet become one of them."""
+    """The stop strings of one stream, and the text that may yet become one."""
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include`: the stop string itself is part of the text. Empty strings mean nothing."""
+        """`include`: the stop string itself is part of the text. Empty strings are ignored."""
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._include = include
@@ -23,9 +23,9 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, piece: str, *, counts: bool = True) -> tuple[str, bool]:
-        """The text that is free to go, and whether a stop string was found; nothing more may be fed after that.
+        """The text that can be sent, and whether a stop string was found; nothing may be fed after that.
 
-        `counts`: whether a stop string may end in this piece. It may begin in an earlier one all the same.
+        `counts`: whether a stop string may end in this piece; it may begin in an earlier one in any case.
         """
         text = self._held + piece
         found = self._first_match(text, len(self._held)) if counts else None
@@ -44,7 +44,7 @@ class StopStrings:
         return held
 
     def _first_match(self, text: str, known: int) -> tuple[int, int] | None:
-        """Start and end of the first match that ends behind the `known` first characters."""
+        """Start and end of the first match that ends after the first `known` characters."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, known + 1 - len(stop)))
@@ -56,7 +56,7 @@ class StopStrings:
         return best
 
     def _partial_match(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[len(text) - length :]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""Prompts -> token ids: text, and chat messages through the model's chat template."""
+"""Prompts -> token ids: texts, and chat messages through the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_backend.text.vocabulary import check_has_tokenizer
 
 log = logging.getLogger(__name__)
 
-# Words, numbers, blanks, scripts: what pre-tokenizers cut differently.
+# Words, numbers, blanks, scripts: where pre-tokenizers differ.
 _SAMPLE = "Hello world, it's 12345.67 naïve Straße 你好世界 🙂\n\n\tdef f(x):  return x<=y"
 
 
@@ -28,7 +28,7 @@ class Tokenizer:
     """
 
     def __init__(self, model_dir: str | Path, *, trust_remote_code: bool = False) -> None:
-        """Raises ConfigError where the folder has no tokenizer that can be loaded."""
+        """Raises ConfigError if the folder has no tokenizer that can be loaded."""
         check_has_tokenizer(model_dir)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
@@ -45,11 +45,11 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Its source; of a model with several, all of them one after the other; "" where there is none."""
+        """Its source; several templates are concatenated; "" if there is none."""
         return self._template.source
 
     def info(self) -> dict[str, Any]:
-        """What clients may know of it, by the keys of tokenizer_config.json."""
+        """Information for clients, by the keys of tokenizer_config.json."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         return {
             "tokenizer_class": type(self._tokenizer).__name__,
@@ -59,12 +59,12 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> list[str]:
-        """The tokens beside the plain vocabulary, special or not, as texts."""
+        """The texts of tokens added to the plain vocabulary, special or not."""
         return sorted(self._tokenizer.get_added_vocab())
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """The id of each token that is no part of an answer's text unless `skip_special_tokens` is off."""
+        """The ids of tokens that are left out of answers' text unless `skip_special_tokens` is off."""
         added = self._tokenizer.added_tokens_decoder.items()
         found = {str(token): number for number, token in added if token.special}
         named = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
@@ -74,8 +74,8 @@ class Tokenizer:
         return len(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with `add_special_tokens`, BOS comes first exactly once, even where the text begins with it."""
-        # verbose would warn of every prompt that is too long, which is the caller's to refuse.
+        """Token ids; with `add_special_tokens`, BOS comes first exactly once, even if the text begins with it."""
+        # verbose would warn about every prompt that is too long, which the caller refuses.
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         if add_special_tokens and self._bos is not None and ids[:2] == [self._bos, self._bos]:
             return ids[1:]
@@ -92,14 +92,14 @@ class Tokenizer:
         return str(text)
 
     def first_token(self, word: str) -> int:
-        """The id of the token with which the word begins. Raises InvalidRequestError where it has none."""
+        """The id of the word's first token. Raises InvalidRequestError if it has none."""
         ids = self.encode(word, add_special_tokens=False)
         if not ids:
             raise InvalidRequestError(f"{word!r:.60} has no token; allowed: a text with at least one")
         return ids[0]
 
     def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word at the start of a text and after a space: most tokenizers have two for that."""
+        """Token ids of each word at the start of a text and after a space: most tokenizers distinguish these."""
         spellings = [text for word in words for text in (word, f" {word.lstrip()}")]
         ids = (tuple(self.encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(filter(None, ids)))
@@ -107,16 +107,16 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> str:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
-        The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments`
-        reach the template (tools, enable_thinking ...). Content parts of type text are joined, and calls have the form
-        that the template asks for. Raises InvalidRequestError.
+        The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments` are
+        passed to the template (tools, enable_thinking ...). Content parts of type text are joined, and calls have the
+        form that the template expects. Raises InvalidRequestError.
         """
         return self._template.render(messages, template_arguments)
 
 
 def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """transformers chooses a class by model_type and may then ignore rules of tokenizer.json: prompts would be cut
-    otherwise than in training, and nothing else would tell."""
+    """transformers chooses a class by model_type and may then ignore rules of tokenizer.json: prompts would be
+    tokenized differently than in training, without any other sign."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
@@ -124,7 +124,7 @@ def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.no_truncation()
         expected = backend.encode(_SAMPLE, add_special_tokens=False).ids
-    except Exception as error:  # the library raises bare Exceptions; the vocabulary's reader says what is wrong
+    except Exception as error:  # the library raises bare Exceptions; load_vocabulary reports what is wrong
         log.warning("%s cannot be compared with the tokenizer in use: %s", file, error)
         return
     found = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]

@@ -1,6 +1,6 @@
-"""What each token id stands for: bytes, special or not, and the tokenizer's own decode.
+"""What each token id stands for: its bytes, whether it is special, and the tokenizer's own decode.
 
-Loads without transformers where the folder has a tokenizer.json.
+Loads without transformers if the folder has a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl_backend.errors import ConfigError
 
 Decode = Callable[[Sequence[int], bool], str]
 
-PROMPT_TAIL = 6  # tokens, as many as vLLM looks at
+PROMPT_TAIL = 6  # tokens, as many as vLLM uses
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
 _SUFFIXES = (".model", ".tiktoken")
@@ -28,8 +28,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 class Vocabulary:
     """The tokens of one model.
 
-    `byte_exact` says whether a text is the concatenation of its tokens' bytes (byte-level and byte-fallback
-    tokenizers, so nearly all of today's; but for one space that some drop at the start of a text); then streams decode
+    `byte_exact`: a text is the concatenation of its tokens' bytes, as with byte-level and byte-fallback tokenizers,
+    which are nearly all of today's (except for a space that some drop at the start of a text). Streams are then decoded
     by table look-up.
     """
 
@@ -57,15 +57,16 @@ class Vocabulary:
         return len(self._bytes)
 
     def table(self, skip_special_tokens: bool) -> list[bytes]:
-        """The bytes of each id, b"" for holes and, if asked, for special tokens. Not to be changed."""
+        """The bytes of each id, b"" for unused ids and, with `skip_special_tokens`, for special ones. Not to be
+        changed."""
         return self._printable if skip_special_tokens else self._bytes
 
     def tail(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """What the text of an answer depends on: the prompt's last tokens, or none where each token has its text."""
+        """The prompt's last tokens, which the text of an answer depends on; none where each token has its own text."""
         return () if self.byte_exact else tuple(prompt[-PROMPT_TAIL:])
 
     def token_text(self, token_id: int) -> str:
-        """The token alone as a text, special ones included; U+FFFD for parts of characters, "" for a hole."""
+        """The text of one token, special ones included; U+FFFD for partial characters, "" for an unused id."""
         return self._bytes[token_id].decode("utf-8", "replace") if 0 <= token_id < len(self._bytes) else ""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -74,7 +75,7 @@ class Vocabulary:
 
 
 def load_vocabulary(model_dir: str | Path, *, trust_remote_code: bool = False) -> Vocabulary:
-    """Reads the tokenizer of a model folder. Raises ConfigError where there is none."""
+    """Reads the tokenizer of a model folder. Raises ConfigError if there is none."""
     check_has_tokenizer(model_dir)
     folder = Path(model_dir)
     file = folder / "tokenizer.json"
@@ -100,15 +101,15 @@ def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) ->
 
 
 def _tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """The token of each id, None for holes: what `id_to_token` says, without a call for each of 150,000."""
+    """The token of each id, None for unused ids: the same as `id_to_token`, without a call for each of 150,000."""
     ids = backend.get_vocab(with_added_tokens=True)
     tokens: list[str | None] = [None] * (1 + max(ids.values(), default=-1))
     for token, i in ids.items():
         tokens[i] = token
-    for i in [i for i, known in enumerate(tokens) if known is None]:  # holes, and tokens that have another id as well
+    for i in [i for i, known in enumerate(tokens) if known is None]:  # unused ids, and tokens with several ids
         tokens[i] = backend.id_to_token(i)
     for i, added in backend.get_added_tokens_decoder().items():
-        tokens[i] = added.content  # also where the model has another token of that id
+        tokens[i] = added.content  # even if the model has another token with that id
     return tokens
 
 
@@ -138,23 +139,23 @@ def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabu
 
 
 def has_tokenizer(model_dir: str | Path) -> bool:
-    """Whether the folder holds any file of a tokenizer."""
+    """Whether the folder contains any tokenizer file."""
     return any(path.name in _FILES or path.suffix in _SUFFIXES for path in Path(model_dir).iterdir())
 
 
 def check_has_tokenizer(model_dir: str | Path) -> None:
-    """Raises ConfigError where the folder has none: for some models transformers would make up an empty one."""
+    """Raises ConfigError if the folder has none: for some models transformers would create an empty one."""
     if not Path(model_dir).is_dir() or not has_tokenizer(model_dir):
         raise ConfigError(f"model {model_dir} has no tokenizer (tokenizer.json, tokenizer.model or the like)")
 
 
 def empty_vocabulary() -> Vocabulary:
-    """That of a model without a tokenizer: no token has a text."""
+    """The vocabulary of a model without a tokenizer: no token has a text."""
     return Vocabulary(lambda token_ids, skip_special_tokens: "", (), frozenset(), byte_exact=True)
 
 
 def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
-    """Those of tokenizer.json and those that tokenizer_config.json adds, as transformers counts them."""
+    """Special ids of tokenizer.json and those that tokenizer_config.json adds, as in transformers."""
     ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     file = folder / "tokenizer_config.json"
     if not file.is_file():
@@ -176,7 +177,7 @@ def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a token becomes bytes, and whether that is exact, but for a space at the start of a text."""
+    """How to turn a token into bytes, and whether that is exact except for a space at the start of a text."""
     if backend.decoder is None:
         return str.encode, False
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -195,7 +196,7 @@ def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], b
 
 
 def _byte_level_rule() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """GPT-2's alphabet: printable bytes stand for themselves; the others are the characters from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -205,7 +206,7 @@ def _byte_level_rule() -> Callable[[str], bytes]:
         try:
             return codecs.charmap_encode(token, "strict", encoding)[0]
         except UnicodeEncodeError:
-            return token.encode()  # an added token that holds characters outside the alphabet stands for itself
+            return token.encode()  # an added token with characters outside the alphabet stands for itself
 
     return to_bytes
 

@@ -150,7 +150,7 @@ def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front:
                 number = front.client.credits.send(credit, time.monotonic())
                 if uid == read or number <= 5:  # the client of `left` goes after five responses
                     sender.note(uid, number)
-                    sender.tell()
+                    sender.flush()
         time.sleep(0.001)
     front.client.credits.drop(credits)
     wait_for(lambda: len(front.reasons) == 2)

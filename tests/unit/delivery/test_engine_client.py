@@ -281,7 +281,7 @@ def test_an_abort_that_a_busy_core_cannot_take_is_told_later(
     core.give(kept, 7, int(FinishReason.LENGTH))
     wait_for(lambda: len(heard.ended) == 3)
     assert len([command for command in core.commands if isinstance(command, Abort)]) == 1
-    assert not heard.client._untold
+    assert not heard.client._unsent_aborts
 
 
 def test_many_aborts_that_a_busy_core_cannot_take_cost_one_try_and_go_together(
@@ -309,7 +309,7 @@ def test_many_aborts_that_a_busy_core_cannot_take_cost_one_try_and_go_together(
         Abort(uids=tuple(gone), reason=int(FinishReason.CANCELLED), found_at=5.0),
         Abort(uids=tuple(stopped), reason=int(FinishReason.STOP)),
     ]
-    assert not heard.client._untold
+    assert not heard.client._unsent_aborts
 
 
 def test_the_health_of_a_front_is_told_as_soon_as_it_can_be(

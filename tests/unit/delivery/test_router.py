@@ -27,7 +27,7 @@ def make(num_cores: int, num_pages: int = 10_000) -> Router:
 
 def place(router: Router, token_ids: bytes, n: int = 1) -> tuple[int, int | None]:
     uid = next(UIDS) * 100
-    return uid, router.place(uid, n, token_ids)
+    return uid, router.assign(uid, n, token_ids)
 
 
 def ask(router: Router, token_ids: bytes) -> int | None:
@@ -114,9 +114,9 @@ def test_a_core_that_did_not_take_a_request_is_left_out() -> None:
     uid, first = place(router, prompt(0, 500), n=4)
     assert first is not None
     router.release(range(uid, uid + 4))
-    assert router.place(uid, 4, prompt(0, 500), without={first}) == 1 - first
+    assert router.assign(uid, 4, prompt(0, 500), without={first}) == 1 - first
     router.release(range(uid, uid + 4))
-    assert router.place(uid, 4, prompt(0, 500), without={0, 1}) is None
+    assert router.assign(uid, 4, prompt(0, 500), without={0, 1}) is None
     assert [place(router, prompt(index, 10))[1] for index in (1, 2)] in ([0, 1], [1, 0]), "nothing counts as there"
 
 
@@ -134,10 +134,10 @@ def test_what_a_core_cannot_hold_is_forgotten_ends_first() -> None:
 
 def test_prompts_of_another_salt_are_others() -> None:
     router, text = make(2), prompt(1, 8 * BLOCK_TOKENS)
-    assert router.place(1, 1, text, cache_salt="a") == 0
-    assert router.place(2, 1, text, cache_salt="b") == 1
-    assert router.place(3, 1, text, cache_salt="a") == 0
-    assert router.place(4, 1, text, cache_salt="b") == 1
+    assert router.assign(1, 1, text, cache_salt="a") == 0
+    assert router.assign(2, 1, text, cache_salt="b") == 1
+    assert router.assign(3, 1, text, cache_salt="a") == 0
+    assert router.assign(4, 1, text, cache_salt="b") == 1
 
 
 @pytest.mark.parametrize(("page_size", "block"), [(1, BLOCK_TOKENS), (64, 64), (128, 128)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.ipc.acks import MOST_UNTOLD, AckReceiver, AckSender
+from minisgl_backend.ipc.acks import MAX_UNSENT, AckReceiver, AckSender
 from minisgl_backend.ipc.messages import CANCELLED, uid_of
 
 
@@ -34,7 +34,7 @@ def pairs(receiver: AckReceiver) -> list[tuple[int, int]]:
 def send(sender: AckSender, *pairs: tuple[int, int]) -> bool:
     for uid, number in pairs:
         sender.note(uid, number)
-    return sender.tell()
+    return sender.flush()
 
 
 def test_each_front_hears_of_its_own_in_order(sender: AckSender, receiver: AckReceiver, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_moment_of_the_first_finding_comes_with_it(sender: AckSender, receiv
     sender.note_gone(2, 7.0)
     assert len(sender) == 3
     assert pairs(receiver) == [], "nothing goes out by itself"
-    sender.tell()
+    sender.flush()
     uids, numbers, found_at = receiver.receive()
     assert (uids.tolist(), numbers.tolist(), found_at) == ([1, 1, 2], [11, CANCELLED, CANCELLED], 6.0)
 
@@ -67,7 +67,7 @@ def test_what_finds_no_room_comes_later_and_in_order(sender: AckSender, receiver
     assert 1 < count < 100_000
     sender.note(1, count + 1)
     sender.note_gone(1, 7.0)
-    assert not sender.tell()
+    assert not sender.flush()
     assert pairs(receiver) == [(1, number) for number in range(1, count)]
     assert send(sender, (1, count + 2))
     uids, numbers, found_at = receiver.receive()
@@ -81,17 +81,17 @@ def test_what_waits_for_a_front_is_bounded_and_says_all_that_counts(sender: AckS
         pass
     sender.note_gone(2, 7.0)
     sender.note(2, 1)  # of a sibling's chunk that came with it
-    assert not send(sender, *((uid, number) for number in range(1, MOST_UNTOLD) for uid in (1, 3)))
+    assert not send(sender, *((uid, number) for number in range(1, MAX_UNSENT) for uid in (1, 3)))
     pairs(receiver)
-    assert send(sender, (1, MOST_UNTOLD))
-    assert pairs(receiver) == [(1, MOST_UNTOLD - 1), (2, CANCELLED), (3, MOST_UNTOLD - 1), (1, MOST_UNTOLD)]
+    assert send(sender, (1, MAX_UNSENT))
+    assert pairs(receiver) == [(1, MAX_UNSENT - 1), (2, CANCELLED), (3, MAX_UNSENT - 1), (1, MAX_UNSENT)]
 
 
 def test_streams_beyond_any_number_do_not_fill_memory(sender: AckSender, receiver: AckReceiver) -> None:
     while send(sender, (1, 0)):
         pass
-    assert not send(sender, *((uid, 1) for uid in range(2 * MOST_UNTOLD)))
-    assert len(sender) == MOST_UNTOLD
+    assert not send(sender, *((uid, 1) for uid in range(2 * MAX_UNSENT)))
+    assert len(sender) == MAX_UNSENT
 
 
 def test_a_front_that_is_not_there_or_has_gone_holds_nothing_up(sender: AckSender, tmp_path: Path) -> None:
