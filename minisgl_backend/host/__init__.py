@@ -1,1 +1,1 @@
-"""Starting, watching and stopping processes: the engine core, tritonserver and its stubs."""
+"""Starts, watches and stops processes: the engine cores, tritonserver and its stubs."""

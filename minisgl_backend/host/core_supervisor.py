@@ -1,4 +1,4 @@
-"""Starts an engine core's process, watches it and starts it again; one front of a directory does so at a time."""
+"""Starts an engine core's process, watches and restarts it; one front of a directory does so at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-STABLE_AFTER_S = 10.0  # a core that served this long starts the back-off anew; its start, however long, does not count
+STABLE_AFTER_S = 10.0  # a core that served this long resets the back-off; its start, however long, does not count
 LOCK_POLL_S = 0.1
 STOP_GRACE_S = 3.0
 ALL_SIGNS = b"".join(Sign)
@@ -41,9 +41,9 @@ class Supervisor:
     def __init__(
         self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None], core: int = 0
     ) -> None:
-        """`core`: its number, 0 to dp - 1. `on_first_failure` hears, on the supervisor's thread, why the first core did
-        not become ready; the supervisor has ended then. Failures after a core was ready once, this supervisor's own or
-        one that `note_ready` told of, are only logged, and tried again."""
+        """`core`: its number, 0 to dp - 1. `on_first_failure` is called on the supervisor's thread with the reason why
+        the first core did not become ready; the supervisor has ended then. Once a core was ready, this supervisor's own
+        or one reported by `note_ready`, failures are only logged, and retried."""
         self._config = config
         self._socket_dir = socket_dir
         self._on_first_failure = on_first_failure
@@ -51,32 +51,32 @@ class Supervisor:
         self._name = "the engine core" if config.dp == 1 else f"engine core {core}"
         self._stop_read, self._stop_write = os.pipe()
         self._closed = False
-        # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
+        # The core ends with the thread that started it, so this thread lives as long as the supervisor.
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
         self._process: CoreProcess | None = None
-        self._was_ready = False  # a core of this directory, whoever ran it
+        self._was_ready = False  # a core of this directory was ready, whoever ran it
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def core_pid(self) -> int | None:
-        """Process id of the core that this supervisor runs now."""
+        """Process id of this supervisor's running core."""
         process = self._process
         return process.pid if process is not None else None
 
     def note_ready(self) -> None:
-        """There is a core that serves, perhaps another supervisor's: should this one take over, it does not give up."""
+        """A core serves, perhaps another supervisor's: if this supervisor takes over, it does not give up."""
         self._was_ready = True
 
     def stop(self) -> None:
-        """Begins to end the core, if it is ours, and the thread."""
+        """Begins to end the core, if this supervisor runs it, and the thread."""
         if self._stop_write >= 0:
             os.close(self._stop_write)
             self._stop_write = -1
 
     def close(self) -> None:
-        """`stop`, and waits until they have ended."""
+        """`stop`, then waits until both have ended."""
         if self._closed:
             return
         self._closed = True
@@ -106,7 +106,7 @@ class Supervisor:
     def _try_lock(lock: int) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody has it, or the kernel has none to give at the moment
+        except OSError:  # another process holds it, or the kernel has none to give now
             return False
         return True
 
@@ -124,7 +124,7 @@ class Supervisor:
                 finally:
                     end = process.stop()
                     self._process = None
-            except Exception as error:  # whatever it is, a core that nobody starts again is worse
+            except Exception as error:  # any error: without this thread, a core would never be restarted
                 if not self._was_ready:
                     self._on_first_failure(_as_told(error))
                     return
@@ -146,7 +146,7 @@ class CoreProcess:
     """One run of the core's process."""
 
     def __init__(self, config: EngineConfig, socket_dir: Path, core: int) -> None:
-        """Starts it. Raises EngineDeadError or OSError where that cannot be done."""
+        """Starts it. Raises EngineDeadError or OSError if that fails."""
         self._liveness = Liveness(Environment.read().hang_s)
         self._hung = False
         options = dataclasses.asdict(config)
@@ -168,7 +168,7 @@ class CoreProcess:
     def wait_ready(self, stop_fd: int) -> None:
         """Returns when the core is ready, or `stop_fd` becomes readable.
 
-        Raises ConfigError with the core's own words, or EngineDeadError where it failed in another way.
+        Raises ConfigError with the core's own message, or EngineDeadError if it failed in another way.
         """
         text = b""
         while b"\n" not in text:
@@ -192,7 +192,7 @@ class CoreProcess:
             raise EngineDeadError(f"the engine core cannot start: {report.message}")
 
     def wait_dead(self, stop_fd: int) -> None:
-        """Returns when the process has ended, or `stop_fd` becomes readable; ends a process that hangs."""
+        """Returns when the process has ended, or `stop_fd` becomes readable; kills a process that hangs."""
         while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [], PERIOD_S)[0]):
             if self._status_read in readable:
                 if not (piece := os.read(self._status_read, 65536)):
@@ -205,10 +205,10 @@ class CoreProcess:
     def _kill_hanging(self) -> None:
         log.error("the engine core hangs; it is killed")
         self._hung = True
-        self._popen.kill()  # it would not obey SIGTERM
+        self._popen.kill()  # it would not react to SIGTERM
 
     def stop(self) -> str:
-        """Ends the process and says how it ended. Safe to call twice."""
+        """Ends the process and returns how it ended. Safe to call twice."""
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             if self._popen.poll() is None:
                 self._popen.terminate()

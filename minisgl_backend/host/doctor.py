@@ -1,6 +1,7 @@
-"""`minisgl doctor`: what this machine can run, what is missing, and the command that brings it.
+"""`minisgl doctor`: what this machine can run, what is missing, and the commands that install it.
 
-Needs nothing that is installed, so that it can say what is not. What it tells is asked of the modules that decide it.
+Needs only the standard library, so that it can report missing packages. Each fact comes from the module that decides
+it.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.resources import usable_cores
 
 OK = "ok"
-NOTE = "note"  # something is amiss or missing that the demo does not need
+NOTE = "note"  # a fault or a missing part that the demo does not need
 PROBLEM = "problem"  # the demo cannot be served
 
 _SECTIONS = ("machine", "packages", "server", "attention", "ports", "folders", "demo")
-_INSTALLED = ("packages", "server")  # what scripts/setup.sh can mend
+_INSTALLED = ("packages", "server")  # what scripts/setup.sh can install
 _CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 _PROBE = "minisgl_backend.engine.machine_report"
 _PROBE_SECONDS = 180.0  # a cold disk reads gigabytes of CUDA libraries
 _NVIDIA_SMI_SECONDS = 30.0
-# Each of the three Python models takes a MiB at start, and more for large requests; Docker's default is 64 MiB.
+# Each of the three Python models takes 1 MiB at start, and more for large requests; Docker's default is 64 MiB.
 _LEAST_SHARED_MEMORY = 16 << 20
 _SHARED_MEMORY_OF_RANKS = 1 << 30  # NCCL's buffers between processes
 
@@ -59,7 +60,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything that can be said of this machine, in the order of the report."""
+    """All findings about this machine, in the order of the report."""
     gpus = _gpus()
     num_gpus = sum(finding.state == OK and finding.name != "gpu" for finding in gpus)
     command = [sys.executable, "-m", _PROBE]
@@ -154,7 +155,7 @@ def _gpus() -> list[Finding]:
 
 
 def _packages(has_gpu: bool) -> Iterator[Finding]:
-    """A finding for what the package needs, and one for each extra that serving takes."""
+    """A finding for the package's own requirements, and one for each extra that serving needs."""
     try:
         yield _group("needed", [*requirements_of(), *requirements_of("engine")], PROBLEM, "", has_gpu)
     except metadata.PackageNotFoundError:
@@ -181,7 +182,7 @@ def _all_requirements() -> Iterator[Requirement]:
 
 
 def _group(name: str, requirements: Sequence[Requirement], state: str, purpose: str, has_gpu: bool) -> Finding:
-    said, wanted = [], []
+    said, missing = [], []
     for requirement in requirements:
         asked = f", but {requirement.specifier} is needed" if requirement.specifier else ""
         if requirement.installed is None:
@@ -190,11 +191,11 @@ def _group(name: str, requirements: Sequence[Requirement], state: str, purpose: 
             said.append(f"{requirement.name} is {requirement.installed}{asked}")
         else:
             continue
-        wanted.append(requirement)
-    if not wanted:
+        missing.append(requirement)
+    if not missing:
         return Finding("packages", name, OK, ", ".join(f"{one.name} {one.installed}" for one in requirements))
-    remedy = f"{_pip()} {shlex.join(one.text for one in wanted)}"
-    if not has_gpu and any(one.name == "torch" for one in wanted):
+    remedy = f"{_pip()} {shlex.join(one.text for one in missing)}"
+    if not has_gpu and any(one.name == "torch" for one in missing):
         remedy = f"{_pip()} torch --index-url {_CPU_TORCH} && {remedy}"
     return Finding("packages", name, state, "; ".join(said), f"{remedy}{f' ({purpose})' if purpose else ''}")
 
@@ -241,7 +242,7 @@ def _folders(num_gpus: int) -> Iterator[Finding]:
     yield _shared_memory(num_gpus)
     try:
         temporary = Path(tempfile.gettempdir())
-    except OSError as error:  # none of the folders that Python tries can be written
+    except OSError as error:  # none of the folders that Python tries is writable
         yield Finding("folders", "sockets and copies", PROBLEM, str(error.strerror), "TMPDIR=FOLDER chooses another")
     else:
         yield _writable("sockets and copies", temporary, PROBLEM, "TMPDIR")
@@ -272,7 +273,7 @@ def _shared_memory(num_gpus: int) -> Finding:
 
 
 def _writable(name: str, folder: Path, state: str, variable: str) -> Finding:
-    """Whether a folder can be written, or made where it is missing."""
+    """Whether a folder is writable, or can be created if missing."""
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -282,13 +283,13 @@ def _writable(name: str, folder: Path, state: str, variable: str) -> Finding:
 
 
 def _answer(probe: subprocess.Popen[str]) -> Mapping[str, Any]:
-    """What the engine says of the machine; `broken` where it says nothing."""
+    """The engine's report about the machine; `broken` if there is none."""
     try:
         output, errors = probe.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         probe.kill()
         return {"broken": f"torch did not load within {_PROBE_SECONDS:g} s"}
-    # Libraries may print, before the report and behind it.
+    # Libraries may print, before and after the report.
     for line in reversed(output.splitlines() if probe.returncode == 0 else []):
         with contextlib.suppress(ValueError):
             answer = json.loads(line)
@@ -337,7 +338,7 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
 
 
 def _kernels(cuda: str) -> Iterator[Finding]:
-    """The extra whose kernels are built for torch's CUDA: from 13 on they have another name."""
+    """The extra with kernels for torch's CUDA version: from 13 on they have another name."""
     extra = "cuda" if int(cuda.split(".")[0]) >= 13 else "cuda12"
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield _group(extra, requirements_of(extra), NOTE, "for the fastest attention", True)

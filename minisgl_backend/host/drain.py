@@ -1,9 +1,9 @@
-"""`python -m minisgl_backend.host.drain`: to be run before SIGTERM where tritonserver runs without scripts/serve.sh.
+"""`python -m minisgl_backend.host.drain`: to be run before SIGTERM if tritonserver runs without scripts/serve.sh.
 
-Engine fronts refuse new requests from now on, and finish those that they have; what still runs at the time limit ends
-with UNAVAILABLE. Under Kubernetes this is a preStop hook. tritonserver 2.51 cannot do it by itself: at SIGTERM the
-models behind an ensemble take no more work, so that every stream stands still, and a model's own `finalize` is called
-only once nothing is in flight.
+Engine fronts refuse new requests from now on, and finish their running ones; those still running at the time limit end
+with UNAVAILABLE. Under Kubernetes this is a preStop hook. tritonserver 2.51 cannot drain by itself: at SIGTERM the
+models behind an ensemble take no more work, so that all streams stall, and a model's own `finalize` is called only once
+nothing is in flight.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from minisgl_backend.ipc.channel import live_socket_directories
 from minisgl_backend.process.status_files import ask_to_drain, fronts_not_drained, has_fronts
 
 LAST_CHUNK_SECONDS = 0.5  # from the engine's last chunk through the detokenizer to the client
-ANSWER_SECONDS = 5.0  # after the time limit; a front on a free processor ends what still runs within a tenth of one
+ANSWER_SECONDS = 5.0  # after the time limit; a front on an idle processor needs less than a tenth of one
 _LOOK_SECONDS = 0.05
 
 
 def drain(directories: Sequence[Path], seconds: float) -> bool:
-    """Until the fronts of these socket directories have nothing to do. False where one does not answer in time."""
+    """Waits until the fronts of these socket directories are idle. False if one does not answer in time."""
     deadline = time.monotonic() + seconds
     for directory in directories:
         ask_to_drain(directory, deadline)

@@ -12,7 +12,7 @@ from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the endpoint, for the server's command line; `endpoint_of` reads them."""
+    """Adds the endpoint's options to the server's command line; `endpoint_of` reads them."""
     group = parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md")
     default = EndpointSettings()
     group.add_argument(
@@ -29,7 +29,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serving_options(group: Any) -> None:
-    """Those options that the endpoint has in whatever way it is started."""
+    """Adds the options that the endpoint has however it is started."""
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="what clients call the model [the model's name]"
     )
@@ -98,7 +98,7 @@ def add_serving_options(group: Any) -> None:
 def endpoint_of(
     values: Mapping[str, Any], *, host: str, grpc_address: str, metrics_address: str
 ) -> EndpointSettings | None:
-    """The settings that the options come to; None for port 0. Raises ConfigError."""
+    """The endpoint's settings by these options; None for port 0. Raises ConfigError."""
     if not values["openai_port"]:
         return None
     settings = EndpointSettings(

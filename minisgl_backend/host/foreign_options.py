@@ -1,4 +1,4 @@
-"""What options of other servers are called here: for hints on the command line, and the tables of docs/moving.md.
+"""The equivalents here of other servers' options: for hints on the command line, and the tables of docs/moving.md.
 
 The names are those of vLLM 0.26, SGLang 0.5, Mini-SGLang and trtllm-serve 1.2, late in 2026. Standard library only.
 """
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-_SIMILAR = 0.75  # least ratio of difflib at which a name is taken for a slip of the fingers
+_SIMILAR = 0.75  # least difflib ratio at which a name counts as a typing error
 
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """One row of a table: flags that mean the same, and what to use here, as Markdown."""
+    """One row of a table: flags that mean the same, and their equivalent here, as Markdown."""
 
     flags: tuple[str, ...]
     here: str
 
     @property
     def hint(self) -> str:
-        """`here` for a terminal."""
+        """`here` as plain text."""
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", self.here).replace("`", "")
         return f"there is {text}" if text.startswith("none") else text
 
@@ -47,7 +47,7 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("--max-num-seqs", "`--max-running-requests`"),
         _row(
             "--max-num-batched-tokens",
-            "`--max-prefill-length`; what runs beside streams: `--mixed-prefill-length`",
+            "`--max-prefill-length`; within mixed batches: `--mixed-prefill-length`",
         ),
         _row("--block-size", "`--page-size`"),
         _row("--num-gpu-blocks-override", "`--num-pages`"),
@@ -173,9 +173,9 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
 
 
 def explain_unknown(given: str, known: Sequence[str]) -> str:
-    """What to say of an option that there is not, in one line: what it is called here, or which one is meant.
+    """One line about an unknown option: its equivalent here, or the option that was probably meant.
 
-    `given`: as it was typed, `--name` or `--name=value`; `known`: the options that there are.
+    `given`: as typed, `--name` or `--name=value`; `known`: the existing options.
     """
     name = given.partition("=")[0]
     plain = _plain(name)
@@ -200,5 +200,5 @@ def explain_unknown(given: str, known: Sequence[str]) -> str:
 
 
 def _plain(flag: str) -> str:
-    """Some write - where others write _."""
+    """Replaces _ by -, which some write instead."""
     return flag.replace("_", "-")

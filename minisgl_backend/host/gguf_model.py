@@ -1,6 +1,7 @@
-"""`python -m minisgl_backend.host.gguf_model FILE FOLDER`: a GGUF file as a model folder in Hugging Face's format.
+"""`python -m minisgl_backend.host.gguf_model FILE FOLDER`: converts a GGUF file to a model folder in Hugging Face's
+format.
 
-Needs transformers, and the package gguf, which `minisgl fetch` puts on the path.
+Needs transformers and the package gguf, which `minisgl fetch` puts on the path.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ def convert(file: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # Its weights are ordinary numbers by now; transformers remembers what they were and would not write them.
+    # The weights are unquantized by now; transformers remembers their format and would refuse to write them.
     model.is_quantized, model.hf_quantizer = False, None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.to(torch.bfloat16).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes for its user alone; the server may be another's
+        path.chmod(0o644)  # safetensors makes it readable by its user only; the server may run as another user
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A readiness endpoint that tells the truth: the server's own one says ready while its Python stubs are dead.
+"""An accurate readiness endpoint: the server's own one reports ready while its Python stubs are dead.
 
-    GET /health/ready   200 or 503, with a JSON object {"ready": ..., "reason": ...}
+GET /health/ready   200 or 503, with a JSON object {"ready": ..., "reason": ...}
 GET /health/live    200 while the supervisor runs
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 
-_ACCEPT_AGAIN_SECONDS = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
+_ACCEPT_AGAIN_SECONDS = 0.1  # after a connection could not be accepted, mostly for lack of file descriptors
 
 
 class HealthServer:
-    """Serves the endpoint from a thread of its own until `close`. Raises ConfigError where it cannot."""
+    """Serves the endpoint on a thread of its own until `close`. Raises ConfigError if it cannot."""
 
     def __init__(self, host: str, port: int, not_ready_reason: Callable[[], str | None]) -> None:
-        """`not_ready_reason` returns None when ready; it is called from many threads."""
+        """`not_ready_reason` returns None when ready; it is called on many threads."""
         handler = type("_Handler", (_HealthHandler,), {"not_ready_reason": staticmethod(not_ready_reason)})
         server_class = type(
             "_Server", (_Listener,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET}
@@ -37,7 +37,7 @@ class HealthServer:
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # the machine has none left
+        except RuntimeError as error:  # the machine has no thread left
             self._server.server_close()
             raise ConfigError(f"--health-port is {port}, which cannot be served: {error}") from None
 
@@ -60,7 +60,7 @@ class _Listener(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError:
-            # The connection goes on waiting, and the loop would ask for it again at once, and again.
+            # The connection stays pending, so the loop would try again at once, endlessly.
             time.sleep(_ACCEPT_AGAIN_SECONDS)
             raise
 
@@ -70,7 +70,7 @@ class _HealthHandler(BaseHTTPRequestHandler):
     not_ready_reason: Callable[[], str | None]
 
     def do_GET(self) -> None:
-        """Answer one probe."""
+        """Answers one probe."""
         if self.path == "/health/live":
             self._reply(200, {"live": True})
         elif self.path in ("/health/ready", "/health"):
@@ -80,7 +80,7 @@ class _HealthHandler(BaseHTTPRequestHandler):
             self._reply(404, {"error": "paths: /health/ready, /health/live"})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Probes come every few seconds: not a word."""
+        """Logs nothing: probes come every few seconds."""
 
     def _reply(self, status: int, body: dict[str, object]) -> None:
         data = json.dumps(body).encode() + b"\n"

@@ -1,7 +1,7 @@
-"""What is wrong with a model and options as far as files tell it, in a moment: asked before a server starts.
+"""Checks a model and its options as far as files allow, quickly, before a server starts.
 
-Needs no torch, so that the answer does not wait for that. What else only the machine's device knows is asked in a
-process of its own meanwhile (`option_check`).
+Needs no torch, whose import takes seconds. What depends on the machine's device is checked in a separate process
+meanwhile (`option_check`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes) -> None:
-    """Raises ConfigError for what cannot be served. A model that is still to be fetched is not looked at.
+    """Raises ConfigError for what cannot be served. Skips a model that still has to be fetched.
 
-    `free`: bytes of the host's memory that are free.
+    `free`: returns the free bytes of the host's memory.
     """
     try:
         text = (repository / "engine" / "config.pbtxt").read_text(encoding="utf-8")
     except OSError:
-        return  # another repository, or one that the server itself will speak of
+        return  # not our repository, or one that the server itself will report on
     model = EngineConfig.from_parameters(read_parameters(text)).model
     if model == DEMO or is_local(model):
         check_folder(read_engine_config(repository), free)
 
 
 def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes) -> None:
-    """The same for a model whose folder is there; `config.model` names it."""
+    """The same for a model whose folder exists; `config.model` names it."""
     # Imported late: wrong options are refused, and hub ids fetched, before a model is read.
     from minisgl_backend.models.choose import load_model_config
     from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
@@ -62,7 +62,7 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Raises ConfigError where a folder has no tokenizer that could be loaded."""
+    """Raises ConfigError if the folder has no tokenizer that can be loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS) and not (
         any(folder.glob("*.tiktoken")) or (trust_remote_code and any(folder.glob("*.py")))
     ):
@@ -78,7 +78,7 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> None:
 
 
 def may_lack_gpu(repository: Path) -> bool:
-    """Whether attention kernels are asked for by name on a machine without a GPU, where most are not served."""
+    """Whether attention kernels are selected by name on a machine without a GPU, where most are not served."""
     try:
         text = (repository / "engine" / "config.pbtxt").read_text(encoding="utf-8")
     except OSError:
@@ -88,12 +88,12 @@ def may_lack_gpu(repository: Path) -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether models may run on a GPU. Where its driver does not work they run on the CPU after all."""
+    """Whether models may run on a GPU. If its driver does not work they run on the CPU after all."""
     return any(Path(device).exists() for device in _GPU_DEVICES)
 
 
 def _least_dtype(dtype: str, saved: str) -> str:
-    """Of weights on a CPU, the smallest that they may get; what auto makes of bfloat16 only the engine knows."""
+    """The smallest dtype that weights on a CPU may get; only the engine knows what auto makes of bfloat16."""
     if dtype == "auto":
         return "bfloat16" if saved == "bfloat16" else "float32"
     return dtype

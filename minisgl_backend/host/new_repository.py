@@ -1,4 +1,4 @@
-"""`minisgl init`: writes a model repository for a model and engine options, which a bare tritonserver serves."""
+"""`minisgl init`: writes a model repository for a model and engine options, which a plain tritonserver serves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from minisgl_backend.models.folder import DEMO, find_model_dir, is_local
 
 
 def write_repository(target: Path, parameters: Mapping[str, str], *, infer: bool = False) -> None:
-    """A new model repository in `target`, a folder that is empty or does not exist yet.
+    """Writes a new model repository to `target`, a folder that is empty or does not exist yet.
 
-    `parameters` are the engine's, as `parse_options` returns them. They are checked against the model where that is a
-    folder of this machine, and not against the machine, which may be another one than will serve. `infer`: with the
-    model `infer`. Raises ConfigError.
+    `parameters` are the engine's, as `parse_options` returns them. They are checked against the model if that is a
+    local folder, but not against the machine, since another one may serve. `infer`: adds the model `infer`. Raises
+    ConfigError.
     """
     _check_target(target)
     _check_model(EngineConfig.from_parameters(parameters))
     try:
         target.mkdir(parents=True, exist_ok=True)
-        # What stands beside a model's versions is the demo model, which every installation has.
+        # The folder next to a model's versions is the demo model, which every installation has.
         render_repository(model_repository(), target, parameters, link_folders=False)
         if infer:
             add_infer_models(target)

@@ -1,7 +1,7 @@
 """`minisgl serve --node-rank K`, K above 0: this machine's ranks of a model that node 0 serves.
 
-Meets node 0, starts the ranks when all nodes have come, ends them when node 0 or one of them ends, and meets again. So
-a group comes together by itself, whichever node starts again. Needs no tritonserver.
+Joins node 0, starts the ranks when all nodes have joined, ends them when node 0 or one of them ends, and joins again.
+So a group forms again by itself, whichever node is restarted. Needs no tritonserver.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from minisgl_backend.process.stop_signals import on_stop_signals
 
 LOOK_S = 0.1
 RETRY_S = 0.5
-ASK_AGAIN_S = 5.0  # for how long, within a group: node 0 listens to so many at once only
+ASK_AGAIN_S = 5.0  # within a group: node 0 accepts a limited number of connections at once
 SAY_AFTER_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
-STABLE_AFTER_S = 10.0  # a group that served this long starts the back-off anew
-ORDERLY_END = 0  # a rank's exit status: node 0 has ended its connection
+STABLE_AFTER_S = 10.0  # a group that served this long resets the back-off
+ORDERLY_END = 0  # a rank's exit status: node 0 has closed its connection
 WRONG_OPTIONS = 2  # a rank's exit status, and this program's
 NODE_0_ENDED = "node 0 has ended the group or is lost; meeting again"
 HOST = "127.0.0.1"
 
 
 class _NotNow(Exception):
-    """Node 0 does not take this node now; its reason."""
+    """Node 0 does not accept this node now; the reason."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What does not change from one group to the next."""
+    """The state that does not change from one group to the next."""
 
     config: EngineConfig
     environment: Environment
-    rank: int  # among the nodes
+    rank: int  # this node's rank among the nodes
     secret: bytes
     model_dir: Path
 
@@ -86,7 +86,7 @@ class Node:
         return self.config.rendezvous
 
     def ask(self, request: Request) -> socket.socket:
-        """A connection to node 0 that has asked for something. Raises OSError, and ConfigError as `connect`."""
+        """A connection to node 0 on which `request` was sent. Raises OSError, and ConfigError like `connect`."""
         connection = connect(self.rendezvous, self.secret)
         try:
             send_message(connection, request)
@@ -102,8 +102,8 @@ class NodeSupervisor:
     def __init__(
         self, node: Node, say: Callable[[str], None], start_timeout_s: float = 0.0, exit_timeout_s: float = 0.0
     ) -> None:
-        """`say` gets a line for a person now and then. `start_timeout_s`: for the first group to meet; 0: no limit.
-        `exit_timeout_s`: which node 0 has, after `stop`, to end the group. Raises ConfigError."""
+        """`say` is called with an occasional line for people. `start_timeout_s`: for the first group to form; 0: no
+        limit. `exit_timeout_s`: how long node 0 may take, after `stop`, to end the group. Raises ConfigError."""
         self._node = node
         self._files = fingerprint(node.model_dir)
         self._say = say
@@ -113,22 +113,22 @@ class NodeSupervisor:
         self._abandon = threading.Event()
         self._said = ""
         self._not_ready: str | None = "waiting for node 0"
-        self._was_ready = False  # a group of before, or this one: these options can be served
+        self._was_ready = False  # an earlier or this group was ready, so the options can be served
 
     def not_ready_reason(self) -> str | None:
-        """None while the whole group is ready; any thread may ask."""
+        """None while the whole group is ready; for any thread."""
         return self._not_ready
 
     def stop(self) -> None:
-        """Ends `run`; any thread may call it. While the group serves, `run` goes on for as long as node 0
-        takes to end it, which may be finishing its answers; the second call ends that, too."""
+        """Ends `run`; for any thread. While the group serves, `run` continues until node 0 has ended it, which may
+        include finishing its answers; a second call ends that, too."""
         if self._stop.is_set():
             self._abandon.set()
         self._stop.set()
 
     def run(self) -> int:
-        """Until `stop`. Returns the exit code: 0; 1 where the nodes did not meet in time; 2 where this one's options
-        cannot be part of the group."""
+        """Runs until `stop`. Returns the exit code: 0; 1 if the nodes did not meet in time; 2 if this node's options do
+        not fit the group."""
         deadline = time.monotonic() + (self._start_timeout_s or float("inf"))
         backoff = FIRST_BACKOFF_S
         while not self._stop.is_set():
@@ -163,10 +163,11 @@ class NodeSupervisor:
             self._say(text)
 
     def _meet(self, deadline: float) -> _Group | None:
-        """This node's part of the next group, once all nodes have come; None where `stop` came before.
-        `deadline`: by time.monotonic().
+        """This node's part of the next group, once all nodes have joined; None if `stop` was called before. `deadline`:
+        by time.monotonic().
 
-        Raises ConfigError where this node can never be part of it, OSError or _NotNow where it cannot now.
+
+        Raises ConfigError if this node can never be part of it, OSError or _NotNow if it cannot now.
         """
         node = self._node
         join = Join(
@@ -192,7 +193,7 @@ class NodeSupervisor:
             raise
 
     def _watch(self, group: _Group) -> str:
-        """Why the group is over. Raises ConfigError where a rank refused its options."""
+        """Returns why the group has ended. Raises ConfigError if a rank refused its options."""
         self._say_once(f"node {self._node.rank} of {self._node.config.nodes} is part of a group")
         self._not_ready = "the group starts"
         ready, stop_by = False, float("inf")
@@ -222,11 +223,11 @@ class NodeSupervisor:
 
 
 class _Group:
-    """This node's ranks, from when all nodes have met until `__exit__`."""
+    """This node's ranks, from when all nodes have joined until `__exit__`."""
 
     def __init__(self, node: Node, connection: socket.socket, accepted: Accepted) -> None:
-        """Starts the ranks. Raises OSError, _NotNow or ConfigError where node 0 does not go along."""
-        self.connection = connection  # ends with the group
+        """Starts the ranks. Raises OSError, _NotNow or ConfigError if node 0 does not accept them."""
+        self.connection = connection  # closed when the group ends
         self._node = node
         self._name = accepted.group
         self._store = socket.create_server((HOST, 0))
@@ -252,14 +253,14 @@ class _Group:
         self.end()
 
     def ended_rank(self) -> tuple[int, int] | None:
-        """A rank that has ended and its exit status."""
+        """A rank that has ended, and its exit status."""
         for rank, process in self._ranks.items():
             if process.poll() is not None:
                 return rank, process.returncode
         return None
 
     def end(self) -> None:
-        """Ends the ranks, at once: they may wait for others that are gone."""
+        """Ends the ranks at once, since they may wait for others that are gone."""
         self._ended.set()
         shut(self._store)
         self.connection.close()
@@ -283,11 +284,12 @@ class _Group:
             fds = (link.fileno(),)
             try:
                 self._ranks[rank] = start_child("minisgl_backend.engine.follower", arguments, fds=fds, tied=True)
-            except OSError as error:  # no memory, no process left
+            except OSError as error:  # no memory or process left
                 raise _NotNow(f"rank {rank} cannot be started here: {error}") from error
 
     def _ask(self, request: Link | Store) -> socket.socket:
-        """A connection that node 0 has accepted for this. Raises OSError, _NotNow or ConfigError where it does not."""
+        """A connection that node 0 has accepted for this request. Raises OSError, _NotNow or ConfigError if it does
+        not."""
         again_until = time.monotonic() + ASK_AGAIN_S
         while True:
             try:
@@ -307,16 +309,16 @@ class _Group:
         return connection
 
     def _relay(self) -> None:
-        """The ranks' rendezvous store is one of node 0's loopback address: this leads there."""
+        """Forwards the ranks' connections to the rendezvous store, which listens on node 0's loopback address."""
         for local, _ in accept_until(self._store, self._ended):
             try:
                 tie(local, self._ask(Store(group=self._name)))
             except (OSError, ConfigError, _NotNow, RuntimeError):
-                local.close()  # the rank sees it
+                local.close()  # the rank notices it
 
 
 def _accepted(connection: socket.socket) -> Accepted:
-    """Node 0's consent. Raises ConfigError or _NotNow where it refuses."""
+    """Node 0's acceptance. Raises ConfigError or _NotNow if it refuses."""
     reply: Reply = read_message(connection, Reply)
     if isinstance(reply, Refused):
         raise ConfigError(reply.reason) if reply.final else _NotNow(reply.reason)
@@ -324,7 +326,7 @@ def _accepted(connection: socket.socket) -> Accepted:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """b"" where it has ended, in whatever way."""
+    """b"" if the connection has ended, in whatever way."""
     try:
         return connection.recv(4096)
     except OSError:
@@ -332,7 +334,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def serve_node(arguments: Arguments) -> int:
-    """The command, as that of `host.server_supervisor`. Raises ConfigError."""
+    """The command for nodes above 0, like that of `host.server_supervisor`. Raises ConfigError."""
     config = read_engine_config(arguments.server.repository, arguments.engine_parameters)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     node = Node(config, Environment.read(), arguments.node_rank, read_secret(os.environ), model_dir)

@@ -1,6 +1,6 @@
-"""Runs the OpenAI-compatible endpoint: worker processes on one listening socket, watched and started again.
+"""Runs the OpenAI-compatible endpoint: worker processes on one listening socket, watched and restarted.
 
-This process owns the socket, so that connections wait for a worker that is being replaced instead of being refused.
+This process owns the socket, so that connections wait while a worker is replaced, instead of being refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals
 
-SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
+SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where anyone could read the keys
 
 TENANTS = ("none", "key", "user")
 
@@ -33,41 +33,41 @@ _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 _BACKLOG = 2048
 _LOOK_SECONDS = 0.1
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
-_STABLE_SECONDS = 30.0  # a worker that lived this long starts again without a delay
-_DRAIN_SECONDS = 30.0  # for requests in flight, where no server says when they are over
+_STABLE_SECONDS = 30.0  # a worker that lived this long restarts without a delay
+_DRAIN_SECONDS = 30.0  # for requests in flight, if no server reports their end
 _STOP_SECONDS = 3.0  # for workers to end, once no request is left
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """How the endpoint is served. Addresses are HOST:PORT."""
+    """The endpoint's settings. Addresses are HOST:PORT."""
 
     host: str = "127.0.0.1"
     port: int = 9000
     grpc_address: str = "127.0.0.1:8001"
-    grpc_secure: bool = False  # TLS towards the server
+    grpc_secure: bool = False  # use TLS to the server
     metrics_address: str = ""  # of the server's metrics; "": there are none
     workers: int = 1
-    served_model_names: tuple[str, ...] = ()  # (): as the server calls its model
-    api_keys: tuple[str, ...] = ()  # (): nobody is asked for one
-    tenants: str = "none"  # what of a request says whose it is; see TENANTS
+    served_model_names: tuple[str, ...] = ()  # (): the server's name of its model
+    api_keys: tuple[str, ...] = ()  # (): no key is required
+    tenants: str = "none"  # which part of a request identifies its tenant; see TENANTS
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    otlp_endpoint: str = ""  # of an OpenTelemetry collector that spans are exported to; "": none
-    allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own
+    otlp_endpoint: str = ""  # of the OpenTelemetry collector for spans; "": none
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own page
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     max_body_bytes: int = 16 << 20
-    ignore_unknown_fields: bool = False  # of requests, instead of refusing them by name
-    response_store_bytes: int = 256 << 20  # of responses that are kept; 0: none are
-    files_folder: str = ""  # of uploads and batches; "": there are none
-    max_files_bytes: int = 4 << 30  # of all of them together; 0: there are none
-    max_batch_requests: int = 16  # of batches, that are on their way at a time
-    state_folder: str = ""  # what workers share; "": one that ends with the endpoint
-    max_requests: int = 8192  # of one worker at a time; one more is answered 429
+    ignore_unknown_fields: bool = False  # instead of refusing unknown fields by name
+    response_store_bytes: int = 256 << 20  # for responses that are kept; 0: none
+    files_folder: str = ""  # for uploads and batches; "": none
+    max_files_bytes: int = 4 << 30  # of all files together; 0: no files
+    max_batch_requests: int = 16  # of batches, in flight at a time
+    state_folder: str = ""  # shared by the workers; "": a folder that is removed with the endpoint
+    max_requests: int = 8192  # of one worker at a time; further ones are answered 429
 
     def check_packages(self) -> None:
-        """Raises ConfigError naming the packages that are not installed."""
+        """Raises ConfigError naming packages that are not installed."""
         missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
         if missing:
             raise ConfigError(
@@ -115,14 +115,14 @@ class EndpointSettings:
 
     @classmethod
     def from_json(cls, text: str) -> EndpointSettings:
-        """What `to_json` wrote."""
+        """Decodes what `to_json` wrote."""
         values = json.loads(text)
         tuples = [field.name for field in fields(cls) if str(field.type).startswith("tuple")]
         return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
 
     @property
     def url(self) -> str:
-        """As seen from this machine."""
+        """The URL from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
@@ -132,19 +132,19 @@ def _has_opentelemetry() -> bool:
     try:
         names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
         return all(importlib.util.find_spec(name) is not None for name in names)
-    except ModuleNotFoundError:  # a package that one of them lies in
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The keys of the command line, else those in MINISGL_API_KEY (with commas between them)."""
+    """The keys of the command line, otherwise those in MINISGL_API_KEY (separated by commas)."""
     if given:
         return tuple(given)
     return tuple(key.strip() for key in environment.get("MINISGL_API_KEY", "").split(",") if key.strip())
 
 
 def default_files_folder(port: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Of a server's own: each port may serve another model. "" for a user without a home."""
+    """A folder for each port, since each may serve another model. "" for a user without a home directory."""
     state = environment.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         return str(Path(state, "minisgl", f"files-{port}").expanduser())
@@ -153,10 +153,10 @@ def default_files_folder(port: int, environment: Mapping[str, str] = os.environ)
 
 
 class OpenAIEndpoint:
-    """The endpoint from construction until `stop`. Raises ConfigError where it cannot be served."""
+    """The endpoint from construction until `stop`. Raises ConfigError if it cannot be served."""
 
     def __init__(self, settings: EndpointSettings, say: Callable[[str], None] = lambda text: None) -> None:
-        """`say` gets what a person should know: deaths and restarts."""
+        """`say` is called with what a person should know: deaths and restarts."""
         settings.check()
         settings.check_packages()
         self._say = say
@@ -171,11 +171,11 @@ class OpenAIEndpoint:
         self._started_at = [0.0] * settings.workers
         self._failures = [0] * settings.workers
         self._next_start = [0.0] * settings.workers
-        # Workers die with the thread that started them: the one that watches starts them all.
+        # Workers die with the thread that started them, so the watching thread starts them all.
         self._thread = threading.Thread(target=self._watch, name="openai-endpoint", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the machine has none left
+        except RuntimeError as error:  # the machine has no thread left
             self._socket.close()
             self._folder.cleanup()
             raise ConfigError(f"the OpenAI endpoint cannot be served: {error}") from None
@@ -187,14 +187,14 @@ class OpenAIEndpoint:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the living workers."""
+        """Process ids of the living workers."""
         with self._lock:
             return [worker.pid for worker in self._workers if worker is not None and worker.poll() is None]
 
     def begin_stop(self) -> None:
-        """No new connections and requests; those in flight go on until the server has answered them."""
+        """Refuses new connections and requests; those in flight continue until the server has answered them."""
         self._stopping.set()
-        with self._lock:  # a process may just be started, with this socket
+        with self._lock:  # a process may just be starting, with this socket
             self._socket.close()
             self._signal(signal.SIGTERM)
 
@@ -243,7 +243,7 @@ class OpenAIEndpoint:
             try:
                 self._workers[number] = self._start()
                 self._started_at[number] = now
-            except OSError as error:  # no memory, no file descriptor; the other processes would die with this thread
+            except OSError as error:  # no memory or descriptor; raising would end the others
                 self._next_start[number] = now + _BACKOFF_SECONDS[-1]
                 self._say(f"a process of the OpenAI endpoint cannot be started: {error}; it is tried again")
 
@@ -254,7 +254,7 @@ class OpenAIEndpoint:
 
 
 def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -> None:
-    """The endpoint alone, in the foreground, until SIGINT or SIGTERM. Raises ConfigError."""
+    """Runs the endpoint alone, in the foreground, until SIGINT or SIGTERM. Raises ConfigError."""
     stop = threading.Event()
     endpoint = OpenAIEndpoint(settings, say)
     on_stop_signals(stop.set)
@@ -265,9 +265,9 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
 
 
 def _with_files(settings: EndpointSettings, say: Callable[[str], None]) -> EndpointSettings:
-    """The settings without files where their folder cannot be used, and a word about it."""
+    """The settings; without files, and with a message, if their folder is not usable."""
     folder = Path(settings.files_folder).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # it is made with the first file
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # made with the first file
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return settings
     say(f"no files and no batches: {folder} cannot be written; --files-dir names another folder")
@@ -282,7 +282,7 @@ def _new_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_no_unicode(text: str) -> bool:
-    """True for what an argument that is no UTF-8 becomes, or any beyond ASCII where Python was told that all is."""
+    """True for undecodable bytes of an argument, or any non-ASCII ones if Python's encoding is ASCII."""
     try:
         text.encode()
     except UnicodeEncodeError:

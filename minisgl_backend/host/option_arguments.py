@@ -1,4 +1,4 @@
-"""What command lines share: engine options as flags, and the types of other arguments. Standard library only."""
+"""Shared parts of command lines: engine options as flags, and argument types. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INFER_HELP = "also the model `infer`: whole answers for Triton's plain infer, by
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine option, and the model as the only argument without one; `given_parameters` reads them."""
+    """Adds a flag for every engine option, and the model as the only positional argument; see `given_parameters`."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="short for --model MODEL")
     group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
     for name, option in OPTIONS.items():
@@ -24,9 +24,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_parameters(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[str, str]:
-    """The options that were given, as parameters of engine/config.pbtxt.
+    """The given options, as parameters of engine/config.pbtxt.
 
-    Raises ConfigError for a wrong value; leaves with a message (SystemExit) where two models are named.
+    Raises ConfigError for a wrong value; exits with a message (SystemExit) if two models are named.
     """
     given = {name: values[name] for name in OPTIONS if values[name] is not None}
     if values["model_argument"] is not None:
@@ -37,14 +37,14 @@ def given_parameters(parser: argparse.ArgumentParser, values: Mapping[str, Any])
 
 
 def tcp_port(text: str) -> int:
-    """An argument's type: a TCP port."""
+    """An argument type: a TCP port."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
     return int(text)
 
 
 def tcp_port_or_none(text: str) -> int:
-    """An argument's type: a TCP port, or 0 for no endpoint."""
+    """An argument type: a TCP port, or 0 for no endpoint."""
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535, or 0 for no endpoint")
     return int(text)

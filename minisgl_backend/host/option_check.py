@@ -1,4 +1,4 @@
-"""Asks beside the server's start what `python -m minisgl_backend check` says, which takes seconds and no model.
+"""Runs `python -m minisgl_backend check` alongside the server's start; it takes seconds and loads no model.
 
 A process of its own: importing torch would leave the supervisor with its memory.
 """
@@ -13,18 +13,18 @@ from pathlib import Path
 from minisgl_backend.host.repository import ENGINE_MODEL
 from minisgl_backend.host.settings import read_parameters
 
-_WRONG_OPTIONS = 2  # exit code; any other one says nothing about the options
+_WRONG_OPTIONS = 2  # exit code; others say nothing about the options
 
 
 class OptionCheck:
-    """Starts at construction, for the engine options written in `repository`; nothing is checked without an engine, nor
-    of the null runner, which has no device."""
+    """Starts at construction, for the engine options in `repository`. Does nothing for a repository without an engine,
+    or for the null runner, which has no device."""
 
     def __init__(self, repository: Path) -> None:
         self._process: subprocess.Popen[str] | None = None
         config = repository / ENGINE_MODEL / "config.pbtxt"
         if config.is_file() and read_parameters(config.read_text(encoding="utf-8")).get("runner") != "null":
-            # Where the machine has no process left for it, the server's own start says what is wrong, only later.
+            # If the machine has no process left for it, the server's own start reports the same, only later.
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "minisgl_backend", "check", "--quiet", "--repository", str(repository)],
@@ -37,7 +37,7 @@ class OptionCheck:
                 )
 
     def refusal(self) -> str | None:
-        """Why the options cannot be served; None while nothing is known and where nothing is wrong. Never waits."""
+        """Why the options cannot be served; None if that is unknown yet or they can. Never waits."""
         if self._process is None or self._process.poll() != _WRONG_OPTIONS:
             return None
         assert self._process.stderr is not None
@@ -47,13 +47,13 @@ class OptionCheck:
         return lines[-1] if lines else None
 
     def wait(self, seconds: float) -> None:
-        """Until the answer is there, but no longer than that."""
+        """Waits for the result, at most `seconds`."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
 
     def end(self) -> None:
-        """The answer is of no interest any more."""
+        """The result is no longer needed."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

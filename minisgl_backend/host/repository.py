@@ -1,4 +1,4 @@
-"""Makes copies of the model repository with other engine options than those in its own files."""
+"""Writes copies of the model repository with other engine options than its own files have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_options(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def render_repository(source: Path, target: Path, parameters: Mapping[str, str], *, link_folders: bool = True) -> None:
-    """Copy the repository `source` to the existing folder `target`, with `parameters` set in the engine's config.
+    """Copies the repository `source` to the existing folder `target`, with `parameters` set in the engine's config.
 
     Model files and config.pbtxt are copied; other folders (the demo model's weights) are linked, or left out. Raises
     ConfigError if `source` is not a model repository with an engine.
@@ -42,11 +42,12 @@ def render_repository(source: Path, target: Path, parameters: Mapping[str, str],
 
 
 def add_infer_models(repository: Path) -> None:
-    """Makes models more of those of the repository: `infer` is `ensemble`, and `llmapi_infer` is `llmapi`, for whole
-    answers alone, which Triton's plain `infer` may ask since nothing in them is decoupled. Their engine is one more
-    front of the same cores.
+    """Adds models to the repository: `infer` is `ensemble`, and `llmapi_infer` is `llmapi`, for whole answers only.
+    Triton's plain `infer` can use them, since nothing in them is decoupled. Their engine is another front of the same
+    cores.
 
-    Raises ConfigError where the repository has no ensemble.
+
+    Raises ConfigError if the repository has no ensemble.
     """
     ensemble = repository / "ensemble" / "config.pbtxt"
     if not ensemble.is_file():
@@ -65,7 +66,7 @@ def add_infer_models(repository: Path) -> None:
 
 
 def _for_whole_answers(config: Path, name: str, new_name: str) -> str:
-    """The text of an ensemble's file for one that streams nothing."""
+    """The config of an ensemble that does not stream."""
     text = config.read_text(encoding="utf-8").replace(f'name: "{name}"', f'name: "{new_name}"')
     text = text.replace(f'model_name: "{ENGINE_MODEL}"', f'model_name: "{INFER_ENGINE}"')
     return re.sub(r'^ *(?:\{ name|input_map \{ key): "stream" .*\n', "", text, flags=re.MULTILINE)
@@ -74,7 +75,7 @@ def _for_whole_answers(config: Path, name: str, new_name: str) -> str:
 def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
     """The text of a config.pbtxt with these string parameters.
 
-    Entries that were written in the same form are replaced; others stay, and of two with one key the last one counts.
+    Entries in the same form are replaced; others stay, and the last of two entries with one key counts.
     """
     if not parameters:
         return config
@@ -82,11 +83,11 @@ def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
     entry = re.compile(
         rf'^parameters {{ key: (?:{before}) value: {{ string_value: "(?:[^"\\]|\\.)*" }} }}\n?', re.MULTILINE
     )
-    lines = [
+    entries = [
         f"parameters {{ key: {_quote(key)} value: {{ string_value: {_quote(value)} }} }}\n"
         for key, value in parameters.items()
     ]
-    return "".join([entry.sub("", config).rstrip("\n"), "\n", *lines])
+    return "".join([entry.sub("", config).rstrip("\n"), "\n", *entries])
 
 
 def _resolve_model(model: str) -> str:

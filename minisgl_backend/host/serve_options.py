@@ -1,7 +1,7 @@
 """The command line of `minisgl serve` and `scripts/serve.sh`, checked before anything is started.
 
-Standard library only, so that it is checked before anything is installed, too.
-Run as a program it answers for the script on a fresh clone: `--help` and `--version`, or what is wrong, in one line.
+Standard library only, so that it can be checked before anything is installed, too. Run as a program it serves the
+script on a fresh clone: prints `--help` and `--version`, or what is wrong, in one line.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from minisgl_backend.host.triton_server import ascii_links, check_ascii
 from minisgl_backend.installation import model_repository
 from minisgl_backend.process.node_options import fill_in, read_secret
 
-ANSWERED = 3  # exit code of this module as a program: help or the version was printed, nothing else is wanted
+ANSWERED = 3  # exit code of this module as a program: help or the version was printed, and that is all
 
-# tritonserver's interfaces that change the server or what is in its memory. Requests and what tells of models, metrics
-# and health stay open to all who reach the ports.
+# tritonserver's interfaces that change the server or its memory. Requests, and information about models, metrics and
+# health, stay open to all who reach the ports.
 ADMIN_APIS = ("model-repository", "shared-memory", "logging", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server is started with. Ports are TCP ports; the timeouts are in seconds."""
+    """Settings of a server's start. Ports are TCP ports; timeouts are in seconds."""
 
     repository: Path
     host: str
@@ -51,35 +51,35 @@ class ServerSettings:
     metrics_port: int
     exit_timeout: int
     verbose: bool
-    allowed_apis: tuple[str, ...] = ()  # of ADMIN_APIS: open to everybody
-    arguments: tuple[str, ...] = ()  # further ones of tritonserver's own
+    allowed_apis: tuple[str, ...] = ()  # of ADMIN_APIS: open to everyone
+    arguments: tuple[str, ...] = ()  # further arguments for tritonserver itself
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the HTTP endpoint as seen from this machine."""
+        """HOST:PORT of the HTTP endpoint from this machine."""
         return self.address_of(self.http_port)
 
     def address_of(self, port: int) -> str:
-        """HOST:PORT of one of the server's ports as seen from this machine."""
+        """HOST:PORT of one of the server's ports from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, checked."""
+    """The validated command line."""
 
     server: ServerSettings
-    health_port: int  # 0: no such endpoint
+    health_port: int  # 0: no health endpoint
     endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
     start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
-    engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
-    infer: bool = False  # with the model `infer`
-    node_rank: int = 0  # of a model over several nodes; above 0: this machine serves nobody
+    engine_parameters: dict[str, str]  # engine options that were given; empty: the repository unchanged
+    infer: bool = False  # adds the model `infer`
+    node_rank: int = 0  # with several nodes; above 0: this machine runs ranks but serves no clients
 
     @property
     def example_request(self) -> str:
-        """To try the server with. The demo model takes text_input as a question; all others go on with it."""
+        """To try the server with. The demo model takes text_input as a question; all others continue it."""
         is_demo = self.engine_parameters.get("model", DEMO_MODEL) == DEMO_MODEL
         text = "What is 17 + 25?" if is_demo else "The capital of France is"
         return json.dumps({"text_input": text, "max_tokens": 32}, separators=(",", ":"))
@@ -100,9 +100,9 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh") -> Arguments:
-    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake.
+    """Raises ConfigError for a wrong engine option; exits with a message (SystemExit) for any other mistake.
 
-    `program` is what the help calls it.
+    `program`: its name in the help.
     """
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = server_parser(program)
@@ -145,7 +145,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
 
 
 def open_ports_warning(arguments: Arguments) -> str | None:
-    """What a key does not guard, where others can reach it; None where there is nothing to say."""
+    """What an API key does not protect although others can reach it; None if there is nothing to warn of."""
     server = arguments.server
     if arguments.endpoint is None or not arguments.endpoint.api_keys:
         return None
@@ -161,7 +161,7 @@ def open_ports_warning(arguments: Arguments) -> str | None:
 
 
 def _values_of(parser: OptionParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the command line says, and for the rest the file of --config."""
+    """The values of the command line, and for options not given there, of the --config file."""
     values = vars(parser.parse_args(arguments))
     if values["config"] is not None:
         in_file = set_defaults_from_file(parser, Path(values["config"]))
@@ -172,17 +172,17 @@ def _values_of(parser: OptionParser, arguments: Sequence[str]) -> dict[str, Any]
 
 
 def say(text: str) -> None:
-    """One line for the person who runs the server."""
-    with contextlib.suppress(OSError, ValueError):  # who closed the terminal has not stopped the server
+    """Prints one line for the person who runs the server."""
+    with contextlib.suppress(OSError, ValueError):  # a closed terminal does not stop the server
         bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
         print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 the arguments are right, 2 they are wrong, ANSWERED nothing more is wanted."""
+    """Exit codes: 0 the arguments are right, 2 they are wrong, ANSWERED there is nothing more to do."""
     try:
         parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    except YamlMissing:  # to be read when everything is installed
+    except YamlMissing:  # read again once everything is installed
         return 0
     except ConfigError as error:
         say(f"error: {error}")

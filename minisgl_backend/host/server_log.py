@@ -1,6 +1,6 @@
-"""Turns tritonserver's log into lines worth reading.
+"""Filters tritonserver's log down to the lines worth reading.
 
-What the models print passes unchanged, progress bars included.
+Output of the models passes unchanged, progress bars included.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _PREFIX = re.compile(rb"[IWEF]\d{4} ")
 _LINE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<file>[\w.]+):\d+\] ?(?P<message>.*)", re.DOTALL)
 _LIVE_MODELS = re.compile(r"Timeout \d+: Found (\d+) live models and 0 in-flight")
 
-# Said on every machine without a GPU, at every start or at every end: no reader can act on it.
+# Logged on every machine without a GPU, at every start or end: no reader can act on it.
 _NOISE = (
     "CUDA driver version is insufficient",
     "CudaDriverHelper",
     "DCGM unable to start",
-    "fails to convert to integral number",  # the demo model's folder beside the version folders
+    "fails to convert to integral number",  # the demo model's folder next to the version folders
     "failed to allocate pinned system memory",
     "Failed to initialize NVML",
     "HandleCancellation called even when the context was not cancelled",  # at the end of any stream that failed
@@ -26,7 +26,7 @@ _NOISE = (
     "Unable to allocate pinned system memory",
     "unable to create stream",
 )
-# What a model says when it cannot load, once in each message that passes it on, with the line that raised it.
+# A model's reason for not loading; repeated by each message that passes it on, with the line that raised it.
 _REFUSAL = re.compile(r"TritonModelException: (?P<message>.+?)(?=\n\s*\nAt:\n|;?\Z)", re.DOTALL)
 _LOAD_FAILED = "failed to load all models"
 _PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight requests")
@@ -34,30 +34,30 @@ _PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight request
 
 @dataclass
 class LogFilter:
-    """Cuts a byte stream into what to show. `live_models` is what the server last said while shutting down."""
+    """Filters a byte stream. `live_models`: what the server last reported while shutting down."""
 
     verbose: bool = False
-    live_models: int | None = None  # models not yet unloaded, once no request is in flight
+    live_models: int | None = None  # models not unloaded yet, once no request is in flight
     refusal: str | None = None  # why a model could not be loaded, in its own words
     _rest: bytes = b""
-    _inside: bool = False  # a line of which the first part has been shown
+    _inside: bool = False  # the first part of the current line has been shown
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the log so far that is to be shown now."""
+        """The part of the log so far that can be shown now."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         shown = []
         for line in lines:
             shown.append(line + b"\n" if self._inside else self._line(line))
             self._inside = False
-        # A progress bar has no end of line yet. Only a line of the server's own is worth waiting for.
+        # A progress bar has no line end yet. Only the server's own lines are worth waiting for.
         if self._rest and (self._inside or not _could_be_server_line(self._rest)):
             shown.append(self._rest)
             self._rest, self._inside = b"", True
         return b"".join(shown)
 
     def close(self) -> bytes:
-        """What is left when the stream has ended."""
+        """The rest, when the stream has ended."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -70,7 +70,7 @@ class LogFilter:
         self.refusal = refusal["message"] if refusal else self.refusal
         if self.verbose:
             return line + b"\n"
-        # Who started the server says why it could not: once, and not beside what follows from it.
+        # The caller reports the reason once, without its consequences.
         if refusal or (self.refusal is not None and _LOAD_FAILED in text):
             return b""
         readable = readable_line(text)
@@ -78,7 +78,7 @@ class LogFilter:
 
 
 def readable_line(text: str) -> str | None:
-    """One line of the log in short, or None where it says nothing to a reader."""
+    """One line of the log, shortened, or None if it is not worth reading."""
     if any(noise in text for noise in _NOISE):
         return None
     match = _LINE.match(text)

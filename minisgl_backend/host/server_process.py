@@ -1,6 +1,6 @@
-"""One running tritonserver: started, asked, told to reload a model, stopped.
+"""One running tritonserver: starts, queries and stops it, and reloads its models.
 
-A server that has ended is never started again: make a new ServerProcess.
+A server that has ended is never restarted: create a new ServerProcess.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from minisgl_backend.process.status_files import (
 )
 
 _CONTROL_HEADER = "minisgl-control"
-_MAX_BODY, _MAX_BODY_BYTES = "--http-max-input-size", 16 << 20  # Triton 2.59 and later; 64 MB by default
+_MAX_BODY, _MAX_BODY_BYTES = "--http-max-input-size", 16 << 20  # Triton 2.59 and later; default 64 MB
 _NO_PROCESS = "the server's process cannot be started"
-_UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
+_UNLOAD_SECONDS = 5.0  # after SIGTERM, if all requests were finished before
 
 
 class ServerProcess:
-    """Starts the server at construction. All methods are for one thread; those without effects for any.
+    """Starts the server at construction. All methods are for one thread, except those without effects, for any.
 
-    Construction raises ConfigError, and leaves no process behind, where the machine has no process or thread left for
-    it, or no room for its sockets.
+    Construction raises ConfigError, and leaves no process behind, if the machine has no process, thread or socket space
+    left for it.
     """
 
     def __init__(self, settings: ServerSettings, install: TritonInstall) -> None:
@@ -58,13 +58,13 @@ class ServerProcess:
         self._control_key = secrets.token_hex(16)
         self._log = LogFilter(verbose=settings.verbose)
         self._decoupled: dict[str, bool] = {}
-        self._unloadable_models = 0  # left behind by reloads: an instance whose stub died never unloads
+        self._unloadable_models = 0  # left by reloads: an instance whose stub died never unloads
         self._process, read_end = self._start(server_arguments(settings, install, self._control_key))
         self._processes = ServerProcesses(self._process.pid)
         self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
         try:
             self._pump.start()
-        except RuntimeError as error:  # the machine has none left
+        except RuntimeError as error:  # the machine has no thread left
             self._give_up()
             os.close(read_end)
             raise ConfigError(f"{_NO_PROCESS}: {error}") from error
@@ -72,7 +72,7 @@ class ServerProcess:
 
     @staticmethod
     def _start(arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
-        """(The process, the end from which its log is read)"""
+        """(the process, the end of its log to read from)"""
         try:
             read_end, write_end = _open_log()
         except OSError as error:
@@ -84,10 +84,11 @@ class ServerProcess:
                 stdout=write_end,
                 stderr=write_end,
                 env=_environment(),
-                # A terminal's Ctrl-C goes to whole process groups; the server drains only if its stubs do not get it.
+                # Ctrl-C signals a terminal's whole process group, but the server drains only if its stubs do not get
+                # it.
                 start_new_session=True,
             )
-        except OSError as error:  # no memory, no process left
+        except OSError as error:  # no memory or process left
             os.close(read_end)
             raise ConfigError(f"{_NO_PROCESS}: {error}") from error
         finally:
@@ -95,7 +96,8 @@ class ServerProcess:
         return process, read_end
 
     def _make_socket_directory(self) -> Path:
-        """Its name holds the server's process id. Where it cannot be made, the server, which has only begun, ends."""
+        """Its name contains the server's process id. If it cannot be created, the server, which has just started,
+        ends."""
         try:
             return socket_directory(self._settings.repository, self._process.pid)
         except (OSError, ConfigError) as error:
@@ -104,14 +106,14 @@ class ServerProcess:
             raise ConfigError(f"the directory of the server's sockets cannot be made: {error}") from error
 
     def _give_up(self) -> None:
-        """Ends a server that has only begun."""
+        """Ends a server that has just started."""
         self._process.kill()
         self._process.wait()
         self._processes.kill_all()
 
     @property
     def pid(self) -> int:
-        """Of the server itself."""
+        """Process id of the server itself."""
         return self._process.pid
 
     @property
@@ -121,19 +123,19 @@ class ServerProcess:
 
     @property
     def refusal(self) -> str | None:
-        """Why a model could not be loaded, in its own words; None if none said so."""
+        """Why a model could not be loaded, in its own words; None if none gave a reason."""
         return self._log.refusal
 
     def ready(self) -> bool:
-        """True if the server says that all its models are."""
+        """True if the server reports all its models as ready."""
         return self._request("v2/health/ready", timeout=1.0) is not None
 
     def dead_models(self, *, confirmed: bool = False) -> set[str]:
-        """Models with a dead stub; `confirmed`: dead at the scan before as well, which also looks for new stubs."""
+        """Models with a dead stub. `confirmed`: dead at the previous scan as well; also looks for new stubs."""
         return self._processes.scan() if confirmed else self._processes.dead_now()
 
     def engine_down(self) -> bool:
-        """True while the engine core is dead or not yet back. False as well for a repository without an engine."""
+        """True while an engine core is dead or not back yet. False for a repository without an engine."""
         return fronts_without_core(self._socket_directory) > 0
 
     def has_model(self, model: str) -> bool:
@@ -141,12 +143,12 @@ class ServerProcess:
         return self._request(f"v2/models/{model}/ready", timeout=1.0) is not None
 
     def learn_models(self) -> None:
-        """To be called once it is ready: later, beside a death, a slow answer could be taken for none."""
+        """To be called once it is ready: later, while a stub is dead, a slow reply could be taken for none."""
         for entry in json.loads(self._request("v2/repository/index", timeout=5.0, post={}) or "[]"):
             self.is_decoupled(entry["name"])
 
     def is_decoupled(self, model: str) -> bool:
-        """True for a model whose streams hang, rather than fail, when its stub has died, and for one not known."""
+        """True for a model whose streams hang, instead of failing, when its stub has died, and for an unknown one."""
         if model not in self._decoupled:
             reply = self._request(f"v2/models/{model}/config", timeout=5.0)
             if reply is None:
@@ -156,9 +158,9 @@ class ServerProcess:
         return self._decoupled[model]
 
     def reload(self, model: str, timeout: float) -> bool:
-        """Replace all instances of a model, and so the ensembles that use it. False if that failed.
+        """Replaces all instances of a model, and so the ensembles that use it. False if that failed.
 
-        Whoever waits for the old ones gets an error, from the engine's fronts or from the server.
+        Requests that wait for the old instances get an error, from the engine's fronts or from the server.
         """
         directory = self._socket_directory
         self._processes.kill_stubs(model)
@@ -166,18 +168,19 @@ class ServerProcess:
         note_lost(directory, model)
         # Loading alone does nothing while the model's files are unchanged.
         unloaded = self._change(model, "unload", timeout)
-        note_lost(directory, model)  # once more: requests came until now
+        note_lost(directory, model)  # again, for requests that came meanwhile
         return unloaded and self._change(model, "load", timeout)
 
     def _change(self, model: str, verb: str, timeout: float) -> bool:
         return self._request(f"v2/repository/models/{model}/{verb}", timeout=timeout, post={}) is not None
 
     def stop(self, abandon: threading.Event) -> None:
-        """Refuse new requests, finish those in flight within the exit timeout, end everything. `abandon`: at once."""
+        """Refuses new requests, finishes those in flight within the exit timeout, ends everything. `abandon`: at
+        once."""
         deadline = time.monotonic() + self._settings.exit_timeout + 5
         self._processes.scan()
         if self._drain(abandon):
-            # What tritonserver 2.51 may still wait for are requests that ended in an error and that it lost count of.
+            # tritonserver 2.51 may still wait for requests that ended in an error and that it has lost count of.
             deadline = time.monotonic() + _UNLOAD_SECONDS
         self._signal(signal.SIGTERM)
         while self.exit_code is None and time.monotonic() < deadline and not abandon.wait(0.1):
@@ -187,15 +190,15 @@ class ServerProcess:
         self.clean_up()
 
     def _drain(self, abandon: threading.Event) -> bool:
-        """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM.
+        """Waits until the engine's fronts are idle, since streams stall once an ensemble's server gets SIGTERM.
 
-        False where there is no front, or one cannot be asked or does not answer.
+        False if there is no front, or one cannot be asked or does not answer.
         """
         directory, start = self._socket_directory, time.monotonic()
         given = 0.8 * self._settings.exit_timeout
         try:
             ask_to_drain(directory, start + given)
-        except OSError:  # no room on the disk
+        except OSError:  # no space on the disk
             return False
         while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
             if self._processes.dead_now() or time.monotonic() > start + given + ANSWER_SECONDS:
@@ -204,7 +207,7 @@ class ServerProcess:
         return has_fronts(directory)
 
     def clean_up(self) -> None:
-        """End what is left of the server and all that it started, and remove their shared memory."""
+        """Ends all that is left of the server and its children, and removes their shared memory."""
         self._processes.scan()
         if self.exit_code is None:
             self._signal(signal.SIGKILL)
@@ -218,7 +221,7 @@ class ServerProcess:
             self._process.send_signal(number)
 
     def _request(self, path: str, *, timeout: float, post: dict[str, Any] | None = None) -> bytes | None:
-        """The reply's body, or None if there is none or the server says no."""
+        """The reply's body, or None if there is none or it is an error."""
         request = urllib.request.Request(
             f"http://{self._settings.address}/{path}",
             data=None if post is None else json.dumps(post).encode(),
@@ -240,7 +243,7 @@ class ServerProcess:
             while True:
                 try:
                     data = log.read(65536)
-                except OSError:  # a terminal's way to say that nobody holds the other end
+                except OSError:  # how a terminal reports that its other end is closed
                     data = b""
                 if not data:
                     break
@@ -249,13 +252,13 @@ class ServerProcess:
 
 
 def server_arguments(settings: ServerSettings, install: TritonInstall, control_key: str) -> list[str]:
-    """tritonserver's command line. Whoever sends `control_key` as the control header may administer it."""
+    """tritonserver's command line. `control_key`: value of the control header that permits administration."""
     body_limit = f"{_MAX_BODY}={_MAX_BODY_BYTES}"
     return [
         f"--model-repository={settings.repository}",
         "--model-control-mode=explicit",
         "--load-model=*",
-        # The configs are complete; completing them would run every model's imports twice.
+        # The configs are complete; auto-completion would run every model's imports twice.
         "--disable-auto-complete-config",
         *_restriction("--http-restricted-api", settings, control_key),
         *_restriction("--grpc-restricted-protocol", settings, control_key),
@@ -272,13 +275,13 @@ def server_arguments(settings: ServerSettings, install: TritonInstall, control_k
 
 
 def _http_address(host: str) -> str:
-    """As libevhtp, which serves tritonserver's HTTP and metrics, wants an IPv6 address to be written."""
+    """An IPv6 address in the form that libevhtp expects, which serves tritonserver's HTTP and metrics."""
     return f"ipv6:{host}" if ":" in host else host
 
 
 def _restriction(option: str, settings: ServerSettings, control_key: str) -> list[str]:
-    """Restricts what administers the server to those who know the key, but for the interfaces that are open to all, or
-    restricted by the user's own arguments: tritonserver refuses a second restriction."""
+    """Restricts administration to those who know the key, except for interfaces that are open to all, or restricted by
+    the user's own arguments: tritonserver refuses a second restriction."""
     own = re.findall(rf"{option}[= ]([\w,-]+)", " ".join(settings.arguments))
     taken = {*settings.allowed_apis, *",".join(own).split(",")}
     names = [name for name in ADMIN_APIS if name not in taken]
@@ -286,12 +289,12 @@ def _restriction(option: str, settings: ServerSettings, control_key: str) -> lis
 
 
 def _open_log() -> tuple[int, int]:
-    """(read end, write end). A terminal where ours is one, so that models draw their progress bars."""
+    """(read end, write end). A terminal if ours is one, so that models draw their progress bars."""
     if not sys.stderr.isatty():
         return os.pipe()
     read_end, write_end = pty.openpty()
     attributes = termios.tcgetattr(write_end)
-    attributes[1] &= ~termios.OPOST  # leave line ends alone
+    attributes[1] &= ~termios.OPOST  # keep line ends unchanged
     termios.tcsetattr(write_end, termios.TCSANOW, attributes)
     fcntl.ioctl(write_end, termios.TIOCSWINSZ, fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, bytes(8)))
     return read_end, write_end
@@ -300,14 +303,14 @@ def _open_log() -> tuple[int, int]:
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
-    # Requests already run in parallel, and a fork after threads have started makes the library warn.
+    # Requests run in parallel already, and a fork after threads have started makes the library warn.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environment
 
 
 def _show(data: bytes) -> None:
     if data:
-        # Where nobody reads (a terminal that was closed, a full disk), the server must not stand still with its log.
+        # If the log is not read (a closed terminal, a full disk), the server must not block on it.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()

@@ -1,6 +1,6 @@
-"""`minisgl serve` and `scripts/serve.sh`: runs tritonserver in the foreground, watches it, and brings back what dies.
+"""`minisgl serve` and `scripts/serve.sh`: runs tritonserver in the foreground, watches it, and restarts what dies.
 
-A dead stub of an ordinary model: the model is reloaded, the engine and its streams of other requests go on. A dead stub
+A dead stub of an ordinary model: the model is reloaded; the engine and the streams of other requests go on. A dead stub
 of a decoupled model: its streams would hang for ever, so the server is restarted, which ends them with an error. A dead
 server is restarted with a growing delay.
 """
@@ -30,12 +30,12 @@ from minisgl_backend.process.installed import check_engine_packages
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.stop_signals import on_stop_signals
 
-_LOOK_SECONDS = 0.05  # between looks at the processes that are known
-_SCAN_SECONDS = 0.5  # between looks for new ones
-_CHECK_SECONDS = 30.0  # for the answer of a process that imports torch
+_LOOK_SECONDS = 0.05  # between checks of the known processes
+_SCAN_SECONDS = 0.5  # between scans for new ones
+_CHECK_SECONDS = 30.0  # for the result of a process that imports torch
 _RELOAD_TIMEOUT_SECONDS = 120.0
 _BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-_STABLE_SECONDS = 60.0  # a server that was ready this long starts again without a delay
+_STABLE_SECONDS = 60.0  # a server that was ready this long restarts without a delay
 
 
 class Supervisor:
@@ -47,14 +47,14 @@ class Supervisor:
         self._install = install
         self._server: ServerProcess | None = None
         self._endpoint: OpenAIEndpoint | None = None
-        self._busy: str | None = "starting"  # why not ready, as far as the supervisor knows
+        self._busy: str | None = "starting"  # why it is not ready, as far as the supervisor knows
         self._stop = threading.Event()
         self._abandon = threading.Event()
         self._announced = False
-        self._crashed = False  # the last server ended by a signal before it was ready
+        self._crashed = False  # the last server was ended by a signal before it was ready
 
     def run(self) -> int:
-        """Serve until a signal. Returns the exit code: 1 if the server could not be brought up at all."""
+        """Serves until a signal. Returns the exit code: 1 if the server never started successfully."""
         on_stop_signals(self._on_signal)
         port = self._arguments.health_port
         health = HealthServer(self._settings.host, port, self._not_ready_reason) if port else None
@@ -73,7 +73,7 @@ class Supervisor:
             if self._stop.is_set():
                 return 0
             if not self._announced and problem is None and self._crashed and not tried_again:
-                # Its shared memory may have been that of another server which had not quite ended.
+                # Its shared memory may have belonged to another server that had not quite ended.
                 tried_again = True
                 say("the server crashed before it was ready; trying once more")
                 continue
@@ -91,12 +91,12 @@ class Supervisor:
                 return 0
 
     def _serve_once(self) -> tuple[float | None, str | None]:
-        """One server, from its start to its end: see `_wait_until_ready`."""
-        # What was served once need not be asked again.
+        """Runs one server from its start to its end; see `_wait_until_ready`."""
+        # Options that were served once need no check.
         check = None if self._announced else OptionCheck(self._settings.repository)
         try:
             if check is not None and may_lack_gpu(self._settings.repository):
-                check.wait(_CHECK_SECONDS)  # the answer is most likely no, and comes later where the server starts, too
+                check.wait(_CHECK_SECONDS)  # it probably refuses the options, but comes later if the server starts, too
                 if refusal := check.refusal():
                     return None, refusal
             server = self._server = ServerProcess(self._settings, self._install)
@@ -116,12 +116,12 @@ class Supervisor:
         return ready_since, problem or server.refusal
 
     def _wait_until_ready(self, server: ServerProcess, check: OptionCheck | None) -> tuple[float | None, str | None]:
-        """(The time, monotonic, when it became ready, or None if it did not; what is wrong, as far as is known)."""
+        """(monotonic time at which it became ready, or None; what is wrong, if known)."""
         limit = self._arguments.start_timeout
         deadline = time.monotonic() + (limit or float("inf"))
         try:
             while server.exit_code is None and not self._stop.wait(0.1):
-                server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
+                server.dead_models(confirmed=True)  # so that all its processes are known if the server dies now
                 if server.ready():
                     server.dead_models(confirmed=True)
                     server.learn_models()
@@ -140,7 +140,7 @@ class Supervisor:
                 check.end()
 
     def _watch(self, server: ServerProcess) -> None:
-        """Returns when the server has ended, must be restarted, or a stop was asked for."""
+        """Returns when the server has ended, must be restarted, or should stop."""
         next_scan = 0.0
         while not self._stop.wait(_LOOK_SECONDS):
             code = server.exit_code
@@ -163,7 +163,7 @@ class Supervisor:
         )
         try:
             worker.start()
-        except RuntimeError as error:  # the machine has none left
+        except RuntimeError as error:  # the machine has no thread left
             say(f"reloading {model} failed: {error}")
             return False
         while worker.is_alive() and not self._stop.is_set() and server.exit_code is None:
@@ -180,15 +180,15 @@ class Supervisor:
         if self._stop.is_set() and was_ready:
             say("stopping: requests in flight are finished first; Ctrl-C again ends them")
             if self._endpoint is not None:
-                self._endpoint.begin_stop()  # what it still answers ends with the server's requests
+                self._endpoint.begin_stop()  # its requests in flight end with the server's
             server.stop(self._abandon)
-        else:  # nobody waits for an answer, and a model that is being loaded would end neither soon nor by itself
+        else:  # no one waits for answers, and a model that is being loaded would not stop soon by itself
             server.clean_up()
         if self._stop.is_set():
             say("stopped")
 
     def _start_endpoint(self) -> None:
-        """Once, behind the first server that is ready: it outlives those that are restarted."""
+        """Called once, after the first server is ready: the endpoint outlives servers that are restarted."""
         settings = self._arguments.endpoint
         if settings is not None and self._endpoint is None:
             self._endpoint = OpenAIEndpoint(settings, say)
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
             parsed.endpoint.check_packages()
         _check_ports(parsed)
         base = None if is_plain_path(tempfile.gettempdir()) else "/tmp"
-        with tempfile.TemporaryDirectory(prefix="minisgl-", dir=base) as folder:  # readable by this user alone
+        with tempfile.TemporaryDirectory(prefix="minisgl-", dir=base) as folder:  # readable only by this user
             settings = _with_repository(parsed, Path(folder))
             check_repository(settings.repository)
             return Supervisor(parsed, settings, install).run()
@@ -249,14 +249,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
 
 
 def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
-    """The settings with the repository to serve: a copy in `folder` where it is to be another one."""
+    """The settings with the repository to serve: a copy in `folder` if options differ."""
     repository = arguments.server.repository
     if arguments.engine_parameters or arguments.infer:
         render_repository(repository, folder, arguments.engine_parameters)
         if arguments.infer and not (repository / INFER_MODEL).is_dir():
             add_infer_models(folder)
         return replace(arguments.server, repository=folder)
-    if not is_plain_path(repository):  # the Python backend's shell would take it apart
+    if not is_plain_path(repository):  # the Python backend's shell would split it
         link = folder / "model_repository"
         link.symlink_to(repository)
         return replace(arguments.server, repository=link)

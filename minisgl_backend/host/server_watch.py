@@ -1,8 +1,8 @@
-"""A process beside the first engine front that cleans up once tritonserver is gone: `... server_watch SERVER_PID`.
+"""A helper process of the first engine front that cleans up once tritonserver is gone: `... server_watch SERVER_PID`.
 
-A Python stub that hands something over while its server dies waits for ever, with the interpreter's lock: nothing in
-that process can end it, and behind an engine front its core would compute on. The supervisor ends them all; this does
-it for a tritonserver that was started in another way.
+A Python stub that passes something to its dying server waits for ever while it holds the interpreter's lock (GIL):
+nothing in that process can end it, and an engine core behind it would go on computing. The supervisor ends all these
+processes; this module does it for a tritonserver that was started in another way.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from minisgl_backend.process.processes import ServerProcesses, process_of
 from minisgl_backend.process.spawn import start_child
 
 _LOOK_SECONDS = 1.0
-_SCAN_SECONDS = 5.0  # between looks for new processes
-_GRACE_SECONDS = 2.0  # what belongs to the server may yet end in good order
-_LINGER_SECONDS = 60.0  # after the front's end: most of the time the server's own follows
+_SCAN_SECONDS = 5.0  # between scans for new processes
+_GRACE_SECONDS = 2.0  # for processes of the server to end in order
+_LINGER_SECONDS = 60.0  # after the front's end, which the server's own mostly follows
 
 
 def start_watch() -> subprocess.Popen[bytes]:
-    """For the parent of this process, the server. The watch ends soon after it, or a minute after this process."""
+    """For this process's parent, the server. The watch ends soon after the server, or a minute after this process."""
     return start_child(__name__, [str(os.getppid())], fds=(), tied=False)
 
 
 def watch(server_pid: int, starter_pid: int, linger_s: float = _LINGER_SECONDS) -> None:
-    """Returns when the server is gone, all that it started has ended and its sockets are removed, or when the starter
-    has been gone for `linger_s` seconds."""
+    """Returns when the server is gone, all its children have ended and its sockets are removed, or when the starter has
+    been gone for `linger_s` seconds."""
     processes, server, next_scan = ServerProcesses(server_pid), process_of(server_pid), 0.0
     deadline: float | None = None
     while server is not None:

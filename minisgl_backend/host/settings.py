@@ -1,4 +1,4 @@
-"""Where the engine's options are written, read by all three models: model_repository/engine/config.pbtxt."""
+"""Reads the engine's options, which all three models share, from model_repository/engine/config.pbtxt."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import DEMO, find_model_dir
 
-# Here and in `host.repository` by regexes, not by protobuf's text format: that wants the message's description, which
-# comes with tritonclient, and neither Triton's Python nor `minisgl init` needs that. It would drop comments, too.
+# Here and in `host.repository` by regexes, not by protobuf's text format: that needs the message's description, which
+# comes with tritonclient, while Triton's Python and `minisgl init` do without. It would also drop comments.
 _ENTRY = re.compile(r'key\s*:?\s*"([^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*("(?:[^"\\]|\\.)*")\s*\}')
 
 
 def read_engine_config(repository: Path, given: Mapping[str, str] = MappingProxyType({})) -> EngineConfig:
     """The engine options of a model repository, with the model's folder as an absolute path. Raises ConfigError.
 
-    `given`: parameters that take the place of the repository's own.
+    `given`: parameters that override the repository's own.
     """
     path = repository / "engine" / "config.pbtxt"
     try:
@@ -37,7 +37,7 @@ def read_engine_config(repository: Path, given: Mapping[str, str] = MappingProxy
 
 
 def read_parameters(config: str) -> Mapping[str, str]:
-    """The string parameters in the text of a config.pbtxt; comments are none."""
+    """The string parameters in the text of a config.pbtxt, except those in comments."""
     lines = (line for line in config.splitlines() if not line.lstrip().startswith("#"))
     return {key: json.loads(value) for key, value in _ENTRY.findall("\n".join(lines))}
 
@@ -48,6 +48,6 @@ def is_demo(config: EngineConfig, repository: Path) -> bool:
 
 
 def demo_dir(repository: Path) -> Path:
-    """The demo model of this repository, or else the one that comes with the package."""
+    """The demo model of this repository, or otherwise the one that comes with the package."""
     own = (repository / "engine" / "demo_model").resolve()
     return own if own.is_dir() else find_model_dir(DEMO)

@@ -1,8 +1,8 @@
 """Finds a `tritonserver` and the environment that its Python backend needs.
 
-A binary on PATH (NVIDIA's container) wins; else the one inside the wheel `nvidia-pytriton`. Run as a program, this
-module becomes that binary: `python -m minisgl_backend.host.triton_server --model-repository DIR`. The package's entry
-point `tritonserver` is the same.
+A binary on PATH (NVIDIA's container) takes precedence over the one inside the wheel `nvidia-pytriton`. Run as a
+program, this module becomes that binary: `python -m minisgl_backend.host.triton_server --model-repository DIR`. The
+package's entry point `tritonserver` is the same.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @dataclass(frozen=True)
 class TritonInstall:
-    """One usable `tritonserver`: the binary, and what must be said to it and to its environment."""
+    """One usable `tritonserver`: the binary, and the arguments and environment that it needs."""
 
     binary: Path
     backend_directory: Path | None  # None: the binary knows its own
-    library_directories: tuple[Path, ...]  # go before LD_LIBRARY_PATH
-    python_directory: Path  # holds the `python3` that the stubs take; goes first on PATH
+    library_directories: tuple[Path, ...]  # precede LD_LIBRARY_PATH
+    python_directory: Path  # contains the `python3` of the stubs; goes first on PATH
 
     @cached_property
     def options(self) -> frozenset[str]:
-        """The options of its command line, as its help says; none where it gives no help."""
+        """Its command-line options, from its help; empty if it prints no help."""
         return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", self._output([str(self.binary), "--help"])))
 
     @cached_property
     def version(self) -> str | None:
-        """Triton's own version, as the server says it; None where it does not. Takes a tenth of a second."""
+        """Triton's own version, as the server reports it; None if it does not. Takes a tenth of a second."""
         nothing = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"]
-        # A repository that does not exist ends it once it has said what it is.
+        # With a repository that does not exist it ends after printing its version.
         command = [str(self.binary), "--model-repository=/nonexistent", *nothing]
         return next(iter(re.findall(r"\bserver_version\s*\|\s*(\S+)", self._output(command))), None)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The server's command line; a `--backend-directory` among `arguments` wins over the wheel's."""
+        """The server's command line; a `--backend-directory` among `arguments` overrides the wheel's."""
         command = [str(self.binary)]
         given = any(argument.split("=", 1)[0] == "--backend-directory" for argument in arguments)
         if self.backend_directory is not None and not given:
@@ -65,7 +65,7 @@ class TritonInstall:
         return command + list(arguments)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` with PATH and LD_LIBRARY_PATH such that every stub runs this very Python."""
+        """`base` with PATH and LD_LIBRARY_PATH set so that every stub runs this Python."""
         environment = dict(base)
         environment["PATH"] = _prepend(self.python_directory, base.get("PATH", os.defpath))
         libraries = os.pathsep.join(str(directory) for directory in self.library_directories)
@@ -74,7 +74,7 @@ class TritonInstall:
         return environment
 
     def _output(self, command: list[str]) -> str:
-        """What the server prints with these arguments before it ends; empty where it does not."""
+        """The server's output with these arguments; empty if it fails."""
         try:
             reply = subprocess.run(
                 command,
@@ -95,8 +95,8 @@ def find_triton_server(
 ) -> TritonInstall:
     """The server of this machine. `search_path` defaults to PATH, the other two to those of the running Python.
 
-    `state_directory` receives a few links (the backend directory that the wheel lacks); a private folder does where it
-    cannot be written. Raises ConfigError if there is no server, or if the wheel has no stub for this Python.
+    `state_directory` receives a few links (the backend directory that the wheel lacks); a private folder is used if it
+    is not writable. Raises ConfigError if there is no server, or if the wheel has no stub for this Python.
     """
     python_directory = Path(sys.executable).parent
     on_path = _find_on_path(os.environ.get("PATH", "") if search_path is None else search_path)
@@ -120,23 +120,23 @@ def find_libpython(libdir: str | None = None) -> Path | None:
         return own
     try:
         loader = subprocess.run(
-            # In a process of its own: a second libpython must not come into this one.
+            # In a separate process: a second libpython must not be loaded into this one.
             [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"],
             capture_output=True,
             check=False,
         )
-    except OSError as error:  # no memory, no process left
+    except OSError as error:  # no memory or process left
         raise ConfigError(f"no process can be started to look for {name}: {error}") from error
     return Path(name) if loader.returncode == 0 else None
 
 
 def is_plain_path(path: Path | str) -> bool:
-    """False for a path that a shell takes apart: the Python backend hands paths to one without quotes."""
+    """False for a path that a shell would split: the Python backend passes paths to one without quotes."""
     return re.fullmatch(r"[\w@%+=:,./-]+", str(path), re.ASCII) is not None
 
 
 def check_ascii(what: str, path: Path | str) -> None:
-    """Raises ConfigError for a path that no Python model could open: its interpreter has C's locale, always."""
+    """Raises ConfigError for a path that no Python model could open: its interpreter always uses the C locale."""
     if not str(path).isascii():
         raise ConfigError(
             f"{what} is in {str(path)!r}: models of Triton's Python backend cannot open paths with letters beyond "
@@ -145,8 +145,8 @@ def check_ascii(what: str, path: Path | str) -> None:
 
 
 def ascii_links(folder: Path) -> Path:
-    """A private folder with links to a model's files, by a path that `check_ascii` takes. Not one link to the folder:
-    who looks where it leads would be given the other path."""
+    """A private folder with links to a model's files, whose path `check_ascii` accepts. Not one link to the folder:
+    code that resolves the link would get the original path."""
     links = _private_folder("model", folder)
     for entry in links.iterdir():
         if not (folder / entry.name).exists():
@@ -157,10 +157,10 @@ def ascii_links(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Replace this process by the server, with the arguments given.
+    """Replaces this process by the server, with the arguments given.
 
-    One first argument is not the server's: `--die-with-parent` ends it when the process that started it ends, however
-    that ends.
+    A first argument `--die-with-parent` is not the server's: with it the server ends when the process that started it
+    ends, in whatever way.
     """
     arguments = sys.argv[1:]
     try:
@@ -193,7 +193,7 @@ def _check_repositories(arguments: Sequence[str]) -> None:
 
 
 def _die_with_parent() -> None:
-    # Survives the exec that follows.
+    # Survives the following exec.
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
 
@@ -201,7 +201,7 @@ def _die_with_parent() -> None:
 def _find_on_path(search_path: str) -> Path | None:
     for directory in filter(None, search_path.split(os.pathsep)):
         found = shutil.which("tritonserver", path=directory)
-        # This module's own entry point has the same name: taking it would start a circle.
+        # This module's own entry point has the same name and would call itself.
         if found is not None and not _is_launcher(Path(found)):
             return Path(found)
     return None
@@ -240,7 +240,7 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
     python_backend = [*(server / "backends" / "python").iterdir(), stub]
     try:
         _link_state(state_directory, python_backend, libpython)
-    except OSError:  # somebody else's installation, which only they may change
+    except OSError:  # another user's installation, which this user cannot change
         state_directory = _private_folder("tritonserver", state_directory)
         _link_state(state_directory, python_backend, libpython)
     libraries = [site_packages / "nvidia_pytriton.libs"]
@@ -253,12 +253,12 @@ def _link_state(directory: Path, python_backend: Sequence[Path], libpython: Path
     for source in python_backend:
         _link(source, directory / "backends" / "python" / source.name)
     if libpython.is_absolute():
-        # A link of its own: the folder it comes from may hold libraries that others must not pick up.
+        # Links to the single library: its folder may contain others that must not be loaded.
         _link(libpython, directory / "lib" / libpython.name)
 
 
 def _plain_link(directory: Path) -> Path:
-    """`directory`, or a link to it in a private folder where its own path is nothing for a shell."""
+    """`directory`, or a link to it in a private folder if its own path needs quoting in a shell."""
     if is_plain_path(directory):
         return directory
     folder = _private_folder("backends", directory)
@@ -267,7 +267,7 @@ def _plain_link(directory: Path) -> Path:
 
 
 def _private_folder(kind: str, instead_of: Path) -> Path:
-    """This user's folder that does for one which cannot be used."""
+    """This user's folder instead of one that cannot be used."""
     digest = hashlib.sha256(os.fsencode(instead_of)).hexdigest()[:10]
     folder = Path("/tmp", f"minisgl-{os.getuid()}-{kind}-{digest}")
     make_private(folder)
@@ -278,7 +278,7 @@ def _link(source: Path, target: Path) -> None:
     if target.is_symlink() and os.readlink(target) == str(source):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Made beside and renamed over: two servers that start at once never see a missing file.
+    # Created under another name and renamed: two servers that start at once never see a missing file.
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.symlink_to(source)
     temporary.replace(target)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint: HTTP in OpenAI's shapes before the ensemble's gRPC streams.
+"""The OpenAI-compatible endpoint: HTTP in OpenAI's format in front of the ensemble's gRPC streams.
 
-A client of the server like any other: it may run beside it or on another machine, in as many processes as are needed.
+A client of the server like any other: it runs on the same machine or another one, in any number of processes.
 """

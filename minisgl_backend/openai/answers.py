@@ -1,4 +1,4 @@
-"""What answers of all endpoints have in common."""
+"""What the answers of all endpoints have in common."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from minisgl_backend.openai.triton import Generation
 
 
 class Answer(Protocol):
-    """One request on its way."""
+    """One request in progress."""
 
-    def lines(self) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """The events of a stream. Raises ApiError, ClientLeft."""
         ...
 
     async def whole(self) -> bytes:
-        """The answer in one piece. Raises ApiError, ClientLeft."""
+        """The whole answer. Raises ApiError, ClientLeft."""
         ...
 
-    def error_line(self, error: ApiError) -> bytes:
-        """The event that ends a stream which cannot go on."""
+    def error_event(self, error: ApiError) -> bytes:
+        """The event that ends a failed stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What every chunk of an answer begins with."""
+    """The fields that every chunk of an answer begins with."""
 
     id: str
     created: int  # seconds since the epoch
@@ -39,7 +39,7 @@ class Header:
 
 
 def usage(*generations: Generation, thoughts: int | None = None) -> dict[str, Any]:
-    """OpenAI's counts so far. `thoughts`: tokens of them; None where thoughts are not told apart."""
+    """OpenAI's token counts so far. `thoughts`: reasoning tokens; None if reasoning is not separated."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.num_output_tokens for one in generations)
     counts: dict[str, Any] = {

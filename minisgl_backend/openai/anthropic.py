@@ -28,12 +28,12 @@ Event = dict[str, Any]
 
 
 class ContentBlocks:
-    """The blocks of one answer as they grow, and the events that tell of it."""
+    """The growing blocks of one answer, and their events."""
 
     def __init__(self) -> None:
         self._blocks: list[dict[str, Any]] = []
         self._inputs: dict[int, str] = {}  # of tool_use blocks: JSON so far
-        self._open = False  # the last one goes on
+        self._open = False  # the last block goes on
 
     def add(self, part: Part) -> list[Event]:
         if part.kind == "call":
@@ -50,14 +50,14 @@ class ContentBlocks:
         return [*events, self._delta(f"{kind}_delta", **{key: part.text})]
 
     def close(self) -> list[Event]:
-        """Nothing more will come of the last block."""
+        """The last block is complete."""
         if not self._open:
             return []
         self._open = False
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def whole(self) -> list[dict[str, Any]]:
-        """All of them; the input of a call that was cut off, and so is no JSON, is empty."""
+        """All blocks; the input of a call that was cut off, so that it is not valid JSON, is empty."""
         return [
             {**block, "input": _object(self._inputs[number])} if number in self._inputs else block
             for number, block in enumerate(self._blocks)
@@ -74,7 +74,7 @@ class ContentBlocks:
 
 
 class MessagesAnswer:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class MessagesAnswer:
         stop_sequences: Sequence[str] = (),
         added_tokens: Sequence[str] = (),
     ) -> None:
-        """`parser`: None where the text is the content as it is. With `stop_sequences`, `generation` gives the text of
-        what ended it, too: one of them, or one of the model's `added_tokens`."""
+        """`parser`: None if the text is the content unchanged. With `stop_sequences`, `generation` also returns the
+        text that ended it: one of them, or one of the model's `added_tokens`."""
         self._generation = generation
         self._header = header
         self._parser = parser or MessageParser()
@@ -95,7 +95,7 @@ class MessagesAnswer:
         self._stopped_by: str | None = None
         self._reason: str | None = None
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
         begun = False
         async for events in self._progress():
@@ -110,12 +110,12 @@ class MessagesAnswer:
                 yield b"".join(named_event(event["type"], event) for event in events)
 
     async def whole(self) -> bytes:
-        """The answer in one piece."""
+        """The whole answer."""
         async for _ in self._progress():
             pass
         return encode(self._message(self._blocks.whole(), self._reason))
 
-    def error_line(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return named_event("error", anthropic_error(error))
 
     async def _progress(self) -> AsyncIterator[list[Event]]:
@@ -131,7 +131,7 @@ class MessagesAnswer:
         await self._generation.drain()
 
     def _without_stop(self, delta: Delta) -> Delta:
-        """What ended the answer is no part of it; its text always comes in one piece, with the last delta."""
+        """Removes the text that ended the answer, which always comes in one piece, with the last delta."""
         if delta.reason != "stop":
             return delta
         found = [stop for stop in self._stop_sequences if stop and delta.text.endswith(stop)]
@@ -161,7 +161,7 @@ class MessagesAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """What the prefix cache supplied is known at the end, and is no part of `input_tokens`."""
+        """The number of cached tokens is known at the end; `input_tokens` does not include it."""
         cached = self._generation.num_cached_tokens or 0
         return {
             "input_tokens": self._generation.num_prompt_tokens - cached,
@@ -203,7 +203,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
 
 def _chat(body: CountTokensRequest, endpoint: Endpoint) -> tuple[ChatRequest, dict[str, str]]:
-    """The chat, and what the client called the fields that the server knows by another name."""
+    """The chat, and the client's names of fields that the server knows by another name."""
     try:
         chat = body.as_chat()
         chat.check()

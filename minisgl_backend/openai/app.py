@@ -1,4 +1,4 @@
-"""The endpoint's routes. What each does with a generation is in `chat`, `completions` and `responses`."""
+"""The endpoint's routes. `chat`, `completions` and `responses` turn generations into answers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.in_process import post
 from minisgl_backend.openai.leaving import ClientWatch
 from minisgl_backend.openai.limits import ApiKeys, BodyLimit
+from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.message import MessageParser, message_parsers
 from minisgl_backend.openai.metrics import ServerMetrics
 from minisgl_backend.openai.model import ServedModel
@@ -39,7 +40,6 @@ from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl_backend.openai.sse import EventStream, encode
-from minisgl_backend.openai.told_once import ToldOnce
 from minisgl_backend.openai.tracing import TraceRequests, Tracing
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
@@ -49,13 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """What the routes share: one worker's connection to the server and its settings."""
+    """What the routes share: one worker's connection to the server, and its settings."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._num_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._left_out = ToldOnce()  # types of tools
+        self._left_out = LogOnce()  # types of tools
 
     async def open(self) -> None:
         """To be called in the event loop that serves."""
@@ -70,7 +70,7 @@ class Endpoint:
         await self.triton.close()
 
     def start_task(self, work: Coroutine[Any, Any, None], *, is_request: bool = True) -> None:
-        """Runs until the endpoint is closed. `is_request`: it counts as one of those that are in flight."""
+        """Runs until the endpoint is closed. `is_request`: it counts as a request in flight."""
         self._num_requests += is_request
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -111,7 +111,7 @@ class Endpoint:
         return await self.respond(request, answer, generations, stream=bool(body.stream), context=context)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """vLLM's answer: count, max_model_len, tokens, token_strs."""
+        """vLLM's response: count, max_model_len, tokens, token_strs."""
         body.check()
         await self.model.resolve(body.model)
         if body.messages is not None:
@@ -122,15 +122,15 @@ class Endpoint:
         else:
             prompt = Prompt(text=body.prompt)
         special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
-        wanted = ["input_ids", *(["token_texts"] if body.return_token_strs else [])]
-        found = await self.triton.tokenize(prompt, wanted, {"text_input": "prompt"}, special)
+        outputs = ["input_ids", *(["token_texts"] if body.return_token_strs else [])]
+        found = await self.triton.tokenize(prompt, outputs, {"text_input": "prompt"}, special)
         texts = [text.decode("utf-8", "replace") for text in found["token_texts"]] if body.return_token_strs else None
         info = await self.model.info()
         tokens = found["input_ids"]
         return {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
-        """vLLM's answer: the text, special tokens included."""
+        """vLLM's response: the text, special tokens included."""
         await self.model.resolve(body.model)
         if not body.tokens:
             return {"prompt": ""}
@@ -144,7 +144,7 @@ class Endpoint:
         return "the engine is down" if await self.metrics.engine_is_down() else None
 
     async def admit(self, model: str | None) -> str:
-        """The name that the answer carries. Raises ApiError where there is no room, or no such model."""
+        """The model name for the answer. Raises ApiError if there is no room, or no such model."""
         if self._num_requests >= self._settings.max_requests:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
@@ -153,7 +153,7 @@ class Endpoint:
     async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
-        """Sends a chat. `names`: what the client calls the fields that the server knows by another name."""
+        """Starts a chat. `names`: the client's names of fields that the server knows by another name."""
         prompt = Prompt(messages=_template_messages(body.messages), template_kwargs=body.template_kwargs())
         functions = {one.name: one.schema_of_arguments for one in body.callable_functions}
         answer_format = await self.model.answer_format(
@@ -173,7 +173,7 @@ class Endpoint:
             sampling["guided_decoding"] = {"structural_tag": json.dumps(grammar)}
             names = {**names, "guided_decoding": "tools", "guided_decoding_guide": "tools"}
         if answer_format.depends_on_prompt:
-            # Rendered and tokenized here, and sent as tokens: the same work, and the prompt's end is known.
+            # Rendered and tokenized here and sent as tokens: the same work, and it shows how the prompt ends.
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
             found = await self.triton.tokenize(prompt, ["input_ids", "prompt_tail"], names, special)
             prompt, tail = Prompt(token_ids=found["input_ids"]), found["prompt_tail"][0].decode("utf-8", "replace")
@@ -184,7 +184,7 @@ class Endpoint:
     def note_left_out(self, kinds: Sequence[str]) -> None:
         for kind in kinds:
             if self._left_out.is_new(kind):
-                log.warning("tools of type %.60r are left out of requests: nobody here can run them", kind)
+                log.warning("tools of type %.60r are left out of requests: this server cannot run them", kind)
 
     async def _echo(self, prompt: Prompt, body: CompletionRequest) -> Echo:
         if prompt.text is not None and body.logprobs is None:
@@ -203,7 +203,7 @@ class Endpoint:
         stream: bool,
         context: RequestContext,
     ) -> Response:
-        """Waits for the first part of a stream, so that what is wrong with a request is told by its status."""
+        """Waits for the first event of a stream, so that an invalid request gets an error status."""
 
         def left() -> None:
             for generation in generations:
@@ -219,10 +219,10 @@ class Endpoint:
                 if context.trace is not None:
                     context.trace.note_answer(generations)
                 return Response(body, media_type="application/json", headers=headers)
-            lines = self._counted(answer.lines(), generations, context)
-            first = await anext(lines)
+            events = self._counted(answer.events(), generations, context)
+            first = await anext(events)
             handed_over = True
-            return EventStream(first, lines, answer.error_line, watch, headers)
+            return EventStream(first, events, answer.error_event, watch, headers)
         except ClientLeft:
             return Response(status_code=LEFT)
         finally:
@@ -248,11 +248,11 @@ class Endpoint:
         return found
 
     async def _counted(
-        self, lines: AsyncIterator[bytes], generations: Sequence[Generation], context: RequestContext
+        self, events: AsyncIterator[bytes], generations: Sequence[Generation], context: RequestContext
     ) -> AsyncGenerator[bytes]:
         try:
-            async for line in lines:
-                yield line
+            async for data in events:
+                yield data
         finally:
             self._num_requests -= 1
             if context.trace is not None:
@@ -279,13 +279,13 @@ def create_app(settings: EndpointSettings) -> FastAPI:
         version=minisgl_backend.__version__,
         description="An OpenAI-compatible endpoint before Triton Inference Server.",
         lifespan=lifespan,
-        # Both would fetch scripts from other hosts; /openapi.json is there for whoever wants them.
+        # Both would load scripts from other hosts; /openapi.json is available instead.
         docs_url=None,
         redoc_url=None,
     )
     app.state.tenants = settings.tenants
     add_error_answers(app)
-    # The last one added is the first one asked.
+    # The last one added runs first.
     if settings.ignore_unknown_fields:
         app.add_middleware(IgnoreUnknownFields)
     app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes, by_path={files.PATH: files.MAX_FILE_BYTES})
@@ -311,7 +311,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
 
 
 def _add_batches(app: FastAPI, settings: EndpointSettings) -> BatchRunner | None:
-    """Routes of files and batches, and who computes these; None where no file is kept."""
+    """Adds the routes of files and batches. Returns the runner of batches; None if no files are kept."""
     if not settings.max_files_bytes or not settings.files_folder:
         return None
     folder = Path(settings.files_folder)
@@ -375,4 +375,4 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [message.for_template(place) for place, message in enumerate(messages)]
+    return [message.for_template(number) for number, message in enumerate(messages)]

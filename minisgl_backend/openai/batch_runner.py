@@ -1,7 +1,7 @@
-"""Computes batches, one after the other, below interactive requests: by priority, and never more than a few at once.
+"""Runs batches one after the other, below interactive requests: with low priority and few requests at a time.
 
-One worker of all that share the folder does it, who holds its lock. Each line's answer is appended to the batch's files
-as it comes; after a crash, lines whose `custom_id` stands there already are not computed again.
+One of the workers that share the folder, the holder of its lock, does all of it. The result of each line is appended to
+the batch's files as it comes; after a crash, lines whose `custom_id` is there already are not computed again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # path, body, request id -> status, body
 
-_LOOK_SECONDS = 0.5  # between looks for a batch, or for the lock
-_PAUSE_SECONDS = 5.0  # after what nobody has foreseen
-_TIDY_SECONDS = 3600.0  # between looks for files that nothing will finish
-_TOLD_SECONDS = 1.0  # between counts that clients see
+_LOOK_SECONDS = 0.5  # between checks for a batch, or for the lock
+_PAUSE_SECONDS = 5.0  # after an unforeseen error
+_TIDY_SECONDS = 3600.0  # between checks for files that nothing will finish
+_TOLD_SECONDS = 1.0  # between updates of the counts that clients see
 _AGAIN = (408, 429, 503)  # the server is full, or will come back
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 5.0)
-_MOST_ERRORS = 100  # of a file that are told
+_MOST_ERRORS = 100  # errors of a file that are reported
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window has passed"}
 
 
@@ -56,15 +56,15 @@ class BatchRunner:
         self._post = post
         self._most_at_once = most_at_once
         self._most_line_bytes = most_line_bytes
-        self._ended: set[str] = set()  # names of files that need no look
+        self._ended: set[str] = set()  # names of files that need no further check
         self._tidied_at = -math.inf
 
     async def run(self) -> None:
         while True:
             try:
-                if self._batches.folder.is_dir():  # somebody has made a batch
+                if self._batches.folder.is_dir():  # a batch has been created
                     await self._run_locked()
-            except OSError as error:  # the disk is full, most of the time
+            except OSError as error:  # mostly a full disk
                 log.error("batches in %s cannot go on: %s", self._batches.folder, error)
             except Exception:
                 log.exception("batches in %s cannot go on", self._batches.folder)
@@ -72,7 +72,7 @@ class BatchRunner:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _run_locked(self) -> None:
-        """Returns at once where another worker has the lock."""
+        """Returns at once if another worker has the lock."""
         with (self._batches.folder / "lock").open("w") as lock:
             if not _is_locked(lock):
                 return
@@ -92,7 +92,7 @@ class BatchRunner:
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("batch %s failed", batch["id"])
-            told = error.strerror if isinstance(error, OSError) else error  # without the server's folders
+            told = error.strerror if isinstance(error, OSError) else error  # without the server's paths
             message = f"{type(error).__name__}: {told}"
             await self._fail(batch, [{"code": "server_error", "message": message, "line": None, "param": None}])
 
@@ -108,7 +108,7 @@ class BatchRunner:
         return None
 
     def _tidy(self) -> None:
-        """When no batch is left to compute: one may have been added since."""
+        """Called when no batch is left to compute, although one may have been added since."""
         going_on = [batch for batch in self._batches.all() if batch["status"] not in ENDED]
         self._files.remove_expired()
         self._files.remove_orphans({batch[key] for batch in going_on for key in ("_output", "_errors")})
@@ -158,7 +158,7 @@ class BatchWork:
         self._appending = threading.Lock()
 
     async def run(self, most_at_once: int) -> str:
-        """The status that the batch ends with."""
+        """Returns the batch's final status."""
         output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
         done = [await _off_loop(_custom_ids, path) for path in (output, errors)]
         self._counts.update(completed=len(done[0]), failed=len(done[1]))
@@ -178,7 +178,7 @@ class BatchWork:
         return counts
 
     def _end(self) -> str | None:
-        """Why no further line is computed."""
+        """The reason to stop computing lines; None: go on."""
         if self._batches.is_cancelled(self._batch["id"]):
             return "cancelled"
         return "expired" if time.time() > self._batch["expires_at"] else None
@@ -199,7 +199,7 @@ class BatchWork:
             await self._tell()
 
     async def _answer(self, line: Line) -> tuple[int, dict[str, Any]] | None:
-        """None where the batch ends before the server takes the line."""
+        """None if the batch ends before the server takes the line."""
         body, tries = await _off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
         while True:
             request_id = uuid.uuid4().hex
@@ -215,7 +215,7 @@ class BatchWork:
             tries += 1
 
     async def _posted(self, url: str, body: bytes, request_id: str) -> tuple[int, bytes] | None:
-        """None where the batch was cancelled meanwhile: the line ends with it."""
+        """None if the batch was cancelled meanwhile, which also ends the line's request."""
         task = asyncio.ensure_future(self._post(url, body, request_id))
         try:
             while not task.done():
@@ -238,7 +238,7 @@ class BatchWork:
 
     async def _tell(self) -> None:
         if time.monotonic() - self._told_at > _TOLD_SECONDS:
-            self._told_at = math.inf  # nobody else does it meanwhile
+            self._told_at = math.inf  # no other task does it meanwhile
             await _off_loop(self._write)
             self._told_at = time.monotonic()
 
@@ -248,7 +248,7 @@ class BatchWork:
 
 
 class _Lines:
-    """Lines for several threads."""
+    """Thread-safe iterator of lines."""
 
     def __init__(self, lines: Generator[Line, None, None]) -> None:
         self._lines = lines
@@ -265,7 +265,7 @@ class _Lines:
 
 
 class _TaskGroup:
-    """As asyncio's, which Python 3.10 lacks: the first error ends the others."""
+    """Like asyncio's, which Python 3.10 lacks: the first error ends the others."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
@@ -286,7 +286,7 @@ class _TaskGroup:
 
 
 async def _off_loop(work: Callable[..., _Result], *arguments: Any) -> _Result:
-    """On another thread. Who is cancelled waits for its end: what it writes belongs to who holds the lock."""
+    """Runs on another thread. A cancelled caller still waits for its end: only the holder of the lock may write."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(task)
@@ -296,7 +296,7 @@ async def _off_loop(work: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def _modified(path: Path) -> float:
-    """0 where it was just deleted."""
+    """0 if it was just deleted."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -312,7 +312,7 @@ def _is_locked(lock: IO[str]) -> bool:
 
 
 def _numbered(file: IO[bytes], most_bytes: int) -> Generator[tuple[int, bytes | None], None, None]:
-    """(number, line) of those with something in them; None for one that is longer than `most_bytes`."""
+    """(number, line) of non-empty lines; None for a line longer than `most_bytes`."""
     number = 0
     while text := file.readline(most_bytes + 1):
         number += 1
@@ -326,14 +326,14 @@ def _numbered(file: IO[bytes], most_bytes: int) -> Generator[tuple[int, bytes | 
 
 
 def _parsed(text: bytes | None, endpoint: str, most_bytes: int) -> Line:
-    """Raises ValueError naming what is wrong."""
+    """Raises ValueError with what is wrong."""
     if text is None:
         raise ValueError(f"it is longer than {most_bytes} bytes, all that a request may have (--max-body-bytes)")
     return parse_line(text, endpoint)
 
 
 def _validate(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
-    """(number of lines, what is wrong with some)."""
+    """(number of lines, errors of some of them)."""
     seen: set[str] = set()
     errors: list[dict[str, Any]] = []
     try:
@@ -359,7 +359,7 @@ def _validate(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dic
 
 
 def _custom_ids(path: Path) -> set[str]:
-    """Of what a file holds already. A last line that a crash has cut is removed."""
+    """Ids in an existing file. A last line that was cut off by a crash is removed."""
     found: set[str] = set()
     if not path.exists():
         return found
@@ -375,7 +375,7 @@ def _custom_ids(path: Path) -> set[str]:
 
 
 def _lines(path: Path, endpoint: str, done: set[str], most_bytes: int) -> Generator[Line, None, None]:
-    """Those that are still to be computed."""
+    """The lines still to be computed."""
     with path.open("rb") as file:
         for _, text in _numbered(file, most_bytes):
             if (line := _parsed(text, endpoint, most_bytes)).custom_id not in done:

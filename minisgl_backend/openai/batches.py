@@ -1,7 +1,7 @@
-"""/v1/batches: what is known of each batch, and its routes. `batch_runner` computes them.
+"""/v1/batches: the state of each batch, and its routes. `batch_runner` computes them.
 
-BATCH.json is written by the runner alone once it exists; a wish to cancel is a file of its own beside it, so that any
-worker can take it.
+Only the runner writes BATCH.json once it exists; a request to cancel is a separate file next to it, so that any worker
+can accept it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ WINDOW_SECONDS = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 _MOST_LISTED = 100
-_MOST_BATCHES = 10_000  # that are kept; the oldest that have ended make room
+_MOST_BATCHES = 10_000  # kept at most; the oldest ones that have ended make room
 _KEYS = {"status", "endpoint", "input_file_id", "created_at", "expires_at", "request_counts", "_output", "_errors"}
 _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
-Batch = dict[str, Any]  # OpenAI's object; keys with an underscore before them are told nobody
+Batch = dict[str, Any]  # OpenAI's object; keys that begin with an underscore are internal
 
 
 class BatchStore:
-    """The batches of a folder that all workers share."""
+    """The batches in a folder that all workers share."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: made with the first batch."""
+        """`folder`: created with the first batch."""
         self.folder = folder
 
     def add(self, request: BatchRequest) -> Batch:
@@ -69,7 +69,7 @@ class BatchStore:
         write_json(self._path(batch["id"]), batch)
 
     def get(self, batch_id: str) -> Batch:
-        """Raises ApiError where there is none."""
+        """Raises ApiError if there is none."""
         found = self.read(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
         if found is None:
             raise ApiError(404, f"batch_id is {batch_id[:100]!r}, which is no batch here", param="batch_id")
@@ -77,7 +77,7 @@ class BatchStore:
 
     @staticmethod
     def read(path: Path) -> Batch | None:
-        """None where the file is not there, or is no batch."""
+        """None if the file does not exist or is not a batch."""
         try:
             found = read_json(path) if _ID.fullmatch(path.stem) else None
         except ValueError:
@@ -85,7 +85,7 @@ class BatchStore:
         return found if isinstance(found, dict) and found.get("id") == path.stem and found.keys() >= _KEYS else None
 
     def paths(self) -> Iterator[Path]:
-        """Of what may be batches."""
+        """The paths that may be batches."""
         return self.folder.glob("batch_*.json")
 
     def all(self) -> list[Batch]:
@@ -101,7 +101,7 @@ class BatchStore:
         return self._wish(batch_id).exists()
 
     def shown(self, batch: Batch) -> dict[str, Any]:
-        """As clients see it."""
+        """The batch as clients see it."""
         told = {name: value for name, value in batch.items() if not name.startswith("_")}
         if batch["status"] not in ENDED and self.is_cancelled(batch["id"]):
             told |= {"status": "cancelling", "cancelling_at": int(self._wish(batch["id"]).stat().st_mtime)}

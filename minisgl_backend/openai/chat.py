@@ -11,12 +11,12 @@ from minisgl_backend.openai.logprobs import chat_logprobs, said
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
-from minisgl_backend.openai.sse import DONE, encode, event, line_begin
+from minisgl_backend.openai.sse import DONE, encode, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 
 class ChatAnswer:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class ChatAnswer:
         header: Header,
         parsers: Sequence[MessageParser] | None,
     ) -> None:
-        """`parsers`: one for each choice; None where the text is the content as it is."""
+        """`parsers`: one for each choice; None if the text is the content unchanged."""
         self._request = request
         self._generation = generation
         self._header = header
@@ -33,12 +33,12 @@ class ChatAnswer:
         self._is_named = isinstance(request.choice, NamedTool)
         self._echoed = request.echoed
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """The events of a stream. One response of the server becomes one line."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream: one for each response of the server."""
         request = self._request
         is_plain = self._parsers is None and not request.logprobs and not request.usage_with_every_chunk
-        async for line in self._plain_lines() if is_plain and not self._echoed else self._full_lines():
-            yield line
+        async for data in self._plain_events() if is_plain and not self._echoed else self._full_events():
+            yield data
         last = b""
         if request.include_usage or request.return_perf_metrics:
             chunk = {**self._header.fields("chat.completion.chunk"), "choices": [], "usage": self._usage()}
@@ -48,13 +48,13 @@ class ChatAnswer:
         yield last + DONE
         await self._generation.drain()
 
-    def error_line(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return event(error.body)
 
-    async def _plain_lines(self) -> AsyncIterator[bytes]:
-        """Text alone, which nearly every stream is: three pieces of bytes, of which one is new."""
+    async def _plain_events(self) -> AsyncIterator[bytes]:
+        """The common case, text only: each event is three pieces of bytes, of which one is new."""
         read = self._generation.next
-        begin = line_begin(self._header.fields("chat.completion.chunk")) + b'"delta":{'
+        begin = event_prefix(self._header.fields("chat.completion.chunk")) + b'"delta":{'
         no_usage = b',"usage":null' if self._request.include_usage else b""
         end = b'},"logprobs":null,"finish_reason":null}]' + no_usage + b"}\n\n"
         last = b'},"logprobs":null,"finish_reason":"%s"}]' + no_usage + b"}\n\n"
@@ -64,11 +64,11 @@ class ChatAnswer:
             index, reason = delta.index, delta.reason
             if not delta.text and reason is None:
                 continue
-            line = heads[index] + encode(delta.text)
+            data = heads[index] + encode(delta.text)
             heads[index] = later[index]
-            yield line + (end if reason is None else last % reason.encode())
+            yield data + (end if reason is None else last % reason.encode())
 
-    async def _full_lines(self) -> AsyncIterator[bytes]:
+    async def _full_events(self) -> AsyncIterator[bytes]:
         request, generation = self._request, self._generation
         header = self._header.fields("chat.completion.chunk")
         begun: set[int] = set()
@@ -93,7 +93,7 @@ class ChatAnswer:
             yield event(chunk)
 
     async def whole(self) -> bytes:
-        """The answer in one piece."""
+        """The whole answer."""
         request, generation = self._request, self._generation
         found = [Fields(content=self._echoed) for _ in range(request.num_choices)]
         positions: list[list[Position]] = [[] for _ in found]
@@ -133,6 +133,6 @@ class ChatAnswer:
         return usage(self._generation, thoughts=thoughts)
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        """OpenAI says `stop` of a call that was asked for by name, and `tool_calls` of all others."""
+        """OpenAI reports `stop` for a call requested by name, and `tool_calls` for all others."""
         calls = self._parsers is not None and self._parsers[index].has_calls
         return "tool_calls" if reason == "stop" and calls and not self._is_named else reason

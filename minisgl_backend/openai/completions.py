@@ -11,7 +11,7 @@ from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from minisgl_backend.openai.requests.completions import CompletionRequest
-from minisgl_backend.openai.sse import DONE, encode, event, line_begin
+from minisgl_backend.openai.sse import DONE, encode, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 _MERGED = 64  # deltas of several prompts that may wait to be sent
@@ -19,10 +19,10 @@ _MERGED = 64  # deltas of several prompts that may wait to be sent
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What `echo` puts before a continuation."""
+    """The text that `echo` puts before a continuation."""
 
     text: str
-    first_token: str  # its text; a prompt's first token has no log-probability
+    first_token: str  # a prompt's first token as text; it has no log-probability
 
 
 @dataclass(slots=True)
@@ -32,13 +32,13 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     positions: list[Position | None] = field(default_factory=list)
     first_text: str = ""
-    first_length: int = 0  # characters of it that are part of the text
+    first_length: int = 0  # how many of its characters are part of the text
     reason: str | None = None
     begun: bool = False
 
 
 class CompletionAnswer:
-    """One request on its way: a generation for each prompt."""
+    """One request in progress: a generation for each prompt."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class CompletionAnswer:
         self._echoes = echoes
         self._choices = [self._new_choice(number) for number in range(len(generations) * request.num_choices)]
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """The events of a stream. One response of the server becomes one line."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream: one for each response of the server."""
         request = self._request
         simple = self._echoes is None and request.logprobs is None and request.prompt_logprobs is None
         if simple and len(self._generations) == 1 and not request.usage_with_every_chunk:
-            lines = self._plain_lines(self._generations[0])
+            events = self._plain_events(self._generations[0])
         else:
-            lines = self._full_lines()
-        async for line in lines:
-            yield line
+            events = self._full_events()
+        async for data in events:
+            yield data
         last = b""
         if request.include_usage or request.return_perf_metrics:
             chunk = {**self._header.fields("text_completion"), "choices": [], "usage": self._usage()}
@@ -72,13 +72,13 @@ class CompletionAnswer:
         yield last + DONE
         await self._drain()
 
-    def error_line(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return event(error.body)
 
-    async def _plain_lines(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Text alone of one prompt: three pieces of bytes, of which one is new."""
+    async def _plain_events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Text only, of one prompt: each event is three pieces of bytes, of which one is new."""
         read = generation.next
-        begin = line_begin(self._header.fields("text_completion")) + b'"text":'
+        begin = event_prefix(self._header.fields("text_completion")) + b'"text":'
         no_usage = b',"usage":null' if self._request.include_usage else b""
         end = b',"logprobs":null,"finish_reason":null}]' + no_usage + b"}\n\n"
         last = b',"logprobs":null,"finish_reason":"%s"}]' + no_usage + b"}\n\n"
@@ -88,7 +88,7 @@ class CompletionAnswer:
             if delta.text or reason is not None:
                 yield heads[delta.index] + encode(delta.text) + (end if reason is None else last % reason.encode())
 
-    async def _full_lines(self) -> AsyncIterator[bytes]:
+    async def _full_events(self) -> AsyncIterator[bytes]:
         header = self._header.fields("text_completion")
         async for number, delta in self._deltas():
             choice = self._choices[number]
@@ -103,7 +103,7 @@ class CompletionAnswer:
             yield event(chunk)
 
     async def whole(self) -> bytes:
-        """The answer in one piece."""
+        """The whole answer."""
         async for number, delta in self._deltas():
             self._take(number, delta)
         await self._drain()
@@ -153,7 +153,7 @@ class CompletionAnswer:
         return counts
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(number of the choice, what is new of it), of all prompts as they come."""
+        """(index of the choice, its delta), of all prompts as they come."""
         per_prompt = self._request.num_choices
         if len(self._generations) == 1:
             while (delta := await self._generations[0].next()) is not None:

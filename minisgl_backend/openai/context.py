@@ -1,4 +1,4 @@
-"""What goes with a request to the server and comes back: its id, and the client's trace headers."""
+"""The context of a request: its id, its tenant, and the client's trace headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_backend.request import MAX_TENANT_NAME
 
 
 class Named(Protocol):
-    """A request that may say its model, its id by either name, and its user."""
+    """A request that may name its model, its id by either name, and its user."""
 
     model: str | None
     request_id: str | None
@@ -37,7 +37,7 @@ def context_of(request: Request, body: Named) -> RequestContext:
         trace.note_model(request_id, body.model)
         return RequestContext(request_id, trace.headers, tenant_of(request, body), trace if trace.is_recorded else None)
     traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
-    # gRPC metadata is printable ASCII; anything else would end the call here.
+    # gRPC metadata is printable ASCII; any other value would make the call fail here.
     return RequestContext(
         request_id_of(request, body),
         tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable()),
@@ -46,9 +46,9 @@ def context_of(request: Request, body: Named) -> RequestContext:
 
 
 def tenant_of(request: Request, body: Named) -> str:
-    """Whose request it is, by the option --tenants; "": not known.
+    """The request's tenant by the option --tenants; "": unknown.
 
-    Users whose name the engine would not take as it is are told apart by its hash.
+    A user name that the engine would not accept is replaced by its hash.
     """
     if request.app.state.tenants == "key":
         return str(getattr(request.state, "tenant", ""))
@@ -62,7 +62,7 @@ def tenant_of(request: Request, body: Named) -> str:
 
 
 def request_id_of(request: Request, body: Named | None = None) -> str:
-    """The client's own, where it may be one, else one that is made for the request."""
+    """The client's own id if it is valid, otherwise a new one."""
     if not hasattr(request.state, "request_id"):
         named = None if body is None else body.request_id or body.rid
         if named is not None and not _REQUEST_ID.fullmatch(named):

@@ -1,7 +1,7 @@
-"""/v1/decisions: each question is one prompt behind the input that they share; its options are lettered, and the answer
-is how likely each letter is as the next token.
+"""/v1/decisions: each question is one prompt after the shared input; its options are lettered, and the answer is the
+probability of each letter as the next token.
 
-The prefix cache has the input from the first question on; no token is generated.
+The prefix cache holds the input from the first question on; no token is generated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minisgl_backend.openai.app import Endpoint
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MOST_TEXT = 32_000_000  # characters of the input, which each prompt repeats on its way to the tokenizer
+MOST_TEXT = 32_000_000  # of the input, which every prompt repeats on its way to the tokenizer
 _SYSTEM = "You judge an input. Answer each question with one of its options alone."
 
 
@@ -60,8 +60,8 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
 
 class _Asked:
-    """The prompts of one question: the whole question, and where it has more options than there are letters, one more
-    for each first letter, behind which the second one is asked for."""
+    """The prompts of one question: the whole question; if it has more options than there are letters, also one prompt
+    for each first letter, followed by the choice of the second one."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -76,12 +76,12 @@ class _Asked:
 
     @property
     def suffixes(self) -> Sequence[str]:
-        """What stands behind the prompt, of each."""
+        """The text after the prompt, for each prompt."""
         return ["", *_LETTERS[: self._num_groups]]
 
     @property
     def words(self) -> Sequence[Sequence[str]]:
-        """Whose probabilities are asked for, of each."""
+        """The words whose probabilities are requested, for each prompt."""
         if not self._num_groups:
             return [self.labels]
         groups = [_LETTERS[: len(_group(self.labels, letter))] for letter in _LETTERS[: self._num_groups]]
@@ -96,11 +96,11 @@ class _Asked:
             lines += [f"{label}) {name}{f': {more}' if more else ''}" for label, (name, more) in described]
             lines.append("Answer with the letters of one option alone.")
         question = "\n".join(lines)
-        # The input comes first, so that all questions have it in common.
+        # The input comes first, so that all questions share it as a prefix.
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": f"{text}\n\n{question}"}]
 
     def probabilities(self, rows: Sequence[bytes]) -> list[float]:
-        """Of the options, 1 together. `rows`: log-probabilities of the words, of each prompt."""
+        """The options' probabilities, which add up to 1. `rows`: log-probabilities of the words, for each prompt."""
         found = [_softmax(numbers(row)[: len(words)]) for row, words in zip(rows, self.words, strict=True)]
         if not self._num_groups:
             return found[0]
@@ -126,7 +126,7 @@ class _Asked:
 
 
 def _request(body: DecisionRequest, questions: Sequence[_Asked]) -> dict[str, Any]:
-    """As the model `embedding` takes it. Raises ApiError where it would be too much."""
+    """The request to the model `embedding`. Raises ApiError if it would be too large."""
     text, count = body.text, sum(len(one.suffixes) for one in questions)
     if len(text) * count > MOST_TEXT:
         allowed = f"{MOST_TEXT:,} characters in all prompts together"
@@ -160,7 +160,7 @@ def _group(labels: Sequence[str], letter: str) -> list[str]:
 
 
 def _softmax(logprobs: Sequence[float]) -> list[float]:
-    """Shares of the options among themselves."""
+    """The options' shares, which add up to 1."""
     highest = max(logprobs)
     weights = [math.exp(one - highest) for one in logprobs]
     total = sum(weights)

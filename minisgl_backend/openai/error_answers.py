@@ -1,4 +1,4 @@
-"""Whatever goes wrong with a request, as an answer in the shape of the API that was asked."""
+"""Error responses, in the format of the API that the request belongs to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minisgl_backend.openai.validation import from_validation
 
 log = logging.getLogger(__name__)
 
-LEFT = 499  # nginx's status for a client that has left; for logs alone
+LEFT = 499  # nginx's status for a client that has left; only logged
 
 
 def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _answer_error)
-    app.add_exception_handler(ClientLeft, _answer_nobody)
+    app.add_exception_handler(ClientLeft, _answer_client_left)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RecursionError, _answer_nested_body)
@@ -37,12 +37,12 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return Response(encode(body), error.status, headers, media_type="application/json")
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _answer_client_left(request: Request, error: Exception) -> Response:
     return Response(status_code=LEFT)
 
 
 async def _answer_unforeseen(request: Request, error: Exception) -> Response:
-    """A fault of this code, which the log shows."""
+    """A bug, which is logged."""
     return await _answer_error(request, ApiError(500, f"the request could not be answered ({type(error).__name__})"))
 
 
@@ -52,7 +52,7 @@ async def _answer_wrong_body(request: Request, error: Exception) -> Response:
 
 
 async def _answer_nested_body(request: Request, error: Exception) -> Response:
-    """JSON that was read a few levels short of the limit cannot be written again, from deeper in the code."""
+    """JSON that was read a few levels below the limit cannot be written from deeper in the call stack."""
     log.warning("a body was nested too deeply, or the code calls itself without an end", exc_info=error)
     return await _answer_error(request, invalid("body", "the body is nested too deeply; allowed: fewer levels"))
 

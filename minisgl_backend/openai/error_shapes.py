@@ -1,4 +1,4 @@
-"""Errors as each API writes them: OpenAI's, and Anthropic's below /v1/messages."""
+"""The error formats of the APIs: OpenAI's, and Anthropic's below /v1/messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from minisgl_backend.openai.errors import ApiError
 
 _ANTHROPIC = "/v1/messages"  # and below it
-# Status -> Anthropic's word for it; below 500 all others are invalid_request_error, above api_error.
+# Status -> Anthropic's error type; others are invalid_request_error below 500 and api_error above.
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -20,12 +20,12 @@ _ERRORS = {
 
 
 def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """The error as Anthropic writes it."""
+    """The error in Anthropic's format."""
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def shaped(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
-    """The body of an error in the shape of the API that a path belongs to."""
+    """The body of an error in the format of the API that the path belongs to."""
     is_anthropic = path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
     return anthropic_error(error, request_id) if is_anthropic else error.body

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and how what the server says of a request becomes one."""
+"""Errors in OpenAI's format, and the conversion of the server's errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's word where it has one."""
+    """An error response. `param` names the request's field, `code` is OpenAI's error code if there is one."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        # What is repeated of a request may be no Unicode.
+        # A quoted part of a request may not be valid Unicode.
         self.message = message.encode("utf-8", "backslashreplace").decode()
         self.param = None if param is None else param.encode("utf-8", "backslashreplace").decode()
         self.code = code
@@ -33,7 +33,7 @@ class ApiError(Exception):
             self.kind = kind or "invalid_request_error"
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same for a client that calls fields by other names."""
+        """The same error for a client that uses other field names."""
         if self.param is None or self.param not in names:
             return self
         name, message = names[self.param], self.message
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 class ClientLeft(Exception):
-    """The client has closed its connection; there is nobody to answer."""
+    """The client has closed its connection, so there is no response."""
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -63,12 +63,12 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 
 def from_message(message: str, names: Mapping[str, str]) -> ApiError:
-    """The error for a text inside a stream. `names`: the server's name of a field -> the client's."""
+    """The error for an error message inside a stream. `names`: the server's name of a field -> the client's."""
     return from_client_error(client_error_of(message), names)
 
 
 def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
-    """The error for one that the project's client knows by type."""
+    """The error for an exception of this project's client library."""
     if isinstance(error, InvalidRequest):
         message, param = _in_the_clients_words(error.message, names)
         return invalid(param, message, "context_length_exceeded" if _TOO_LONG.search(message) else None)

@@ -1,7 +1,7 @@
-"""/v1/files: what batches read and write, in a folder that outlives the server and that all workers share.
+"""/v1/files: the input and output of batches, in a folder that outlives the server and is shared by all workers.
 
-Each file is two: ID.data with its bytes, and ID.json with what is told of it, written last. A file without the second
-does not exist yet for clients.
+Each file is stored as two: ID.data with its bytes, and ID.json with its metadata, written last. For clients, a file
+without metadata does not exist yet.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from minisgl_backend.openai.sse import encode
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
+MAX_FILE_BYTES = 200 << 20  # per upload, OpenAI's own limit
 PATH = "/v1/files"
-_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # fields of a form
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # form fields
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
 _PURPOSES = ("batch",)
 _TOLD = frozenset(("id", "bytes", "created_at", "filename", "purpose"))
 _MOST_LISTED = 10_000
 _COPY_BYTES = 1 << 20
-_ORPHAN_SECONDS = 3600.0  # since the last byte of a file that clients do not see
+_ORPHAN_SECONDS = 3600.0  # since the last write to a file that clients do not see
 
 
 class FileStore:
-    """At most `most_bytes` of files. What touches the disk may take long, and belongs on another thread."""
+    """Stores up to `most_bytes` of files. Methods that access the disk may take long and belong on another thread."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        """`folder`: made with the first file."""
+        """`folder`: created with the first file."""
         self._folder = folder
         self._most_bytes = most_bytes
-        self._expected = 0  # bytes of uploads that are being read
+        self._expected = 0  # bytes of uploads in progress
 
     def add(self, source: IO[bytes], size: int, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
-        """`lifetime`: seconds until the file is removed; None: it stays. Raises ApiError where there is no room."""
+        """`lifetime`: seconds until the file is removed; None: it stays. Raises ApiError if there is no room."""
         self.check_room(size)
         file_id = self.new_id()
         try:
@@ -66,7 +66,7 @@ class FileStore:
             raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
 
     def check_room(self, size: int = 0) -> None:
-        """Raises ApiError where `size` bytes more would be too many."""
+        """Raises ApiError if `size` more bytes would exceed the limit."""
         used = sum(map(_size, self._folder.glob("file-*"))) + self._expected
         if used + size > self._most_bytes and (gone := self.remove_expired()):
             used -= gone
@@ -78,7 +78,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def expect(self, size: int | None) -> Iterator[None]:
-        """An upload of `size` bytes (None: it does not say) is read meanwhile, to a place of its own."""
+        """Inside, an upload of `size` bytes (None: unknown) is received into its own temporary file."""
         size = min(MAX_FILE_BYTES, self._most_bytes // 4) if size is None else size
         self._expected += size
         try:
@@ -87,7 +87,7 @@ class FileStore:
             self._expected -= size
 
     def remove_orphans(self, written: Collection[str]) -> None:
-        """Removes what uploads and batches that were cut off have left. `written`: ids of files that still grow."""
+        """Removes remains of interrupted uploads and batches. `written`: ids of files still being written."""
         for path in self._folder.glob("file-*.data"):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 is_old = time.time() - path.stat().st_mtime > _ORPHAN_SECONDS
@@ -96,7 +96,7 @@ class FileStore:
                     log.warning("%s was never finished, and is removed", path)
 
     def remove_expired(self) -> int:
-        """Bytes of the files that were removed."""
+        """Returns the number of bytes removed."""
         gone = 0
         for path in self._folder.glob("file-*.json"):
             if (told := self._read(path)) and _has_expired(told):
@@ -105,7 +105,7 @@ class FileStore:
         return gone
 
     def publish(self, file_id: str, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
-        """Lets clients see a file whose bytes are written; once more changes nothing."""
+        """Makes a completely written file visible to clients; doing it again changes nothing."""
         if (known := self.find(file_id)) is not None:
             return known
         now = int(time.time())
@@ -124,10 +124,10 @@ class FileStore:
         return told
 
     def find(self, file_id: str) -> dict[str, Any] | None:
-        return self._told(self._folder / f"{file_id}.json") if _ID.fullmatch(file_id) else None
+        return self._metadata(self._folder / f"{file_id}.json") if _ID.fullmatch(file_id) else None
 
     def get(self, file_id: str, param: str = "file_id", status: int = 404) -> dict[str, Any]:
-        """Raises ApiError where there is none."""
+        """Raises ApiError if there is none."""
         found = self.find(file_id)
         if found is None:
             raise ApiError(status, f"{param} is {file_id[:100]!r}, which is no file here", param=param)
@@ -141,11 +141,11 @@ class FileStore:
         self.data(file_id).unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:
-        found = [self._told(path) for path in self._folder.glob("file-*.json")]
+        found = [self._metadata(path) for path in self._folder.glob("file-*.json")]
         return sorted(filter(None, found), key=lambda file: (file["created_at"], file["id"]))
 
-    def _told(self, path: Path) -> dict[str, Any] | None:
-        """What is told of a file; None where there is none, or not any more, or what is told is damaged."""
+    def _metadata(self, path: Path) -> dict[str, Any] | None:
+        """A file's metadata; None if the file does not exist, has expired, or its metadata is damaged."""
         found = self._read(path)
         return None if found is None or _has_expired(found) else found
 
@@ -170,7 +170,7 @@ def _has_expired(told: dict[str, Any]) -> bool:
 
 
 def _size(path: Path) -> int:
-    """In bytes; 0 where it was just deleted."""
+    """In bytes; 0 if it was just deleted."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def _size(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """None if the file does not exist."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Readers see the old text or the new one, also after a crash."""
+    """Readers see either the old text or the new one, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         file.write(encode(value))
@@ -259,7 +259,7 @@ async def _form(request: Request) -> tuple[UploadFile, str, int | None]:
     """(file, purpose, seconds until it expires)."""
     try:
         form = await request.form(max_files=1, max_fields=8)
-    except AssertionError:  # Starlette's way to say it
+    except AssertionError:  # how Starlette reports the missing package
         raise ApiError(
             501, "uploads need the package python-multipart: pip install 'minisgl-backend[openai]'"
         ) from None
@@ -287,8 +287,8 @@ def _lifetime(anchor: Any, seconds: Any) -> int | None:
 
 
 def _settle_range(request: Request, size: int) -> None:
-    """Raises ApiError for a range that begins behind the end of a file of `size` bytes. One that is no range, or
-    several, is left out, and the whole file is the answer (RFC 9110, section 14.2)."""
+    """Raises ApiError for a range that begins after the end of a file of `size` bytes. An invalid range, or several of
+    them, is ignored, so that the whole file is returned (RFC 9110, section 14.2)."""
     text = request.headers.get("range")
     if text is None:
         return

@@ -1,4 +1,4 @@
-"""A request to the endpoint's own application, from inside: what a batch's lines are."""
+"""Sends a request to the endpoint's own application in-process, as for the lines of a batch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 from starlette.types import ASGIApp, Scope
 
 _LEAVING_SECONDS = 5.0  # until the server has noticed it
-INSIDE = "minisgl.inside"  # a key of the scope that no client can set: it needs no API key
+INSIDE = "minisgl.inside"  # a scope key that no client can set: such requests need no API key
 
 
 async def post(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """(status, body) of the answer in one piece. Whoever is cancelled meanwhile leaves, as a client that closes its
-    connection."""
+    """(status, body) of the whole response. A cancelled caller counts as a client that closes its connection."""
     status, parts, unread, left = 500, [], [body], asyncio.Event()
 
     async def receive() -> MutableMapping[str, Any]:
@@ -53,7 +52,7 @@ async def post(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[i
         await asyncio.wait([answered], timeout=_LEAVING_SECONDS)
         answered.cancel()
         raise
-    except Exception:  # Starlette raises what it has answered with 500
+    except Exception:  # Starlette re-raises errors that it has answered with 500
         if not parts:
             raise
     return status, b"".join(parts)

@@ -1,4 +1,4 @@
-"""Notices that a client has closed its connection, so that its generations end."""
+"""Detects that a client has closed its connection, so that its generations end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import Receive
 
 
 class ClientWatch:
-    """Calls `on_left` once when the client of a request, whose body was read, has left; until `close`."""
+    """Calls `on_left` once when the client of a request, whose body has been read, leaves; until `close`."""
 
     def __init__(self, receive: Receive, on_left: Callable[[], None]) -> None:
         self._receive = receive

@@ -1,4 +1,4 @@
-"""What is refused before a request is read: bodies over the limit, and requests without a key."""
+"""Requests refused before they are read: bodies over the limit, and missing API keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl_backend.openai.sse import encode
 
 TOO_LARGE = "body_too_large"
 
-_OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # no model is asked there
+_OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # these do not use the model
 
 
 def _is_open(path: str) -> bool:
@@ -26,7 +26,7 @@ def _is_open(path: str) -> bool:
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
-    """Answers with the error. `close`: the connection ends with it, since the rest of the body was not read."""
+    """Responds with the error. `close`: also closes the connection, since the rest of the body was not read."""
     headers = {**error.headers, **({"connection": "close"} if close else {})}
     body = shaped(error, scope["path"])
     response = Response(encode(body), error.status, headers, media_type="application/json")
@@ -34,10 +34,10 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 
 
 class BodyLimit:
-    """Answers 413 to a body that says it is too long before it is read, and to any other once it is."""
+    """Responds 413 to a body that is too long: before reading it if it declares its length, otherwise while reading."""
 
     def __init__(self, app: ASGIApp, most_bytes: int, by_path: Mapping[str, int]) -> None:
-        """`by_path`: other limits than `most_bytes`."""
+        """`by_path`: limits other than `most_bytes`."""
         self._app = app
         self._most_bytes = most_bytes
         self._by_path = by_path
@@ -72,7 +72,7 @@ class BodyLimit:
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, but for paths where no model is asked."""
+    """Responds 401 to requests without a valid key, except for paths that do not use the model."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -93,14 +93,14 @@ class ApiKeys:
         await refuse(error, scope, receive, send)
 
     def _find(self, header: str) -> int:
-        """Which key it is, counted from 1; 0: none."""
+        """The key's number, counted from 1; 0: invalid."""
         scheme, _, key = header.partition(" ")
         given = key.strip().encode()
-        found = [secrets.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
+        found = [secrets.compare_digest(given, known) for known in self._keys]  # all of them: the time reveals nothing
         return found.index(True) + 1 if scheme.lower() == "bearer" and any(found) else 0
 
 
 def _given_key(headers: Headers) -> str:
-    """As OpenAI's clients send it, or Anthropic's."""
+    """The key as OpenAI's or Anthropic's clients send it."""
     key = headers.get("x-api-key")
     return headers.get("authorization") or ("" if key is None else f"Bearer {key}")

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl_backend.openai.triton import Delta, Position, TokenLogprob
 
 
 def chat_logprobs(positions: Sequence[Position], num_top: int) -> dict[str, Any]:
-    """/v1/chat/completions: one entry a token, with `num_top` alternatives."""
+    """/v1/chat/completions: one entry per token, with `num_top` alternatives."""
     return {"content": [_chat_entry(position, num_top) for position in positions]}
 
 
@@ -25,8 +25,8 @@ def _token(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def said(delta: Delta) -> Sequence[Position]:
-    """The positions of a delta without those of what ended the answer (a stop token, a stop string), whose text is no
-    part of it: tokens add up to the content, as OpenAI's do."""
+    """The positions of a delta, except those of the stop token or stop string that ended the answer: as in OpenAI's
+    API, the tokens add up to the content."""
     positions = list(delta.logprobs)
     if delta.reason != "stop":
         return positions
@@ -39,40 +39,40 @@ def said(delta: Delta) -> Sequence[Position]:
 
 
 class HeldPositions:
-    """Tokens of an answer whose text has not come out yet, and which of them a part of the answer is made of.
+    """Tokens whose text has not been emitted yet; assigns them to the answer's parts.
 
-    What does not come out at all (tags, the white space around them) belongs to no part.
+    Tokens of text that is never emitted (tags, the white space around them) belong to no part.
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Position, str]] = []  # with the text of each that is still to come
+        self._held: list[tuple[Position, str]] = []  # with the part of each token's text that is still to come
 
     def add(self, positions: Sequence[Position]) -> None:
         self._held += [(position, next(iter(position.values())).decoded_token) for position in positions]
 
     def skip(self, text: str) -> None:
-        """Drops the tokens up to the end of `text`; one that goes on behind it stays for what follows."""
+        """Drops the tokens up to the end of `text`; one that continues after it stays for the next part."""
         start = self._text().find(text)
         if start >= 0:
             end = start + len(text)
             self._held = [
                 (position, own[max(end - begin, 0) :])
-                for begin, position, own in self._placed()
+                for begin, position, own in self._with_offsets()
                 if begin + len(own) > end or begin >= end
             ]
 
     def take(self, text: str, *, latest: bool = False) -> list[Position]:
-        """The tokens that hold any of `text`; what came before them is dropped, what comes behind them stays held.
+        """The tokens that contain any of `text`; earlier ones are dropped, later ones stay held.
 
-        All that are held where their texts do not add up to it, as with characters that are several tokens.
-        `latest`: `text` is the last that came out, where the same may have come before.
+        Returns all held tokens if their texts do not add up to it, as with characters of several tokens. `latest`:
+        `text` is the last occurrence, if it may have occurred before.
         """
         whole = self._text()
         start = whole.rfind(text) if latest else whole.find(text)
         if start < 0:
             return self.take_all()
         end = start + len(text)
-        placed = list(self._placed())
+        placed = list(self._with_offsets())
         self._held = [(position, own) for begin, position, own in placed if begin >= end]
         return [position for begin, position, own in placed if begin < end and begin + len(own) > start]
 
@@ -84,8 +84,8 @@ class HeldPositions:
     def _text(self) -> str:
         return "".join(own for _, own in self._held)
 
-    def _placed(self) -> Iterator[tuple[int, Position, str]]:
-        """With the characters before each."""
+    def _with_offsets(self) -> Iterator[tuple[int, Position, str]]:
+        """With the number of characters before each."""
         begin = 0
         for position, own in self._held:
             yield begin, position, own
@@ -103,7 +103,7 @@ class CompletionLogprobs:
         self, positions: Sequence[Position | None], first_text: str = "", first_length: int | None = None
     ) -> dict[str, Any]:
         """The next tokens of the choice. A position without values (a prompt's first token) has `first_text`, of which
-        so many characters (None: all) are part of the choice's text: none of a token that the tokenizer put there."""
+        `first_length` characters (None: all) are part of the choice's text: 0 for a token added by the tokenizer."""
         tokens: list[str] = []
         values: list[float | None] = []
         top: list[Mapping[str, float] | None] = []
@@ -129,7 +129,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[Position], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, then the server's own form."""
+    """vLLM's `prompt_logprobs`: null for the first token, then the server's own format."""
     return [None, *(_prompt_entry(position, num_top) for position in positions)]
 
 
@@ -139,8 +139,8 @@ def _prompt_entry(position: Position, num_top: int) -> dict[str, Any]:
 
 
 def _by_text(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> dict[str, float]:
-    """Values by the tokens' texts; of several with one text (parts of characters) the first has it, the others go by
-    their bytes, as OpenAI writes them, or by their id, as vLLM does."""
+    """Values by the tokens' texts. If several have the same text (partial characters), the first one keeps it; the
+    others are named by their bytes, as OpenAI does, or by their id, as vLLM does."""
     found: dict[str, float] = {}
     for number, entry in _asked(entries, num_top):
         text = entry.decoded_token
@@ -152,8 +152,8 @@ def _by_text(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> dict[
 
 
 def _asked(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> Iterator[tuple[str, TokenLogprob]]:
-    """The token's own, which is the first, and the `num_top` most likely ones; echoed and prompt log-probabilities may
-    ask for fewer each than the other."""
+    """The token's own value first, then the `num_top` most likely ones; echoed and prompt log-probabilities may request
+    different numbers."""
     return (item for number, item in enumerate(entries) if number == 0 or item[1].rank <= num_top)
 
 

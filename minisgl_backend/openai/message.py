@@ -1,4 +1,4 @@
-"""The text of an answer taken apart: thoughts, content, tool calls."""
+"""Splits the text of an answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class MessageParser:
     def __init__(
         self, reasoning: ThoughtParser | None = None, tools: ToolParser | None = None, *, parallel: bool = True
     ) -> None:
-        """`parallel`: false leaves out all calls but the first."""
+        """`parallel`: false drops all calls but the first."""
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
         self.has_calls = False
-        self.num_thought_tokens = 0  # exact where every token is a delta of its own, else to within the last of them
+        self.num_thought_tokens = 0  # exact if every token is a delta of its own, otherwise up to the last delta
 
     def feed(self, delta: Delta) -> list[Part]:
         if self._reasoning is None:
@@ -50,7 +50,7 @@ class MessageParser:
 
     @property
     def has_thought(self) -> bool:
-        """The answer began with thoughts."""
+        """The answer began with reasoning."""
         return self._reasoning is not None and self._reasoning.has_thought
 
     def _think(self, reasoning: ThoughtParser, delta: Delta) -> list[Part]:
@@ -67,9 +67,10 @@ class MessageParser:
 def message_parsers(
     request: ChatRequest, answer_format: AnswerFormat, prompt_tail: str = ""
 ) -> Sequence[MessageParser] | None:
-    """One for each choice; None where the text is the content as it is. `prompt_tail`: the end of the prompt.
+    """One for each choice; None if the text is the content unchanged. `prompt_tail`: the end of the prompt.
 
-    Of tool_choice other than `auto`, a grammar makes the answer's form, without thoughts unless they have a budget.
+    With a tool_choice other than `auto`, a grammar determines the answer's form, without reasoning unless it has a
+    budget.
     """
     choice, parallel = request.choice, request.parallel_tool_calls is not False
     found = []
@@ -89,13 +90,13 @@ def message_parsers(
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no others, and all others take these."""
+    """Nine letters and digits: Mistral's templates accept nothing else, and all others accept these."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(slots=True)
 class Fields:
-    """Parts as fields of a chat message, or of what one delta adds to it."""
+    """Parts as fields of a chat message, or of one delta."""
 
     content: str = ""
     reasoning: str = ""
@@ -130,7 +131,7 @@ class Fields:
         return found
 
     def message(self) -> dict[str, Any]:
-        """All of it, as the answer in one piece has it."""
+        """The complete message."""
         found: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             found |= _thoughts(self.reasoning)
@@ -143,5 +144,5 @@ class Fields:
 
 
 def _thoughts(text: str) -> dict[str, str]:
-    """By the name of DeepSeek's API, SGLang and Qwen, and by that of vLLM."""
+    """By the field name of DeepSeek's API, SGLang and Qwen, and by that of vLLM."""
     return {"reasoning_content": text, "reasoning": text}

@@ -1,4 +1,4 @@
-"""The server's own metrics, handed on: one place to scrape, and one truth however many workers there are."""
+"""Passes on the server's own metrics: one page to scrape, the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import urllib.request
 from minisgl_backend.openai.errors import ApiError
 
 _TIMEOUT_SECONDS = 5.0
-_FRESH_SECONDS = 0.2  # more often nothing new is there
+_FRESH_SECONDS = 0.2  # the server's values change no faster
 _DOWN = re.compile(r"^minisgl_engine_up(?:\{[^}]*\})? 0(?:\.0*)?$", re.MULTILINE)
 
 
 class ServerMetrics:
-    """Fetches them, at most a few times a second for all who ask."""
+    """Fetches the metrics, at most a few times a second for all callers."""
 
     def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT; "" where there are none."""
+        """`address`: HOST:PORT; "": there are none."""
         self._address = address
         self._text = ""
         self._fetched_at = 0.0
         self._lock = asyncio.Lock()
 
     async def text(self) -> str:
-        """Raises ApiError where the server does not answer, or has none."""
+        """Raises ApiError if the server does not answer, or has no metrics."""
         if not self._address:
             raise ApiError(404, "this endpoint does not know where the server's metrics are")
         async with self._lock:
@@ -36,7 +36,7 @@ class ServerMetrics:
             return self._text
 
     async def engine_is_down(self) -> bool:
-        """True where the server says so itself."""
+        """True if the server's metrics say so."""
         if not self._address:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The model behind the endpoint: its names, and which parsers take its answers apart."""
+"""The model behind the endpoint: its names, and the parsers for its answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
 from minisgl_backend.parsers.strict import StrictCall, structural_tag
 from minisgl_backend.parsers.table import CALLS, THOUGHTS, Format, Functions, find_calls, find_thoughts
 
-_INFO_SECONDS = 10.0  # a server elsewhere may have come back with another model
+_INFO_SECONDS = 10.0  # a remote server may have come back with another model
 
 
 class ServedModel:
-    """What is known of the model; asked for when it is needed, since the server may start later."""
+    """Information about the model, requested when needed, since the server may start later."""
 
     def __init__(self, triton: TritonServer, settings: EndpointSettings) -> None:
         self._triton = triton
@@ -28,11 +28,11 @@ class ServedModel:
         self._created = int(time.time())
 
     async def info(self) -> ModelInfo:
-        """Raises ApiError where the server has never answered."""
+        """Raises ApiError if the server has never answered."""
         known, now = self._info, time.monotonic()
         if known is not None and now - self._asked_at < _INFO_SECONDS:
             return known
-        self._asked_at = now  # who comes meanwhile takes what is known
+        self._asked_at = now  # concurrent callers use what is known
         try:
             info = await self._triton.model_info()
         except ApiError:
@@ -47,7 +47,7 @@ class ServedModel:
         return self._settings.served_model_names or ((await self.info()).model,)
 
     async def resolve(self, name: str | None) -> str:
-        """The name that answers carry. Raises ApiError for another model's."""
+        """The model name for answers. Raises ApiError for another model's name."""
         names = await self.names()
         if name is None or name in names:
             return name or names[0]
@@ -56,7 +56,7 @@ class ServedModel:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     async def cards(self) -> list[dict[str, Any]]:
-        """As /v1/models lists them."""
+        """The entries of /v1/models."""
         info = await self.info()
         return [
             {
@@ -74,11 +74,12 @@ class ServedModel:
     async def answer_format(
         self, functions: Functions | None, *, thoughts: bool, is_guided: bool, forced: bool = False
     ) -> AnswerFormat:
-        """How an answer is taken apart. Raises ApiError where the format of the model's calls is not known.
+        """How to parse an answer. Raises ApiError if the format of the model's calls is unknown.
 
-        `functions` are those that the model may call, if any; `thoughts`: whether they are told apart; `is_guided`: a
-        grammar holds from the first token on, so that the answer is no thought that was begun before. `forced`: one of
-        the functions has to be called, in the model's format where a grammar can keep any schema there.
+        `functions`: those that the model may call, if any; `thoughts`: whether to separate the reasoning; `is_guided`:
+        a grammar applies from the first token on, so the answer cannot continue reasoning that the prompt opened.
+        `forced`: one of the functions must be called, in the model's own format if a grammar can enforce any schema
+        there.
         """
         calls = None if functions is None else await self._calls(forced=forced)
         row = await self._thoughts() if thoughts else None
@@ -91,9 +92,9 @@ class ServedModel:
         return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided)
 
     async def thinking(self, body: Sampling) -> dict[str, Any]:
-        """Sampling options of a request that bounds the thoughts.
+        """Sampling options of a request that limits the reasoning.
 
-        Where no thoughts are known, the budgets of APIs that have them as a hint bound nothing, and are left out.
+        For models without known reasoning, budgets of APIs that treat them as hints have no effect and are dropped.
         """
         budget = body.thinking_budget
         if budget is None or (body.thinking_token_budget is None and await self._thoughts() is None):
@@ -140,39 +141,39 @@ class AnswerFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text must hold the special tokens, which are the format's tags."""
+        """Whether the text must include special tokens, which are the format's tags."""
         return any(row is not None and row.special for row in (self._calls, self._thoughts))
 
     @property
     def depends_on_prompt(self) -> bool:
-        """Whether the prompt says how the answer begins."""
+        """Whether the prompt determines how the answer begins."""
         row = self._thoughts
         return row is not None and row.tags is not None and not row.always_thinks and not self._is_guided
 
     @property
     def makes_calls(self) -> bool:
-        """Whether a grammar can make calls in the format."""
+        """Whether a grammar can write calls in the format."""
         return self._strict is not None
 
     def grammar(self, strict: Collection[str]) -> dict[str, Any] | None:
-        """xgrammar's structural tag that keeps the schemas of these functions; None: the format has none."""
+        """xgrammar's structural tag that enforces the schemas of these functions; None: the format has none."""
         if self._strict is None or not strict:
             return None
         for name in self._functions:
             if not self._strict.can_name(name):
-                what = f"tools: strict beside a function {name!r}, which calls of this model's format cannot name"
+                what = f"tools: strict is true for function {name!r}, a name that this model's calls cannot write"
                 raise invalid("tools", f"{what}; allowed: letters, digits and _, and no word of Python")
         return structural_tag(self._strict, {n: (schema, n in strict) for n, schema in self._functions.items()})
 
     def forced_grammar(self, *, parallel: bool) -> dict[str, Any] | None:
-        """The same of an answer that has to be calls of its functions; None: it is JSON of another form."""
+        """The same for an answer that must consist of calls of its functions; None: they are JSON in another form."""
         if self._strict is None:
             return None
         kept = {name: (schema, True) for name, schema in self._functions.items()}
         return structural_tag(self._strict, kept, forced=True, parallel=parallel)
 
     def new_thoughts(self, prompt_tail: str) -> ThoughtParser | None:
-        """A parser of one choice; None for a model that writes no thoughts. `prompt_tail`: the prompt's end."""
+        """A parser for one choice; None for a model without reasoning. `prompt_tail`: the prompt's end."""
         row = self._thoughts
         if row is None:
             return None
@@ -181,7 +182,7 @@ class AnswerFormat:
         return row.new_thoughts(inside=row.opens(prompt_tail) and not self._is_guided)
 
     def new_calls(self) -> ToolParser | None:
-        """A parser of one choice; None where there are no calls to be found, or the thoughts' parser finds them."""
+        """A parser for one choice; None if there can be no calls, or the parser of the reasoning finds them."""
         row = self._calls
         if row is None or (self._thoughts is not None and self._thoughts.both is not None):
             return None

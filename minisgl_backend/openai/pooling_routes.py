@@ -1,4 +1,4 @@
-"""Embeddings, reranking and scores: OpenAI's, Jina's, Cohere's and vLLM's shapes."""
+"""Embeddings, reranking and scores, in the formats of OpenAI, Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:
 
 
 def _ranked(body: RerankRequest, found: Vectors, *, with_documents: bool) -> list[dict[str, Any]]:
-    """The best first; of equals the one that came first."""
+    """The best first; equals in the order given."""
     order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
     returns_documents = with_documents if body.return_documents is None else body.return_documents
     texts = body.texts

@@ -1,4 +1,4 @@
-"""/v1/responses: made, kept, found again, continued, cancelled and deleted."""
+"""/v1/responses: create, store, retrieve, continue, cancel and delete."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.25  # how often who computes a response in the background looks whether it is still wanted
+_LOOK_SECONDS = 0.25  # interval at which a background response checks whether it was cancelled
 _OFF = "this server keeps no responses (--response-store-bytes 0)"
 _MOST_LISTED = 100
 
 
 class Responses:
-    """The requests of one worker."""
+    """The responses of one worker."""
 
     def __init__(self, endpoint: Endpoint, store: ResponseStore | None) -> None:
-        """`store`: None where no response is kept."""
+        """`store`: None if no responses are kept."""
         self._endpoint = endpoint
         self._store = store
 
@@ -52,7 +52,8 @@ class Responses:
         name = await self._endpoint.admit(body.model)
         earlier = await self._earlier(body)
         items = [*earlier, *body.items]
-        # Not the id of the request, which a client may have chosen: it would find, or lose, what another one keeps.
+        # Not the request's id, which the client may have chosen: it could then find or overwrite another client's
+        # response.
         header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), name)
         try:
             chat = body.as_chat(earlier)
@@ -70,7 +71,7 @@ class Responses:
         return await self._endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
     async def find(self, response_id: str) -> StoredResponse:
-        """Raises ApiError where it is not kept."""
+        """Raises ApiError if it is not kept."""
         found = None if self._store is None else await self._store.find(response_id)
         if found is None:
             reason = f"; {_OFF}" if self._store is None else ""
@@ -95,7 +96,7 @@ class Responses:
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def _earlier(self, body: ResponsesRequest) -> list[dict[str, Any]]:
-        """The items of the conversation that is continued."""
+        """The items of the conversation to continue."""
         name, previous = "previous_response_id", body.previous_response_id
         if not previous:
             return []
@@ -119,7 +120,7 @@ class Responses:
         names: Mapping[str, str],
         header: Header,
     ) -> dict[str, Any]:
-        """Starts a response in the background. Raises ApiError where it cannot be kept, before it is computed."""
+        """Starts a background response. Raises ApiError if it cannot be kept, before it is computed."""
         begun = begun_response(body, header, is_kept=True)
         await kept.begin(begun)
         try:
@@ -134,7 +135,7 @@ class Responses:
         return begun
 
     async def _compute(self, kept: Kept, answer: ResponseAnswer, generation: Generation, response_id: str) -> None:
-        """A response in the background, which is kept when it has ended, however it does."""
+        """Computes a background response and keeps it when it has ended, in whatever way."""
         watch = asyncio.get_running_loop().create_task(self._watch(kept.store, generation, response_id))
         try:
             await answer.whole()
@@ -170,7 +171,7 @@ class Kept:
         self._items = items
 
     async def begin(self, response: dict[str, Any]) -> None:
-        """In the background, before it is computed. Raises ApiError where it cannot be kept."""
+        """For a background response, before it is computed. Raises ApiError if it cannot be kept."""
         try:
             if not await self.store.keep(response, self._items, running=True):
                 message = (
@@ -182,7 +183,7 @@ class Kept:
             raise ApiError(507, f"the response cannot be kept: {error}", code="storage_full") from None
 
     async def keep(self, response: dict[str, Any], *, again: bool = False) -> bool:
-        """False where it cannot be kept, as the log then tells."""
+        """False if it cannot be kept, which is logged."""
         try:
             if await self.store.keep(response, self._items, again=again):
                 return True
@@ -192,7 +193,7 @@ class Kept:
         return False
 
     async def end(self, response: dict[str, Any]) -> bool:
-        """In the background, when it has ended. What cannot be kept has failed for who asks for it."""
+        """For a background response that has ended. If it cannot be kept, clients see it as failed."""
         if await self.keep(response, again=True):
             return True
         error = {"code": "server_error", "message": "the response was computed, and could not be kept"}

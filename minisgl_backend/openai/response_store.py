@@ -1,7 +1,7 @@
-"""Responses that are kept: for `previous_response_id`, and for who asks for one again by its id.
+"""Stored responses: for `previous_response_id`, and for retrieval by id.
 
-A file of SQLite that all workers of the endpoint share, in a folder that ends with the server. It has a bound: what was
-used longest ago makes room.
+A SQLite file that all workers of the endpoint share, in a folder that is removed with the server. Its size is limited:
+the least recently used responses make room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgspec
 
 _Result = TypeVar("_Result")
 _WAIT_SECONDS = 10.0  # for another worker's write
-# What is asked often stands apart from the JSON: SQLite reads and writes whole rows. Triggers keep the sum of sizes.
+# Columns that are queried often are separate from the JSON, since SQLite reads and writes whole rows. Triggers sum the
+# sizes.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, size INTEGER, used REAL, owner INTEGER, cancelled INTEGER DEFAULT 0
@@ -47,8 +48,8 @@ END;
 class StoredResponse:
     """One response and the conversation up to it."""
 
-    response: dict[str, Any]  # as it was answered
-    items: list[dict[str, Any]]  # of the input, those of earlier responses included; not of the output
+    response: dict[str, Any]  # as returned to the client
+    items: list[dict[str, Any]]  # the input, including earlier responses, without the output
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most `most_bytes` of JSON. Methods are for one event loop; files are read and written on other threads."""
+    """Up to `most_bytes` of JSON. Methods are for one event loop; files are accessed on other threads."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path = path
@@ -67,8 +68,8 @@ class ResponseStore:
     async def keep(
         self, response: dict[str, Any], items: list[dict[str, Any]], *, running: bool = False, again: bool = False
     ) -> bool:
-        """False where it is larger than all that may be kept. `running`: this process will keep it once more. `again`:
-        it was kept before; if it was deleted since, it stays so."""
+        """False if it is larger than the store's limit. `running`: this process will store it again. `again`: it was
+        stored before, and stays deleted if it was deleted since."""
         encoded, conversation = msgspec.json.encode(response), msgspec.json.encode(items)
         size = len(encoded) + len(conversation)
         if size > self._most_bytes:
@@ -91,7 +92,7 @@ class ResponseStore:
         return await self._do(write)
 
     async def find(self, response_id: str) -> StoredResponse | None:
-        """None where it is not kept, or not any more. One whose process has died has failed."""
+        """None if it is not kept (any more). A running one whose process has died is reported as failed."""
 
         def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int] | None:
             found: tuple[bytes, bytes, int] | None = database.execute(
@@ -100,7 +101,7 @@ class ResponseStore:
             return found
 
         used = (time.time(), response_id)
-        with contextlib.suppress(sqlite3.Error):  # reading works with a full disk, too
+        with contextlib.suppress(sqlite3.Error):  # reading also works with a full disk
             await self._do(lambda database: database.execute("UPDATE responses SET used = ? WHERE id = ?", used))
         row = await self._do(read)
         if row is None:
@@ -118,24 +119,25 @@ class ResponseStore:
         return StoredResponse(response, msgspec.json.decode(row[1]))
 
     async def cancel(self, response_id: str) -> None:
-        """Asks whoever computes it to end it."""
+        """Asks the process that computes it to end it."""
         await self._do(
             lambda database: database.execute("UPDATE responses SET cancelled = 1 WHERE id = ?", (response_id,))
         )
 
     async def is_cancelled(self, response_id: str) -> bool:
-        """True as well for one that was deleted."""
+        """True also for a deleted response."""
         query = "SELECT cancelled FROM responses WHERE id = ?"
         row = await self._do(lambda database: database.execute(query, (response_id,)).fetchone())
         return row is None or bool(row[0])
 
     async def note_ended(self, response_id: str) -> None:
-        """It is computed no more, whether or not its end could be kept: a file can be removed from a full disk, too."""
+        """It is no longer computed, whether or not its result could be kept: a full disk still allows removing a
+        file."""
         with contextlib.suppress(OSError):
             await asyncio.to_thread(self._mark(response_id).unlink, True)
 
     async def delete(self, response_id: str) -> bool:
-        """False where there was none."""
+        """False if there was none."""
         query = "DELETE FROM responses WHERE id = ?"
         return bool(await self._do(lambda database: database.execute(query, (response_id,)).rowcount))
 
@@ -146,7 +148,7 @@ class ResponseStore:
                 self._database = None
 
     def _mark(self, response_id: str) -> Path:
-        """A file that is there while a response is computed in the background."""
+        """A file that exists while a background response is computed."""
         return self._path.with_name(f"{self._path.name}.{response_id}.running")
 
     def _make_room(self, database: sqlite3.Connection) -> None:
@@ -173,7 +175,7 @@ class ResponseStore:
         database = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, check_same_thread=False)
         try:
             database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = OFF")  # it need not outlive the machine
+            database.execute("PRAGMA synchronous = OFF")  # it need not survive a machine crash
             database.executescript(_TABLES)
         except sqlite3.Error:
             database.close()

@@ -17,20 +17,20 @@ from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import CLOSE
 
 Keep = Callable[[dict[str, Any]], Awaitable[bool]]  # False: it could not be kept
-Event = dict[str, Any]  # without its number, which it gets when it is sent
+Event = dict[str, Any]  # without its sequence number, which is added when it is sent
 
 
 class OutputItems:
-    """The items of one answer as they grow, and the events that tell of it."""
+    """The growing items of one answer, and their events."""
 
     def __init__(self, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
-        """`namespaces`: as the model calls a function -> namespace and name in the words of who asked."""
+        """`namespaces`: the model's name of a function -> the client's namespace and name."""
         self._namespaces = namespaces or {}
         self.items: list[dict[str, Any]] = []
-        self._open = False  # the last one goes on
+        self._open = False  # the last item goes on
 
     def add(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """The next part of the answer. `logprobs`: of the tokens in a part of the content."""
+        """Adds the next part of the answer. `logprobs`: of the tokens in a content part."""
         if part.kind == "call":
             namespace, name = self._namespaces.get(part.text, (None, part.text))
             call = {"name": name, "arguments": "", "call_id": part.id or new_call_id()}
@@ -57,7 +57,7 @@ class OutputItems:
         return events + self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
 
     def close(self, status: str = "completed") -> list[Event]:
-        """Nothing more will come of the last item."""
+        """The last item is complete."""
         if not self._open:
             return []
         self._open, item = False, self.items[-1]
@@ -92,12 +92,12 @@ class OutputItems:
         return {"type": kind, "output_index": len(self.items) - 1, "item": _copied(self.items[-1])}
 
     def _event(self, kind: str, **values: Any) -> Event:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": kind, **place, **{name: _copied(value) for name, value in values.items()}}
+        position = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **position, **{name: _copied(value) for name, value in values.items()}}
 
 
 class ResponseAnswer:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class ResponseAnswer:
         parser: MessageParser | None,
         keep: Keep | None = None,
     ) -> None:
-        """`parser`: None where the text is the content as it is. `keep` gets the response when it has ended, before
-        anybody is told; None where it is not kept."""
+        """`parser`: None if the text is the content unchanged. `keep` stores the finished response before the client
+        gets it; None if it is not kept."""
         self._keep = keep
         self._request = request
         self._generation = generation
@@ -119,7 +119,7 @@ class ResponseAnswer:
         self._has_content = False
         self._number = 0  # of the next event
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
         begun = False
         async for events, status in self._progress():
@@ -131,10 +131,10 @@ class ResponseAnswer:
                 response = await self._kept(status)
                 events.append({"type": f"response.{status}", "response": response})
             if events:
-                yield b"".join(map(self._line, events))
+                yield b"".join(map(self._encode, events))
 
     async def whole(self) -> bytes:
-        """The answer in one piece."""
+        """The whole answer."""
         last = "completed"
         async for _, status in self._progress():
             last = status or last
@@ -146,12 +146,12 @@ class ResponseAnswer:
             response["store"] = False
         return response
 
-    def error_line(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         self._output.close("incomplete")
-        return self._line({"type": "response.failed", "response": self.response("failed", error)})
+        return self._encode({"type": "response.failed", "response": self.response("failed", error)})
 
     async def _progress(self) -> AsyncIterator[tuple[list[Event], str | None]]:
-        """(what has happened, how the response ended: None while it goes on)."""
+        """(new events, the final status: None while the response goes on)."""
         while (delta := await self._generation.next()) is not None:
             events = self._take(delta)
             if delta.reason is None:
@@ -183,7 +183,7 @@ class ResponseAnswer:
         return events
 
     def _logprobs(self, text: str, *, behind_call: bool, is_end: bool) -> list[dict[str, Any]]:
-        """Of the tokens of a part of the content. `is_end`: the answer's end is told with it."""
+        """For the tokens of a content part. `is_end`: it is the answer's last part."""
         if not self._has_content and self._parser.has_thought:
             self._held.skip(CLOSE)
         self._has_content = True
@@ -193,7 +193,7 @@ class ResponseAnswer:
         return chat_logprobs(positions, self._request.top_logprobs or 0)["content"]
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
-        """What is known by now, as the object that clients get."""
+        """The current state as the object that clients get."""
         response = begun_response(self._request, self._header, is_kept=self._keep is not None)
         if status == "in_progress":
             return response
@@ -218,14 +218,14 @@ class ResponseAnswer:
             "total_tokens": counts["total_tokens"],
         }
 
-    def _line(self, event: Event) -> bytes:
-        line = named_event(event["type"], {**event, "sequence_number": self._number})
+    def _encode(self, event: Event) -> bytes:
+        data = named_event(event["type"], {**event, "sequence_number": self._number})
         self._number += 1
-        return line
+        return data
 
 
 def begun_response(request: ResponsesRequest, header: Header, *, is_kept: bool) -> dict[str, Any]:
-    """As clients get it before anything is generated."""
+    """The object that clients get before anything is generated."""
     form = request.text.format if request.text else None
     return {
         "id": header.id,
@@ -262,7 +262,7 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """As it is now: events are written later than they are made."""
+    """A copy of the current state: events are encoded later than they are created."""
     if isinstance(value, dict):
         return {name: _copied(one) for name, one in value.items()}
     return [_copied(one) for one in value] if isinstance(value, list) else value

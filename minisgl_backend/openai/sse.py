@@ -1,4 +1,4 @@
-"""Server-sent events: lines that are mostly made beforehand, and the response that sends them."""
+"""Server-sent events, mostly pre-encoded, and the response that sends them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
-    """One line of the stream."""
+    """One event of the stream."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One line of a stream whose events have names, with the name before it."""
+    """One named event: its name, then its data."""
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
-def line_begin(header: dict[str, Any]) -> bytes:
-    """A chunk up to the index of its one choice, to be filled in with `%`."""
+def event_prefix(header: dict[str, Any]) -> bytes:
+    """A chunk up to the index of its only choice, to be filled in with `%`."""
     return b"data: " + encode(header)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,'
 
 
 class EventStream(Response):
-    """Sends lines as they come. An error behind the first of them becomes a line, since the status is long sent."""
+    """Sends events as they come. An error after the first event is sent as an event, since the status has been sent."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
         first: bytes,
-        lines: AsyncGenerator[bytes],
-        error_line: Callable[[ApiError], bytes],
+        events: AsyncGenerator[bytes],
+        error_event: Callable[[ApiError], bytes],
         watch: ClientWatch,
         headers: dict[str, str] | None = None,
     ) -> None:
         self._first = first
-        self._lines = lines
-        self._error_line = error_line
+        self._events = events
+        self._error_event = error_event
         self._watch = watch
         self.status_code = 200
         self.background = None
@@ -56,13 +56,13 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for line in self._lines:
-                await send({"type": "http.response.body", "body": line, "more_body": True})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except ClientLeft:
             return
         except ApiError as error:
-            await send({"type": "http.response.body", "body": self._error_line(error), "more_body": True})
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
         finally:
             self._watch.close()
-            await self._lines.aclose()
+            await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,7 +1,7 @@
-"""Spans of requests for an OpenTelemetry collector: of the endpoint's work, and of what the server did in it.
+"""Spans of requests for an OpenTelemetry collector: for the endpoint's work and for the server's.
 
-Exported over OTLP/HTTP by a thread of the SDK, from a queue of at most MAX_QUEUED spans; what does not fit, or finds no
-collector, is dropped. Attributes are those of OpenTelemetry's conventions for generative AI
+Exported over OTLP/HTTP by a thread of the SDK, from a queue of at most MAX_QUEUED spans; those that do not fit, or find
+no collector, are dropped. Attributes follow OpenTelemetry's conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
 """
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MAX_QUEUED = 2048
 MAX_BATCH = 512
 EXPORT_EVERY_MS = 2000
-EXPORT_SECONDS = 5.0  # for one batch
-CLOSE_SECONDS = 2.0  # for what is left when the endpoint stops
-# The parts of a request's time in the server: name, figure that it begins with, and that it ends with.
+EXPORT_SECONDS = 5.0  # per batch
+CLOSE_SECONDS = 2.0  # for the remaining spans when the endpoint stops
+# The parts of a request's time in the server: name, first and last metric.
 _PHASES = (
     ("queue", "arrival_time_ns", "first_scheduled_time_ns"),
     ("prefill", "first_scheduled_time_ns", "first_token_time_ns"),
@@ -40,17 +40,17 @@ _OPERATIONS = {
 
 
 class Tracing:
-    """The SDK's tracer, and what exports its spans."""
+    """The SDK's tracer and its exporter."""
 
     def __init__(self, url: str, exporter: Any = None) -> None:
-        """`url`: of the collector, as http://127.0.0.1:4318; `/v1/traces` is added. `exporter`: another one."""
+        """`url`: the collector's, like http://127.0.0.1:4318; `/v1/traces` is appended. `exporter`: another one."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # an absent collector is no news each time
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # an absent collector would be logged each time
         if exporter is None:
             exporter = OTLPSpanExporter(endpoint=_traces_url(url), timeout=EXPORT_SECONDS)
         processor = BatchSpanProcessor(
@@ -66,7 +66,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, path: str, headers: Headers) -> RequestTrace:
-        """The span of a request, in the trace that its headers name, if any."""
+        """Begins the span of a request, in the trace named by its headers, if any."""
         from opentelemetry.trace import SpanKind
 
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
@@ -77,7 +77,7 @@ class Tracing:
         return RequestTrace(self._tracer, span, self._propagator)
 
     def close(self) -> None:
-        """Waits a little for what is left; an absent collector holds nobody up."""
+        """Waits briefly for the remaining spans; an absent collector delays no one."""
         closer = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closer.start()
         closer.join(CLOSE_SECONDS)
@@ -94,11 +94,11 @@ class RequestTrace:
         self._context = set_span_in_context(span)
         carrier: dict[str, str] = {}
         propagator.inject(carrier, self._context)
-        self.headers: tuple[tuple[str, str], ...] = tuple(carrier.items())  # of what is asked on the request's behalf
+        self.headers: tuple[tuple[str, str], ...] = tuple(carrier.items())  # for calls on the request's behalf
 
     @property
     def is_recorded(self) -> bool:
-        """False where whoever began the trace does not sample it."""
+        """False if the trace is not sampled."""
         return bool(self._span.is_recording())
 
     def note_model(self, request_id: str, model: str | None) -> None:
@@ -107,7 +107,7 @@ class RequestTrace:
             self._span.set_attribute("gen_ai.request.model", model)
 
     def note_answer(self, generations: Sequence[Generation]) -> None:
-        """What the server did, once it is over."""
+        """Records what the server did, once it is finished."""
         self._span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_output_tokens for one in generations))
         cached = [one.num_cached_tokens for one in generations if one.num_cached_tokens is not None]
         self.note_input(sum(one.num_prompt_tokens for one in generations), sum(cached) if cached else None)
@@ -118,7 +118,7 @@ class RequestTrace:
                     self._tracer.start_span(name, self._context, start_time=figures[begin]).end(figures[end])
 
     def note_input(self, num_tokens: int, num_cached: int | None) -> None:
-        """Tokens of the prompts, and how many of them the prefix cache supplied, where that is known."""
+        """Number of prompt tokens, and how many of them the prefix cache supplied, if known."""
         self._span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
         if num_cached is not None:
             self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
@@ -134,7 +134,7 @@ class RequestTrace:
 
 
 class TraceRequests:
-    """Traces requests that ask a model, from their first byte to the last one of their answer."""
+    """Traces requests that use the model, from their first byte to the last byte of the response."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app

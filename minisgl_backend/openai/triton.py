@@ -1,9 +1,9 @@
-"""The server behind the endpoint, over gRPC: generations as streams, and what its tokenizer tells of prompts and model.
+"""The server behind the endpoint, over gRPC: generations as streams, and the tokenizer's information.
 
-Every generation is a call of its own, so that each can be cancelled alone, and a stream even where the client wants one
-answer: only streams tell the server that their client has left. Messages are handled as bytes and parsed once.
+Every generation is a separate call, so that each can be cancelled alone, and a stream even if the client wants a single
+response: only streams tell the server that their client has left. Messages are passed on as bytes and parsed once.
 
-A call is never cancelled right behind its end or an error but read on to its end (client/grpc_transport.py says why).
+A call is never cancelled right after its end or an error but read to its end (client/grpc_transport.py explains why).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_ASK_SECONDS = 30.0  # for anything but a generation
-_END_SECONDS = 1.0  # how long the end of a call may stay away behind its last response
+_ASK_SECONDS = 30.0  # for all calls but generations
+_END_SECONDS = 1.0  # how long the end of a call may be delayed after its last response
 _ENSEMBLE = "ensemble"
 
 _LOGGER = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ _parse = service_pb2.ModelStreamInferResponse.FromString
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token's log-probability as the server writes it."""
+    """One token's log-probability in the server's format."""
 
     logprob: float
     rank: int
     decoded_token: str
-    bytes: list[int] | None = None  # where decoded_token is not whole characters
+    bytes: list[int] | None = None  # if decoded_token is not whole characters
 
 
 Position = dict[str, TokenLogprob]  # by token id: the position's own token first, then the most likely ones
@@ -60,14 +60,14 @@ _positions = msgspec.json.Decoder(list[Position] | None)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the tokenizer tells of the model."""
+    """The tokenizer's information about the model."""
 
     model: str
     max_model_len: int
     vocab_size: int
     chat_template: str
     added_tokens: list[str]
-    tokenizer: dict[str, Any] = {}  # as tokenizer_config.json spells it
+    tokenizer: dict[str, Any] = {}  # with the keys of tokenizer_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +82,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What goes with a request: its id, and the client's trace headers as gRPC metadata."""
+    """The request's id, and the client's trace headers as gRPC metadata."""
 
     request_id: str
     metadata: tuple[tuple[str, str], ...] = ()
-    tenant: str = ""  # whose request it is, where the engine is shared fairly
-    trace: RequestTrace | None = None  # of a request whose spans are recorded
+    tenant: str = ""  # the request's tenant, if shares are fair
+    trace: RequestTrace | None = None  # if its spans are recorded
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one sequence."""
+    """The news of one sequence."""
 
     index: int  # of the sequence among those of its prompt
     text: str
@@ -102,12 +102,12 @@ class Delta:
 
 
 class Generation:
-    """One request to the ensemble. Used by one task; `cancel` by any of the same event loop."""
+    """One request to the ensemble. Used by one task; `cancel` by any task of the same event loop."""
 
     def __init__(
         self, call: Any, num_sequences: int, names: Mapping[str, str], *, has_special_tokens: bool = False
     ) -> None:
-        """`names`: what the client called the fields that the server knows by another name."""
+        """`names`: the client's names of fields that the server knows by another name."""
         self.has_special_tokens = has_special_tokens  # in its text
         self._call = call
         self._names = names
@@ -115,12 +115,12 @@ class Generation:
         self._left = False
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self.num_cached_tokens: int | None = None  # of the prompt's, at the end where figures were asked for
+        self.num_cached_tokens: int | None = None  # of the prompt; set at the end, if metrics were requested
         self.prompt_logprobs: Sequence[Position] = ()
         self.perf_metrics: dict[str, int] = {}
 
     async def next(self) -> Delta | None:
-        """The next part of a sequence, None after the last one's end. Raises ApiError, ClientLeft."""
+        """The next part of any sequence, None after the end of the last one. Raises ApiError, ClientLeft."""
         if not self._unfinished:
             return None
         raw = await self._read()
@@ -159,16 +159,17 @@ class Generation:
         return Delta(index, text, tokens, reason, positions)
 
     def cancel(self) -> None:
-        """What is still being generated is not wanted any more: the client has left, or a sibling has failed.
+        """Stops the generation: the client has left, or another of its generations has failed.
 
-        A call whose answer is complete ends by itself: cancelled at that moment, some versions of Triton never free it.
+        A call whose answer is complete ends by itself: if cancelled at that moment, some versions of Triton never free
+        it.
         """
         if self._unfinished:
             self._left = True
             self._call.cancel()
 
     async def drain(self) -> None:
-        """Until the call has ended; to be called when all has been read. One that does not end is cancelled."""
+        """Waits for the end of the call; to be called when all has been read. A call that does not end is cancelled."""
         if self._left:
             return
         bound = asyncio.get_running_loop().call_later(_END_SECONDS, self._call.cancel)
@@ -176,7 +177,7 @@ class Generation:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
         except (grpc.RpcError, asyncio.CancelledError):
-            pass  # how it ends changes nothing any more
+            pass  # how it ends no longer matters
         finally:
             bound.cancel()
 
@@ -216,9 +217,9 @@ class TritonServer:
         *,
         figures: bool = False,
     ) -> Generation:
-        """Sends a request. What is wrong with it comes from the generation's first `next`.
+        """Sends a request; the generation's first `next` raises its errors.
 
-        `figures`: its last response tells the server's figures of the request.
+        `figures`: its last response has the server's metrics of the request.
         """
         has_figures = figures or context.trace is not None
         returned: dict[str, Any] = {**_RETURNED, "return_final_perf_metrics": True} if has_figures else _RETURNED
@@ -231,27 +232,27 @@ class TritonServer:
         return Generation(call, int(sampling.get("n", 1)), names, has_special_tokens=has_special_tokens)
 
     def infer(self, message: Any, context: RequestContext) -> Any:
-        """A request that has one response: its call, to be awaited for the response's bytes, or cancelled."""
+        """A request with one response: returns its call, which is awaited for the response's bytes, or cancelled."""
         return self._infer(message.SerializeToString(), metadata=context.metadata or None)
 
     async def tokenize(
         self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}
     ) -> dict[str, Any]:
-        """What the tokenizer says of a prompt: `input_ids` (ints), `prompt_text`, `token_texts`. Raises ApiError."""
+        """The tokenizer's outputs for a prompt: `input_ids` (ints), `prompt_text`, `token_texts`. Raises ApiError."""
         message = _message("tokenizer", prompt, sampling, "", names)
         for name in outputs:
             message.outputs.add(name=name)
         return await self._ask_tokenizer(message, names)
 
     async def model_info(self) -> ModelInfo:
-        """Raises ApiError where the server does not answer."""
+        """Raises ApiError if the server does not answer."""
         message = _message("tokenizer", Prompt(text=""), {}, "", {})
         message.outputs.add(name="model_info")
         found = await self._ask_tokenizer(message, {})
         return msgspec.json.decode(found["model_info"][0], type=ModelInfo)
 
     async def is_ready(self) -> bool:
-        """Whether the server says that the ensemble is."""
+        """Whether the server reports the ensemble as ready."""
         request = service_pb2.ModelReadyRequest(name=_ENSEMBLE).SerializeToString()
         try:
             raw = await self._model_ready(request, timeout=5.0)
@@ -333,7 +334,7 @@ def _values(datatype: str, raw: bytes) -> list[Any]:
 
 
 def rpc_error(error: Any) -> ClientError:
-    """What the status that ended a call means; Triton gives its model's errors outside streams as statuses."""
+    """The error for the status that ended a call; Triton reports its models' errors outside streams as statuses."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.CANCELLED:
         return from_status("UNAVAILABLE", "the server ended the call; try again later")

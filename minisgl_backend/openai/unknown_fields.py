@@ -1,4 +1,4 @@
-"""--ignore-unknown-fields: requests are read as if fields that this server does not know were not there."""
+"""--ignore-unknown-fields: requests are read as if fields that this server does not know were absent."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.requests.base import IGNORE
-from minisgl_backend.openai.told_once import ToldOnce
 
 log = logging.getLogger(__name__)
 
 
 class IgnoreUnknownFields:
-    """Lets requests have unknown fields; the log names each once."""
+    """Lets requests have unknown fields; each is logged once."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._told = ToldOnce()
+        self._logged = LogOnce()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = IGNORE.set(self._tell)
@@ -27,5 +27,5 @@ class IgnoreUnknownFields:
             IGNORE.reset(token)
 
     def _tell(self, name: str) -> None:
-        if self._told.is_new(name):
+        if self._logged.is_new(name):
             log.warning("field %.60r is unknown and ignored in all requests (--ignore-unknown-fields)", name)

@@ -1,4 +1,4 @@
-"""What pydantic says of a body -> one error that names the field."""
+"""Converts pydantic's errors for a body into one error that names the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import CHANGES_NOTHING
 
 _MAX_SHOWN = 60
-# What other servers, and other endpoints of this one, call what is served here.
+# Names that other servers, or other endpoints of this one, use for what is served here.
 _HERE = {
     "repeat_penalty": "repetition_penalty, over all of prompt and answer",
     "n_predict": "max_tokens",
@@ -24,7 +24,7 @@ _HERE = {
     "chat_template": "chat_template_kwargs; the template is the model's own",
     "nvext": "its options as fields of the request",
     "options": "its options as fields of the request",
-    # Of a chat, in /v1/responses.
+    # From chats, in /v1/responses.
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -34,18 +34,18 @@ _PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field's error, with all that pydantic says of it."""
+    """The first field's error, with all that pydantic reports for it."""
     first = errors[0]
-    place = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "too_long" and not place:
+    location = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "too_long" and not location:
         return invalid("body", f"the body has too many fields; allowed: {_allowed(first)}")
-    if first["type"] in ("json_invalid", "json_type") or not place or isinstance(place[0], int):
-        if isinstance(first.get("input"), bytes):  # FastAPI reads no JSON where the header does not say so
+    if first["type"] in ("json_invalid", "json_type") or not location or isinstance(location[0], int):
+        if isinstance(first.get("input"), bytes):  # FastAPI reads no JSON if the header does not declare it
             return invalid("body", "the body has another content type; allowed: Content-Type: application/json")
         reason = (first.get("ctx") or {}).get("error", "")
         return invalid("body", f"the body is no JSON object{f' ({reason})' if reason else ''}; allowed: a JSON object")
-    name = str(place[0])
-    path = _path(place) if name in _PLAIN else name
+    name = str(location[0])
+    path = _path(location) if name in _PLAIN else name
     if first["type"] == "extra_forbidden" and path in CHANGES_NOTHING:
         allowed = json.dumps(CHANGES_NOTHING[path])
         return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {allowed}, which changes nothing here")
@@ -55,7 +55,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return invalid(path, f"{path} is unknown; allowed: the fields of OpenAI's API and those of docs/openai.md")
     if first["type"] == "missing":
         return invalid(path, f"{path} is missing")
-    # Of a union each member has its own error.
+    # Each member of a union has its own error.
     said = dict.fromkeys(_allowed(error) for error in errors if [p for p in error["loc"] if p != "body"][:1] == [name])
     return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {'; or: '.join(said)}"[:600])
 
@@ -69,9 +69,9 @@ def _allowed(error: Mapping[str, Any]) -> str:
     return said.replace("a valid ", "a ").split(", got ")[0]
 
 
-def _path(place: Sequence[Any]) -> str:
-    text = str(place[0])
-    for part in place[1:]:
+def _path(location: Sequence[Any]) -> str:
+    text = str(location[0])
+    for part in location[1:]:
         if isinstance(part, int):
             text += f"[{part}]"
         elif str(part).isidentifier() and part not in ("str", "int", "float", "bool"):

@@ -1,4 +1,4 @@
-"""What comes back of the server's model `embedding`: vectors, scores, and counts."""
+"""The outputs of the server's model `embedding`: vectors, scores, and counts."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _MODEL = "embedding"
 
 @dataclass(frozen=True)
 class Vectors:
-    """One answer. Numbers are float32, little-endian, as they came."""
+    """One answer. Numbers are float32, little-endian, as received."""
 
-    rows: Sequence[bytes]  # one vector a prompt; [] where scores were asked for
-    scores: Sequence[float]  # one a document
+    rows: Sequence[bytes]  # one vector per prompt; [] if scores were requested
+    scores: Sequence[float]  # one per document
     prompt_lengths: Sequence[int]  # tokens of each prompt
     num_cached_tokens: int
 
     @property
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts."""
+        """OpenAI's token counts."""
         tokens = sum(self.prompt_lengths)
         details = {"cached_tokens": self.num_cached_tokens}
         return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
 
 
 def numbers(row: bytes) -> list[float]:
-    """A vector as Python's numbers."""
+    """A vector as Python numbers."""
     return array("f", row).tolist()
 
 
 class VectorCall:
-    """A request for vectors on its way. Used by one task; `cancel` by any of the same event loop."""
+    """A request for vectors in progress. Used by one task; `cancel` by any task of the same event loop."""
 
     def __init__(
         self, triton: TritonServer, asked: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
     ) -> None:
-        """`asked`: a pooling_request of serving.pooling_codec; `names`: what the client called its fields."""
+        """`asked`: a pooling_request of serving.pooling_codec; `names`: the client's names of its fields."""
         if context.tenant:
             asked = {**asked, "tenant": context.tenant}
         message = service_pb2.ModelInferRequest(model_name=_MODEL, id=context.request_id)

@@ -1,4 +1,4 @@
-"""One process of the endpoint: `... worker FD`, on a listening socket that it inherits."""
+"""One process of the endpoint: `... worker FD`, on an inherited listening socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl_backend.openai.app import create_app
 from minisgl_backend.process.resources import raise_file_limit
 from minisgl_backend.process.spawn import TIED, begin_child
 
-_KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs, so that they do not meet a connection that just ends
+_KEEP_ALIVE_SECONDS = 75  # longer than proxies use, so that these never send to a connection that is just closing
 _MAX_HEADER_BYTES = 64 << 10
 
 
@@ -26,14 +26,14 @@ def main() -> None:
     settings = EndpointSettings.from_json(os.environ.pop(SETTINGS_VARIABLE))
     app = create_app(settings)
     gc.collect()
-    gc.freeze()  # what has been loaded lives for ever and need not be looked at again
+    gc.freeze()  # what has been loaded is permanent and need not be scanned again
     config = uvicorn.Config(
         app,
         access_log=False,
-        log_level="error",  # each offer of HTTP/2 would be a warning; of what is no HTTP the client hears
+        log_level="error",  # each offer of HTTP/2 would be a warning; malformed requests are answered, not logged
         server_header=False,
-        # httptools, a little quicker, drops the body of a request that offers HTTP/2 (Java's clients all do) and reads
-        # heads of any length.
+        # httptools, slightly faster, drops the body of a request that offers HTTP/2 (all of Java's clients do) and
+        # reads headers of any length.
         http="h11",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         ssl_certfile=settings.ssl_certfile or None,

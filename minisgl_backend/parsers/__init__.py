@@ -1,1 +1,1 @@
-"""What models write, as it arrives: thoughts, tool calls and content."""
+"""Streaming parsers of model output: reasoning, tool calls and content."""

@@ -1,4 +1,5 @@
-"""The JSON types that a function's schema allows its arguments, and values that models write without JSON's signs."""
+"""The JSON types that a function's schema allows for its arguments, and values that models write without JSON
+syntax."""
 
 from __future__ import annotations
 
@@ -11,25 +12,25 @@ from urllib.parse import unquote
 
 from minisgl_backend.parsers.parts import without_surrogates
 
-_Types = frozenset[str] | None  # None: nothing is known, any
+_Types = frozenset[str] | None  # None: unknown, so any type
 _TEXT = frozenset({"string"})
-_PYTHON = {"True": True, "False": False, "None": None}  # as models write them now and then
-_MAX_PYTHON = 20_000  # characters of a value that is read as Python
-_MAX_DEPTH = 64  # schemas within schemas, references followed
+_PYTHON = {"True": True, "False": False, "None": None}  # as models sometimes write them
+_MAX_PYTHON = 20_000  # the longest value that is read as Python
+_MAX_DEPTH = 64  # of nested schemas and references
 
 
 class ArgumentTypes:
-    """Of one function. What is no valid schema says nothing."""
+    """The argument types of one function. An invalid schema allows everything."""
 
     def __init__(self, schema: Any) -> None:
         """`schema`: JSON schema of the arguments, an object."""
         self._root = schema
         given = schema.get("properties") if isinstance(schema, Mapping) else None
         self._properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-        self._found: dict[str, _Types] = {}  # by reference; each is followed once
+        self._found: dict[str, _Types] = {}  # by reference; each is resolved once
 
     def of(self, name: str) -> _Types:
-        """JSON types by their names in a schema; None: any. An argument that the schema does not name is a text."""
+        """The names of the allowed JSON types; None: any. An argument that the schema does not name is a string."""
         return self._types(self._properties[name], 0) if name in self._properties else _TEXT
 
     def may_have(self, name: str) -> bool:
@@ -37,11 +38,11 @@ class ArgumentTypes:
         return not self._properties or name in self._properties
 
     def has_choices(self, name: str) -> bool:
-        """Whether the argument is one of several texts."""
+        """Whether the argument has a list of allowed strings."""
         return bool(self._choices(name))
 
     def chosen(self, name: str, text: str) -> str:
-        """Without the white space around it, where the argument is one of several texts and that is one of them."""
+        """The text without surrounding white space, if that is one of the argument's allowed strings."""
         stripped = text.strip()
         return stripped if stripped in self._choices(name) else text
 
@@ -65,19 +66,19 @@ class ArgumentTypes:
 
     def _referred(self, reference: str, depth: int) -> _Types:
         if reference not in self._found:
-            self._found[reference] = None  # what refers to itself says nothing more
+            self._found[reference] = None  # a self-reference adds nothing
             self._found[reference] = self._types(self._at(reference), depth + 1)
         return self._found[reference]
 
     def _at(self, reference: str) -> Any:
-        """What a JSON pointer within the schema points at; None where there is nothing."""
+        """The value at a JSON pointer within the schema; None if there is none."""
         start, *keys = reference.split("/")
-        place = self._root if start == "#" else None
+        found = self._root if start == "#" else None
         for key in keys:
-            if not isinstance(place, Mapping):
+            if not isinstance(found, Mapping):
                 return None
-            place = place.get(unquote(key).replace("~1", "/").replace("~0", "~"))
-        return place
+            found = found.get(unquote(key).replace("~1", "/").replace("~0", "~"))
+        return found
 
 
 def _named(given: Any) -> _Types:
@@ -88,7 +89,7 @@ def _named(given: Any) -> _Types:
 
 
 def _both(one: _Types, other: _Types) -> _Types:
-    """What two schemas that both hold allow; None also where they contradict each other."""
+    """The types allowed by both of two schemas; None also if they contradict each other."""
     if one is None or other is None:
         return other if one is None else one
     return one & other or None
@@ -120,9 +121,9 @@ def as_json(value: Any) -> str:
 
 
 def converted(text: str, types: frozenset[str] | None) -> str:
-    """A value as JSON; a text where it may be one, and where it is nothing else.
+    """A value as JSON: a string if it may be one, or if it is not valid JSON.
 
-    `types`: the JSON types that it may have; None: any, then it is a text where it is no JSON.
+    `types`: the JSON types that it may have; None: any, then it is a string only if it is not valid JSON.
     """
     if types is not None and "string" in types:
         return "null" if "null" in types and text.strip() == "null" else as_json(text)
@@ -133,7 +134,7 @@ def converted(text: str, types: frozenset[str] | None) -> str:
 
 
 def _of_python(text: str) -> Any:
-    """Objects and lists as Python writes them; else the text."""
+    """Objects and lists in Python syntax; otherwise the text."""
     stripped = text.strip()
     if stripped in _PYTHON:
         return _PYTHON[stripped]
@@ -148,7 +149,7 @@ def _of_python(text: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """JSON has no other numbers."""
+    """JSON has finite numbers only."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is no JSON")

@@ -11,7 +11,7 @@ V3.1:
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-V3.2 (V4 writes tool_calls for function_calls), whose `string` says whether a value is a text or JSON:
+V3.2 (V4 writes tool_calls for function_calls), whose `string` says whether a value is a string or JSON:
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="NAME">

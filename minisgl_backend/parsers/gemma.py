@@ -1,6 +1,6 @@
 """Tool calls of Gemma 4: `<|tool_call>call:NAME{key:VALUE,...}<tool_call|>`.
 
-Texts stand between `<|"|>`; lists, objects, numbers, true, false and null are JSON's but for their texts and keys.
+Strings are enclosed in `<|"|>`; otherwise the syntax is JSON's, with unquoted keys.
 """
 
 from __future__ import annotations
@@ -38,72 +38,72 @@ class Gemma4Parser(TaggedParser):
             return text, "none"
         if call["object"][end:].strip():
             return text, "none"
-        self.tell(call["name"], parts, as_json(value))
-        return rest, "told"
+        self.emit_call(call["name"], parts, as_json(value))
+        return rest, "emitted"
 
 
-def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    """The value at `place`, and where it ends. Raises ValueError where there is none."""
+def _value(text: str, position: int, depth: int) -> tuple[Any, int]:
+    """The value at `position`, and its end. Raises ValueError if there is none."""
     if depth > _MAX_DEPTH:
         raise ValueError("too deep")
-    if text.startswith(_QUOTE, place):
-        return _text(text, place)
-    if text.startswith("{", place):
-        return _object(text, place, depth)
-    if text.startswith("[", place):
-        return _list(text, place, depth)
-    word = _WORD.match(text, place)
+    if text.startswith(_QUOTE, position):
+        return _text(text, position)
+    if text.startswith("{", position):
+        return _object(text, position, depth)
+    if text.startswith("[", position):
+        return _list(text, position, depth)
+    word = _WORD.match(text, position)
     if word is None:
         raise ValueError("no value")
     return json.loads(word[1]), word.end()
 
 
-def _text(text: str, place: int) -> tuple[str, int]:
-    begin = place + len(_QUOTE)
+def _text(text: str, position: int) -> tuple[str, int]:
+    begin = position + len(_QUOTE)
     end = text.index(_QUOTE, begin)
     return text[begin:end], end + len(_QUOTE)
 
 
-def _object(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
+def _object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
-    place = _skip(text, place + 1)
-    while not text.startswith("}", place):
-        if text.startswith(_QUOTE, place):
-            key, place = _text(text, place)
-            if not text.startswith(":", place):
+    position = _skip(text, position + 1)
+    while not text.startswith("}", position):
+        if text.startswith(_QUOTE, position):
+            key, position = _text(text, position)
+            if not text.startswith(":", position):
                 raise ValueError("no key")
-            place += 1
-        elif (named := _KEY.match(text, place)) is not None:
-            key, place = named[1], named.end()
+            position += 1
+        elif (named := _KEY.match(text, position)) is not None:
+            key, position = named[1], named.end()
         else:
             raise ValueError("no key")
         if key in found:
             raise ValueError("a key twice")
-        found[key], place = _value(text, _skip(text, place), depth + 1)
-        place = _comma(text, place, "}")
-    return found, place + 1
+        found[key], position = _value(text, _skip(text, position), depth + 1)
+        position = _comma(text, position, "}")
+    return found, position + 1
 
 
-def _list(text: str, place: int, depth: int) -> tuple[list[Any], int]:
+def _list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
     found: list[Any] = []
-    place = _skip(text, place + 1)
-    while not text.startswith("]", place):
-        value, place = _value(text, place, depth + 1)
+    position = _skip(text, position + 1)
+    while not text.startswith("]", position):
+        value, position = _value(text, position, depth + 1)
         found.append(value)
-        place = _comma(text, place, "]")
-    return found, place + 1
+        position = _comma(text, position, "]")
+    return found, position + 1
 
 
-def _comma(text: str, place: int, end: str) -> int:
-    place = _skip(text, place)
-    if text.startswith(",", place):
-        return _skip(text, place + 1)
-    if not text.startswith(end, place):
+def _comma(text: str, position: int, end: str) -> int:
+    position = _skip(text, position)
+    if text.startswith(",", position):
+        return _skip(text, position + 1)
+    if not text.startswith(end, position):
         raise ValueError("no comma")
-    return place
+    return position
 
 
-def _skip(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

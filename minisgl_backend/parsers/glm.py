@@ -5,7 +5,7 @@
     <arg_value>VALUE</arg_value>
     </tool_call>
 
-What a value is, a text or JSON, only the function's schema says.
+Only the function's schema says whether a value is a string or JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Harmony, the format of gpt-oss: thoughts, content and calls are messages on channels.
+"""Harmony, the format of gpt-oss: reasoning, content and calls are messages on channels.
 
     <|channel|>analysis<|message|>THOUGHTS<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>CONTENT<|return|>
 
-The prompt ends with `<|start|>assistant`. What comes without a header, as under a grammar, is content. Source: OpenAI's
+The prompt ends with `<|start|>assistant`. Text without a header, as a grammar makes it, is content. Source: OpenAI's
 description of the format, https://cookbook.openai.com/articles/openai-harmony.
 """
 
@@ -27,20 +27,20 @@ _Kind = Literal["reasoning", "content", "call", "nothing"]
 
 
 class HarmonyParser:
-    """One choice of one answer: its thoughts, its content and its calls. White space around a message is dropped."""
+    """One choice of one answer: its reasoning, content and calls. White space around a message is dropped."""
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
-        """`functions`: name -> JSON schema of the arguments; calls of others are content."""
+        """`functions`: name -> JSON schema of the arguments; calls of other functions are content."""
         self._functions = functions
         self._held = ""
         self._in_header = True
         self._kind: _Kind = "content"
         self._name = ""
-        self._raw = ""  # of a call that is not told yet: its header
-        self._object: JsonObject | None = None  # the arguments of a call that was told
-        self._at_begin = True  # of a message
+        self._raw = ""  # the header of a call that has not been emitted yet
+        self._object: JsonObject | None = None  # the arguments of an emitted call
+        self._at_begin = True  # at the start of a message
         self._is_cut = False  # the answer ended at max_tokens
-        self._told: dict[str, bool] = {}  # kinds that have text already
+        self._has_text: dict[str, bool] = {}  # kinds of parts that have text already
         self.count = 0
         self.has_thought = False
 
@@ -59,7 +59,7 @@ class HarmonyParser:
         self._is_cut = reason == "length"
         parts: list[Part] = []
         if self._in_header and (bare := self._held.strip()):
-            is_header = bare.startswith(_BEGINS) and "<|" in bare  # not a text that begins like one
+            is_header = bare.startswith(_BEGINS) and "<|" in bare  # not a text that merely begins like one
             if not is_header:
                 self._begin("")
         if not self._in_header:
@@ -69,11 +69,11 @@ class HarmonyParser:
         return parts
 
     def _header(self) -> bool:
-        """Reads up to the message; False while it is not known."""
+        """Reads up to the message's text; False while the header is incomplete."""
         bare = self._held.lstrip()
         if not bare or any(tag.startswith(bare) for tag in (*_BEGINS, *_ENDS, _MESSAGE)):
             return False
-        for tag in _ENDS[:3]:  # of a message that had no header, or of one that is told already
+        for tag in _ENDS[:3]:  # of a message without a header, or of one that is emitted already
             if bare.startswith(tag):
                 self._held = bare[len(tag) :]
                 return True
@@ -89,7 +89,7 @@ class HarmonyParser:
         return True
 
     def _begin(self, header: str) -> None:
-        """A message begins; `header`: all before its text, "" where there is none."""
+        """Starts a message; `header`: all before its text, "" if there is none."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._in_header, self._at_begin, self._object, self._raw = False, True, None, ""
         if recipient is not None and recipient[1] in self._functions:
@@ -99,22 +99,22 @@ class HarmonyParser:
             self.has_thought = self.has_thought or self._kind == "reasoning"
 
     def _body(self, parts: list[Part], *, is_last: bool) -> bool:
-        """Tells of the message what is sure; True where it has ended."""
-        found = [(place, tag) for tag in _ENDS if (place := self._held.find(tag)) >= 0]
+        """Emits the part of the message that is certain; True if the message has ended."""
+        found = [(position, tag) for tag in _ENDS if (position := self._held.find(tag)) >= 0]
         if found:
-            place, tag = min(found)
-            text, self._held = self._held[:place].rstrip(), self._held[place:]
+            position, tag = min(found)
+            text, self._held = self._held[:position].rstrip(), self._held[position:]
             if tag not in ("<|start|>", "<|channel|>"):
                 self._held = self._held[len(tag) :]
         else:
             keep = 0 if is_last else max(partial_suffix(self._held, tag) for tag in _ENDS)
             text = self._held[: len(self._held) - keep].rstrip() if not is_last else self._held.rstrip()
             self._held = "" if is_last else self._held[len(text) :]
-        self._tell(text, parts, is_whole=bool(found) or (is_last and not self._is_cut))
+        self._emit(text, parts, is_whole=bool(found) or (is_last and not self._is_cut))
         self._in_header = bool(found)
         return bool(found)
 
-    def _tell(self, text: str, parts: list[Part], *, is_whole: bool) -> None:
+    def _emit(self, text: str, parts: list[Part], *, is_whole: bool) -> None:
         if self._at_begin:
             text = text.lstrip()
             if text or (is_whole and self._kind == "call"):
@@ -127,9 +127,9 @@ class HarmonyParser:
             parts.append(Part(kind, text, self.count - 1 if kind == "arguments" else 0))
 
     def _first(self, text: str, parts: list[Part]) -> str:
-        """A message's text begins."""
+        """Handles the beginning of a message's text."""
         if self._kind == "call":
-            if text and not text.startswith("{"):  # no arguments: what was written is shown
+            if text and not text.startswith("{"):  # no arguments: the text is content
                 self._kind = "content"
                 text = self._raw + text
             else:
@@ -137,6 +137,6 @@ class HarmonyParser:
                 self.count += 1
                 self._object = JsonObject()
                 return text or "{}"
-        separate = "\n" if self._told.get(self._kind) else ""
-        self._told[self._kind] = True
+        separate = "\n" if self._has_text.get(self._kind) else ""
+        self._has_text[self._kind] = True
         return separate + text

@@ -1,4 +1,4 @@
-"""A tool call as JSON, read as it is written: {"name": ..., "arguments": {...}}."""
+"""A tool call as JSON, parsed incrementally: {"name": ..., "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class Calls:
-    """The calls of one answer, one after the other. A call is told once its name is known and its arguments begin."""
+    """The calls of one answer, one after the other. A call is emitted once its name is known and its arguments
+    begin."""
 
     def __init__(self, names: Collection[str] | None = None, *, needs_arguments: bool = False) -> None:
-        """`names`: only these are calls; None: any. `needs_arguments`: without them it is none."""
+        """`names`: only these are calls; None: any. `needs_arguments`: an object without them is not a call."""
         self._names = names
         self._needs_arguments = needs_arguments
         self._call: _Call | None = None
-        self.count = 0  # of those that were told to their end
-        self.untold: str | None = None  # what was read of the last call; None once it is told
+        self.count = 0  # number of completed calls
+        self.pending: str | None = None  # text of the last call until it is emitted; None afterwards
 
     @property
     def is_open(self) -> bool:
@@ -29,21 +30,21 @@ class Calls:
         return self._call is not None
 
     def begin(self) -> None:
-        self.untold = ""
+        self.pending = ""
         self._call = _Call(self.count, self._names, needs_arguments=self._needs_arguments)
 
-    def read(self, text: str, parts: list[Part]) -> tuple[str, Literal["open", "told", "none"]]:
-        """What is left of the text, and whether the call goes on, was told, or turned out to be none."""
+    def read(self, text: str, parts: list[Part]) -> tuple[str, Literal["open", "emitted", "none"]]:
+        """The rest of the text, and whether the call is open, was emitted, or turned out not to be one."""
         call = self._call
         if call is None:
             raise RuntimeError("no call has begun")
         rest = text[call.feed(text, parts) :]
-        self.untold = None if call.told else call.raw
+        self.pending = None if call.emitted else call.raw
         if call.state == "open":
             return rest, "open"
         self._call = None
-        self.count += call.told
-        return rest, "told" if call.told else "none"
+        self.count += call.emitted
+        return rest, "emitted" if call.emitted else "none"
 
 
 class _Call:
@@ -55,29 +56,29 @@ class _Call:
         self._names = names
         self._needs_arguments = needs_arguments
         self.state: Literal["open", "done", "failed"] = "open"
-        self.raw = ""  # all that was read, until the call is told
-        self.told = False
+        self.raw = ""  # all characters read, until the call is emitted
+        self.emitted = False
         self._expects = "object"
         self._key = ""
-        self._value: list[str] = []  # of the value that is being read
+        self._value: list[str] = []  # the value being read
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._name: str | None = None
         self._early: str | None = None  # arguments that came before the name
-        self._streams = False  # the value being read is the arguments of a call that was told
+        self._streams = False  # the value being read is the arguments of an emitted call
 
     def feed(self, text: str, parts: list[Part]) -> int:
-        """How many characters were read: all, or up to the object's end."""
+        """Returns the number of characters read: all, or up to the object's end."""
         fresh: list[str] = []  # arguments since the last part
         for number, character in enumerate(text):
-            if not self.told:
+            if not self.emitted:
                 self.raw += character
             self._read(character, fresh, parts)
             if self.state != "open":
                 self._flush(fresh, parts)
-                if self.state == "failed" and self.told:
-                    return number  # what no call may hold is not of it, but may begin the tag that closes it
+                if self.state == "failed" and self.emitted:
+                    return number  # not part of the call, but perhaps of the tag that closes it
                 return number + 1
         self._flush(fresh, parts)
         return len(text)
@@ -120,14 +121,14 @@ class _Call:
             return
         self._expects, self._value, self._depth = "value", [], 0
         if character == "{" and self._key in _ARGUMENTS and self._name is not None and self._early is None:
-            if not self._tell(parts):
+            if not self._emit(parts):
                 return
             self._early, self._streams = "", True
         self._read_value(character, fresh, parts)
 
     def _read_value(self, character: str, fresh: list[str], parts: list[Part]) -> None:
         if not self._in_string and self._depth == 0 and self._value and character in ",}" + SPACE:
-            self._end_value(parts)  # of a number or a word, which the next character ends
+            self._end_value(parts)  # a number or a word ends at the next character
             if self.state == "open":
                 self._read(character, fresh, parts)
             return
@@ -165,28 +166,28 @@ class _Call:
                 text = _decode(text, None).strip()
             if text in ("", "null"):
                 text = "{}"
-            if not text.startswith("{"):  # a list, a number: what no function takes
+            if not text.startswith("{"):  # a list or a number, which no function takes
                 self.state = "failed"
                 return
             self._early = text
 
     def _end(self, fresh: list[str], parts: list[Part]) -> None:
-        if self.told:
+        if self.emitted:
             self.state = "done"
             return
         if self._name is None or (self._needs_arguments and self._early is None):
             self.state = "failed"
-        elif self._tell(parts):
+        elif self._emit(parts):
             self.state = "done"
             fresh.append(self._early or "{}")
 
-    def _tell(self, parts: list[Part]) -> bool:
+    def _emit(self, parts: list[Part]) -> bool:
         if (self._names is not None and self._name not in self._names) or not may_be_function(
             self._name or "", self._names
         ):
             self.state = "failed"
             return False
-        self.told, self.raw = True, ""
+        self.emitted, self.raw = True, ""
         parts.append(Part("call", self._name or "", self._index))
         return True
 

@@ -1,4 +1,4 @@
-"""Calls as JSON objects behind one tag: Granite 3, MiniMax-M1, Apriel. Granite 4's are Hermes'."""
+"""Calls as JSON objects after one tag: Granite 3, MiniMax-M1, Apriel. Granite 4 uses the Hermes format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class GraniteParser(JsonListParser):
 
 
 class ToolCallsParser(JsonListParser):
-    """`<tool_calls>...</tool_calls>` around a list of them (Apriel), or one a line (MiniMax-M1)."""
+    """`<tool_calls>...</tool_calls>` around a list of them (Apriel), or around one per line (MiniMax-M1)."""
 
     BEGIN = ("<tool_calls>",)
     AROUND = ("</tool_calls>",)

@@ -1,4 +1,4 @@
-"""Tool calls of Kimi-K2, whose id says which function is called and how many calls were before it.
+"""Tool calls of Kimi-K2, whose id contains the function's name and the number of earlier calls.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
     <|tool_calls_section_end|>

@@ -6,7 +6,7 @@
     </invoke>
     </minimax:tool_call>
 
-What a value is, a text or JSON, only the function's schema says.
+Only the function's schema says whether a value is a string or JSON.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class _OfNames(JsonArgumentsParser):
 
 
 class MistralParser(JsonListParser):
-    """Which of the two it is, the first character behind the tag says."""
+    """The first character after the tag tells which of the two formats it is."""
 
     BEGIN = (_TAG,)
 

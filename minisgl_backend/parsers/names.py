@@ -1,4 +1,4 @@
-"""The parsers that an operator may choose, as names alone: the command shows them on systems that cannot serve, too."""
+"""The names of the available parsers, for the command's help on systems that cannot serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers make of an answer's text."""
+"""The parts that parsers split an answer's text into."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ _FUNCTION_NAME = re.compile(r"[\w.\-/:]{1,128}")
 
 
 class Part(NamedTuple):
-    """`reasoning`, `content`: more text; `call`: call `number` begins, `text` is its name; `arguments`: more of it."""
+    """`reasoning`, `content`: more text; `call`: call `number` begins, `text` is its name; `arguments`: more of
+    them."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
     number: int = 0
-    id: str = ""  # of a call, where the model writes one
+    id: str = ""  # a call's id, if the model writes one
 
 
 class ToolParser(Protocol):
-    """The calls of one choice of one answer. The parts add up to the same whatever places the text is cut at."""
+    """The calls of one choice of one answer. The parts do not depend on how the text is split into pieces."""
 
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self, reason: str) -> list[Part]:
-        """What is left to tell. `reason`: why the answer ended, `stop` or `length`."""
+        """The remaining parts. `reason`: why the answer ended, `stop` or `length`."""
         ...
 
 
 class ThoughtParser(ToolParser, Protocol):
-    """The thoughts of one choice of one answer; what else it tells is for the parser of calls, or told as calls."""
+    """The reasoning of one choice of one answer; its other parts are input for the parser of calls, or calls."""
 
-    has_thought: bool  # the answer has begun with thoughts
+    has_thought: bool  # the answer begins with reasoning
 
     @property
     def thinking(self) -> bool:
-        """What came last belongs to the thoughts."""
+        """The latest text belongs to the reasoning."""
         ...
 
 
 def content(text: str) -> list[Part]:
-    """The part that the text is, none where it is empty."""
+    """The text as a part; none if it is empty."""
     return [Part("content", text)] if text else []
 
 
 def partial_suffix(text: str, tag: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `tag`."""
+    """Number of characters at the end of `text` that may be the beginning of `tag`."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if tag.startswith(text[-length:]):
             return length
@@ -53,10 +54,10 @@ def partial_suffix(text: str, tag: str) -> int:
 
 
 def without_surrogates(text: str) -> str:
-    """Half characters that a model wrote as escapes stay escapes: they have no UTF-8."""
+    """Leaves lone surrogates, which a model wrote as escapes, as escapes: they have no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def may_be_function(name: str, offered: Collection[str] | None) -> bool:
-    """Whether a call may have that name: one of those offered, or at least what can be a function's name."""
+    """Whether a call may have that name: one of those offered, or at least a valid function name."""
     return name in (offered or ()) or _FUNCTION_NAME.fullmatch(name) is not None

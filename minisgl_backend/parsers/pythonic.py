@@ -1,6 +1,6 @@
-"""Tool calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 4 and 3.2 as the whole answer, LFM2 between tags.
+"""Tool calls in Python syntax: `[f(a=1, b="x"), g()]`. Llama 4 and 3.2 as the whole answer, LFM2 between tags.
 
-Read by Python's own parser, never run: only literals as named arguments, and only functions of the request, are a call.
+Parsed by Python's own parser and never run: a call is only a function of the request with literal named arguments.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from minisgl_backend.parsers.json_calls import SPACE
 from minisgl_backend.parsers.parts import Part, content, partial_suffix
 from minisgl_backend.parsers.tagged import Outcome, TaggedParser
 
-_MAX_CALLS = 100_000  # characters of calls in a row; Python's parser needs a hundred times as much memory
+_MAX_CALLS = 100_000  # characters of consecutive calls; Python's parser needs a hundred times as much memory
 _JSON = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser:
-    """Of an answer that begins with a list of calls; everything else is content."""
+    """For an answer that begins with a list of calls; everything else is content."""
 
     TAGS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
 
@@ -82,17 +82,17 @@ class Lfm2Parser(TaggedParser):
         if calls is None:
             return text, "none"
         for name, arguments in calls:
-            self.tell(name, parts, arguments)
-        return rest, "told"
+            self.emit_call(name, parts, arguments)
+        return rest, "emitted"
 
 
 def read_calls(text: str, functions: Mapping[str, Any]) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON) of each; None where the text is anything but a list of calls of these functions."""
+    """(name, arguments as JSON) of each call; None if the text is anything but a list of calls of these functions."""
     if not text.startswith("[") or len(text) > _MAX_CALLS:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # escapes that Python does not know
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
             tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             return None
@@ -105,7 +105,7 @@ def _call(node: ast.expr, functions: Mapping[str, Any]) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with named arguments")
     name = ast.unparse(node.func)
-    # `**{"a name": 1}` is how Python writes an argument whose name is no identifier.
+    # `**{"a name": 1}` is Python's syntax for an argument whose name is not an identifier.
     given = [one.value if one.arg is None else ast.Dict([ast.Constant(one.arg)], [one.value]) for one in node.keywords]
     if name not in functions or not all(isinstance(one, ast.Dict) for one in given):
         raise ValueError("no call of a function of the request")

@@ -1,4 +1,4 @@
-"""Tool calls of Qwen3-Coder: tags in place of JSON.
+"""Tool calls of Qwen3-Coder: tags instead of JSON.
 
     <tool_call>
     <function=NAME>
@@ -8,12 +8,12 @@
     </function>
     </tool_call>
 
-What a value is, a text or JSON, only the function's schema says. Texts are streamed, everything else is told whole.
-An answer that ends by itself before its call does leaves a call that is closed for it; one that is cut off leaves
-arguments that are cut off.
+Only the function's schema says whether a value is a string or JSON. Strings are streamed, other values are emitted
+whole. If an answer ends by itself within a call, the call is closed; if it was cut off, so are the arguments.
+
 
 Models forget tags. A value without its closing tag ends before a line that begins another parameter of the function, or
-ends the call; a parameter whose name is none is left out.
+at the end of the call; a parameter with an invalid name is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _SPACE = " \t\r\n"
 _KEY = re.compile(r"[^<>\n]*")
-# What may end a value. Both ends of a call in a row do; one of them alone only where nothing else follows.
+# What may end a value: both closing tags of a call in a row; one of them alone only if nothing else follows.
 _END = re.compile(
     r"\n?</parameter>|\n<parameter=(?P<key>[^<>\n]+)>|\n</function>\s*</tool_call>|(?P<one>\n</(?:function|tool_call)>)"
 )
@@ -40,21 +40,21 @@ _NEXT = (_OPEN, _FUNCTION, _CLOSE)
 
 
 class QwenCoderParser:
-    """One choice of one answer. The same whatever places the text is cut at."""
+    """One choice of one answer. The parts do not depend on how the text is split into pieces."""
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """`functions`: name -> JSON schema of the arguments."""
         self._functions = functions
         self._state: Literal["text", "opened", "function", "value", "closing"] = "text"
         self._held = ""
-        self._opening = ""  # what a call that turns out to be none began with
+        self._opening = ""  # the text before a call, in case it turns out not to be one
         self._num_calls = 0
         self._arguments = ArgumentTypes({})  # of the call's function
-        self._keys: set[str] = set()  # those of the call that have a value
-        self._key = ""  # of the value that is being read
-        self._types: frozenset[str] | None = None  # of the value that is being read; None: of any
-        self._streams = False  # the value is a text and nothing else
-        self._begun = False  # the value's first line break is behind
+        self._keys: set[str] = set()  # parameters of the call that have a value
+        self._key = ""  # parameter of the value being read
+        self._types: frozenset[str] | None = None  # types of the value being read; None: any
+        self._streams = False  # the value is certainly a string
+        self._begun = False  # the value's first line break has passed
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -71,7 +71,7 @@ class QwenCoderParser:
         return parts
 
     def finish(self, reason: str) -> list[Part]:
-        """What was held back. A call that was never told is content."""
+        """What was held back. A call that was never emitted is content."""
         parts: list[Part] = []
         if self._state == "text":
             self._content(self._held.rstrip() if self._num_calls else self._held, parts)
@@ -87,7 +87,7 @@ class QwenCoderParser:
         return parts
 
     def _text(self, parts: list[Part]) -> bool:
-        starts = [place for place in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if place >= 0]
+        starts = [position for position in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if position >= 0]
         if starts:
             start = min(starts)
             before = self._held[:start].rstrip()
@@ -108,7 +108,7 @@ class QwenCoderParser:
         if _FUNCTION.startswith(rest):
             return False
         name, found, behind = rest.removeprefix(_FUNCTION).partition(">")
-        # Without the tag before it, it may be prose about a function that nobody offered.
+        # Without the tag before it, it may be prose about a function that was not offered.
         may_be_called = self._opening.endswith(_OPEN) or not found or name in self._functions
         if rest.startswith(_FUNCTION) and not found and not set(name) & set("<\n"):
             return False
@@ -117,7 +117,7 @@ class QwenCoderParser:
             parts += [Part("call", name, self._num_calls), Part("arguments", "{", self._num_calls)]
             self._held, self._keys, self._state = behind, set(), "function"
             return True
-        # Something else: what it began with is content, at least its first character.
+        # Not a call: its beginning is content, at least the first character.
         end = 0 if self._opening.endswith(_OPEN) else 1
         self._content(self._opening + self._held[:end], parts)
         self._held, self._state = self._held[end:], "text"
@@ -129,7 +129,7 @@ class QwenCoderParser:
             key = _KEY.match(rest, len(_PARAMETER))
             if key is None or key.end() == len(rest):
                 return False
-            if not key[0] or rest[key.end()] != ">":  # no name: what it begins is left out
+            if not key[0] or rest[key.end()] != ">":  # an invalid name: the parameter is left out
                 self._held = rest[key.end() :]
                 return True
             self._argument((", " if self._keys else "") + as_json(key[0]) + ": ", parts)
@@ -149,7 +149,7 @@ class QwenCoderParser:
         if any(tag.startswith(rest) for tag in (_PARAMETER, _FUNCTION_END, _CLOSE)):
             return False
         after = rest.find("<", 1)
-        self._held = rest[after:] if after > 0 else ""  # nothing that a call may hold
+        self._held = rest[after:] if after > 0 else ""  # text that cannot be part of a call
         return True
 
     def _value(self, parts: list[Part], *, is_last: bool = False) -> bool:
@@ -177,7 +177,8 @@ class QwenCoderParser:
         return True
 
     def _find_end(self, *, is_last: bool) -> tuple[int, int | None]:
-        """Where the value's text ends and what is behind it begins; else what of the text is sure, and None."""
+        """The end of the value's text and the start of what follows; or the end of the text that is certain, and
+        None."""
         for found in _END.finditer(self._held):
             start = found.start()
             if found["key"] is not None:

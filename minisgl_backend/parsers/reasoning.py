@@ -1,6 +1,6 @@
-"""Thoughts before an answer, between tags as `<think>...</think>` -> reasoning and content.
+"""Reasoning before an answer, between tags like `<think>...</think>` -> reasoning and content.
 
-Incremental: the parts add up to the same whatever places the text was cut at.
+Incremental: the parts do not depend on how the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """One choice of one answer. White space around the thoughts is dropped."""
+    """One choice of one answer. White space around the reasoning is dropped."""
 
     def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE)) -> None:
-        """`inside`: the answer begins among thoughts (the prompt has opened them), with the first tag or without it."""
+        """`inside`: the answer begins within the reasoning (the prompt opens it), with or without the opening tag."""
         self._inside = inside
         self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._held = ""
         self._at_begin = False  # white space at the start of a part is dropped
-        self.has_thought = False  # the answer began with thoughts
+        self.has_thought = False  # the answer began with reasoning
 
     @property
     def thinking(self) -> bool:
-        """What came last belongs to the thoughts."""
+        """The latest text belongs to the reasoning."""
         return self._state == "reasoning"
 
     def feed(self, text: str) -> list[Part]:
@@ -53,7 +53,7 @@ class ReasoningParser:
         return parts
 
     def _begin(self) -> bool:
-        """Decides what the answer begins with; False while that is open."""
+        """Decides what the answer begins with; False while that is undecided."""
         stripped = self._held.lstrip()
         if stripped.startswith(self._open):
             self._held = stripped[len(self._open) :]

@@ -1,7 +1,7 @@
-"""A grammar for calls in a model's own format: free text, and calls whose arguments keep their functions' schemas.
+"""A grammar for calls in a model's own format: free text, and calls whose arguments follow their functions' schemas.
 
-As xgrammar's structural tags have it (https://xgrammar.mlc.ai/docs, «Structural Tag»): once a call has begun, it is one
-of the functions, written to its end.
+Follows xgrammar's structural tags (https://xgrammar.mlc.ai/docs, «Structural Tag»): a call that has begun is a call of
+one of the functions, written to its end.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StrictCall:
-    """How a call is written around its arguments; `{name}` stands for the function's."""
+    """How a call is written around its arguments; `{name}` stands for the function's name."""
 
-    trigger: str  # what every call begins with, and nothing else
-    begin: str  # the trigger included
+    trigger: str  # the text that every call, and nothing else, begins with
+    begin: str  # including the trigger
     end: str
-    style: str = "json"  # of the arguments: `gemma`, `python`, or by xgrammar's names
-    number: str = ""  # what follows the number of the call behind `begin`; "": there is none
-    around: tuple[str, str, str] | None = None  # of a list of calls: what begins, separates and ends it
-    is_whole_answer: bool = False  # `around`: what else an answer begins with is no call
+    style: str = "json"  # of the arguments: `gemma`, `python`, or xgrammar's names
+    number: str = ""  # text after the call's number, which follows `begin`; "": no number
+    around: tuple[str, str, str] | None = None  # what begins, separates and ends a list of calls
+    is_whole_answer: bool = False  # calls with `around` are the whole answer; after any other beginning there is none
     can_name: Callable[[str], bool] = bool  # whether a function's name can be written
 
     @property
     def keeps_schemas(self) -> bool:
-        """Every keyword of a schema is kept, which xgrammar's own styles do not."""
+        """Whether every keyword of a schema is enforced, which xgrammar's own styles do not do."""
         return not self.style.endswith("_xml")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def structural_tag(
     forced: bool = False,
     parallel: bool = True,
 ) -> dict[str, Any]:
-    """`functions`: name -> (JSON schema of the arguments, whether it is to be kept).
+    """`functions`: name -> (JSON schema of the arguments, whether to enforce it).
 
-    `forced`: the answer begins with a call; without `parallel`, it is exactly one. Else calls need not be made.
+    `forced`: the answer begins with a call; without `parallel`, it is exactly one. Otherwise calls are optional.
     """
     tags = [form.tag(name, schema if strict else {"type": "object"}) for name, (schema, strict) in functions.items()]
     only = forced and not parallel
@@ -66,24 +66,24 @@ def structural_tag(
 
 
 def _or_text(form: StrictCall, calls: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Calls, or a text that does not begin as they do."""
+    """Calls, or a text that does not begin like one."""
     begins = [form.trigger + form.begin.replace("{name}", name) for name in names]
     return {"type": "or", "elements": [calls, {"type": "regex", "pattern": _text_without(begins)}]}
 
 
 def _text_without(begins: Sequence[str]) -> str:
-    """A regular expression of texts of which none, white space left out, begins so."""
+    """A regular expression of texts that, after white space, begin with none of these."""
     tries: dict[str, Any] = {}
     for text in begins:
-        place = tries
+        node = tries
         for char in text:
-            place = place.setdefault(char, {})
-        place.clear()  # what goes on is of the shorter one
+            node = node.setdefault(char, {})
+        node.clear()  # the shorter one covers all that continue it
     return rf"[ \t\r\n]*({_other(tries, is_first=True)})?"
 
 
 def _other(tries: Mapping[str, Any], *, is_first: bool = False) -> str:
-    """What leaves the tree before it has come to one of its ends."""
+    """A text that leaves the tree before reaching one of its leaves."""
     taken = "".join(rf"\u{ord(char):04x}" for char in tries) + (r" \t\r\n" if is_first else "")
     ways = [rf"[^{taken}][\s\S]*"]
     ways += [f"{re.escape(char)}({_other(below)})?" for char, below in tries.items() if below]
@@ -91,5 +91,5 @@ def _other(tries: Mapping[str, Any], *, is_first: bool = False) -> str:
 
 
 def is_python_name(name: str) -> bool:
-    """Whether Python reads a call of a function of that name as one."""
+    """Whether Python's parser reads a call of a function with that name as one."""
     return all(one.isascii() and one.isidentifier() and not keyword.iskeyword(one) for one in name.split("."))

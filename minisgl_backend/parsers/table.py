@@ -1,7 +1,7 @@
-"""Every format in which models write thoughts and calls: its name, its parsers, and how a model is known to write it.
+"""All formats of reasoning and tool calls: their names, parsers, and how a model is recognized to use one.
 
-Names are vLLM's where it has the format. A new format is a file and a row here; options, the endpoint and the table in
-docs/openai.md follow.
+Names are vLLM's where it has the format. A new format is a file and a row here; the options, the endpoint and the table
+in docs/openai.md follow from it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the argume
 
 @dataclass(frozen=True)
 class Marks:
-    """What shows a format beyond doubt: texts of the chat template and of the added tokens."""
+    """What identifies a format beyond doubt: texts of the chat template and of the added tokens."""
 
-    template: tuple[str, ...] = ()  # all of them, regular expressions
-    tokens: tuple[str, ...] = ()  # all of them
-    never: tuple[str, ...] = ()  # in the template, none of them
+    template: tuple[str, ...] = ()  # regular expressions that all match
+    tokens: tuple[str, ...] = ()  # all present
+    never: tuple[str, ...] = ()  # none matches the template
     anywhere: tuple[str, ...] = ()  # each in the template or among the tokens
 
     def fit(self, template: str, tokens: Collection[str]) -> bool:
@@ -39,30 +39,30 @@ class Marks:
 
 @dataclass(frozen=True)
 class Format:
-    """One row. `special`: its tags are special tokens, which must then be in the text that is parsed."""
+    """One row. `special`: its tags are special tokens, which the parsed text must then include."""
 
     name: str
     models: str  # for readers
-    form: str  # as it is written, for readers
-    marks: Marks | None  # None: only by name
-    calls: str | None = None  # MODULE:CLASS of the parser of calls, imported when an answer first needs it
-    tags: tuple[str, str] | None = None  # around thoughts
-    always_thinks: bool = False  # an answer begins among thoughts, whatever the prompt ends with
-    both: str | None = None  # likewise, one parser for thoughts, content and calls
+    form: str  # the syntax, for readers
+    marks: Marks | None  # None: selected by name only
+    calls: str | None = None  # MODULE:CLASS of the parser of calls, imported at first use
+    tags: tuple[str, str] | None = None  # around the reasoning
+    always_thinks: bool = False  # an answer begins within the reasoning, whatever the prompt ends with
+    both: str | None = None  # MODULE:CLASS of one parser for reasoning, content and calls
     channels: tuple[str, str, str] | None = None  # with `both`: see `thoughts`
     special: bool = False
-    strict: StrictCall | None = None  # how a grammar makes calls; None: not by a grammar
-    strict_with: tuple[str, StrictCall] | None = None  # how instead where the model's tokens or template have this
+    strict: StrictCall | None = None  # how a grammar writes calls; None: no such grammar
+    strict_with: tuple[str, StrictCall] | None = None  # used instead if the model's tokens or template contain this
 
     @property
     def doc_row(self) -> str:
-        """Of the table in docs/openai.md."""
+        """The format's row in the table of docs/openai.md."""
         does = [word for word, has in (("calls", self.has_calls), ("thoughts", self.has_thoughts)) if has]
         form = self.form.replace("|", "\\|")
         return f"| `{self.name}` | {' and '.join(does)} | {self.models} | {form} |"
 
     def strict_form(self, template: str, tokens: Collection[str]) -> StrictCall | None:
-        """`strict` of a model."""
+        """The variant of `strict` for a model."""
         if self.strict_with is not None and (self.strict_with[0] in tokens or self.strict_with[0] in template):
             return self.strict_with[1]
         return self.strict
@@ -77,15 +77,15 @@ class Format:
 
     @property
     def thoughts(self) -> tuple[str, str, str] | None:
-        """What opens thoughts, what closes them, and what is written between that and the answer proper."""
+        """The text that opens the reasoning, the one that closes it, and the one between it and the answer."""
         return self.channels if self.tags is None else (*self.tags, "")
 
     def opens(self, prompt_tail: str) -> bool:
-        """Whether an answer to a prompt that ends so begins among thoughts."""
+        """Whether an answer to a prompt that ends like this begins within the reasoning."""
         return self.always_thinks or (self.tags is not None and prompt_tail.rstrip().endswith(self.tags[0]))
 
     def new_thoughts(self, *, inside: bool) -> ThoughtParser:
-        """`inside`: the prompt has opened the thoughts."""
+        """`inside`: the prompt has opened the reasoning."""
         if self.tags is None:
             raise ValueError(f"{self.name} has no thoughts of its own")
         return ReasoningParser(inside=inside, tags=self.tags)
@@ -107,7 +107,7 @@ class Format:
 
 
 _THINK = ("<think>", "</think>")
-# The first whose marks fit is taken.
+# The first format whose marks match is used.
 FORMATS = (
     Format(
         "harmony",
@@ -325,12 +325,12 @@ THOUGHTS = {row.name: row for row in FORMATS if row.has_thoughts}
 
 
 def find_calls(template: str, tokens: Collection[str]) -> Format | None:
-    """The format of calls that template and added tokens show beyond doubt."""
+    """The format of calls that template and added tokens identify beyond doubt."""
     return next((row for row in CALLS.values() if row.marks is not None and row.marks.fit(template, tokens)), None)
 
 
 def find_thoughts(template: str, tokens: Collection[str]) -> Format | None:
-    """The format of thoughts, which template or vocabulary must know the tags of."""
+    """The format of reasoning whose tags are in the template or the vocabulary."""
     for row in THOUGHTS.values():
         shows = row.both or (row.tags is not None and (row.tags[1] in template or row.tags[1] in tokens))
         if shows and row.marks is not None and row.marks.fit(template, tokens):

@@ -1,6 +1,6 @@
-"""Calls between tags: what the parsers of such formats share.
+"""Calls between tags: the shared part of their parsers.
 
-A subclass names its tags and reads one call at a time. What turns out to be none is content, to its last character.
+A subclass names its tags and reads one call at a time. Text that turns out not to be a call is content, unchanged.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, conve
 from minisgl_backend.parsers.json_calls import SPACE, Calls
 from minisgl_backend.parsers.parts import Part, content, partial_suffix
 
-Outcome = Literal["more", "told", "none"]  # the call goes on; it was told to its end; it is none
-MAX_HEADER = 512  # characters before the arguments; none has so many
+Outcome = Literal["more", "emitted", "none"]  # the call goes on; it was emitted completely; it is not a call
+MAX_HEADER = 512  # before the arguments; more means that it is not a call
 
 
 class TaggedParser:
     """One choice of one answer: text, and calls that begin with a tag."""
 
     BEGIN: ClassVar[tuple[str, ...]]  # tags that calls begin with
-    AROUND: ClassVar[tuple[str, ...]] = ()  # tags around calls, which are no text
+    AROUND: ClassVar[tuple[str, ...]] = ()  # tags around calls, which are not part of the text
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """`functions`: name -> JSON schema of the arguments."""
         self.functions = functions
-        self.count = 0  # of the calls that were begun
+        self.count = 0  # number of calls begun
         self._held = ""
-        self._opening = ""  # what the call that is being read began with
-        self._reads = False  # a call
+        self._opening = ""  # the tag that the current call began with
+        self._reads = False  # a call is being read
         self.is_cut = False  # the answer ended at max_tokens
 
     def feed(self, text: str) -> list[Part]:
@@ -40,7 +40,8 @@ class TaggedParser:
         return parts
 
     def finish(self, reason: str) -> list[Part]:
-        """What was held back. A call without its end counts where the answer ended by itself, and is complete."""
+        """What was held back. A call without its closing tag counts if it is complete and the answer ended by
+        itself."""
         self.is_cut = reason == "length"
         parts: list[Part] = []
         while self._step(parts, is_last=True):
@@ -48,13 +49,13 @@ class TaggedParser:
         return parts
 
     def begin(self, tag: str) -> None:
-        """A call begins behind `tag`."""
+        """A call begins after `tag`."""
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
-        """(what is left of the text, what became of the call). With `none`, nothing was told and all is left."""
+        """(rest of the text, the call's outcome). With `none`, nothing was emitted and the rest is the whole text."""
         raise NotImplementedError
 
-    def tell(self, name: str, parts: list[Part], arguments: str = "", id: str = "") -> None:
+    def emit_call(self, name: str, parts: list[Part], arguments: str = "", id: str = "") -> None:
         parts.append(Part("call", name, self.count, id))
         if arguments:
             parts.append(Part("arguments", arguments, self.count))
@@ -73,7 +74,7 @@ class TaggedParser:
 
     def _text(self, parts: list[Part], *, is_last: bool) -> bool:
         held = self._held
-        found = [(place, -len(tag), tag) for tag in (*self.BEGIN, *self.AROUND) if (place := held.find(tag)) >= 0]
+        found = [(position, -len(tag), tag) for tag in (*self.BEGIN, *self.AROUND) if (position := held.find(tag)) >= 0]
         if found:
             start, _, tag = min(found)
             before = held[:start].rstrip()
@@ -96,12 +97,12 @@ class TaggedParser:
 
 
 class JsonArgumentsParser(TaggedParser):
-    """A header that names the function, then its arguments as a JSON object, which is told as it is written."""
+    """A header that names the function, then its arguments as a JSON object, which is emitted as it arrives."""
 
-    HEADER: ClassVar[re.Pattern[str]]  # all between the tag and the object: `name`, and `id` where there is one
+    HEADER: ClassVar[re.Pattern[str]]  # all between the tag and the object: `name`, and `id` if there is one
 
     def begin(self, tag: str) -> None:
-        self._object: JsonObject | None = None  # that is being read
+        self._object: JsonObject | None = None  # the object being read
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
         if self._object is None:
@@ -111,12 +112,12 @@ class JsonArgumentsParser(TaggedParser):
             header = self.HEADER.fullmatch(text, 0, start)
             if header is None:
                 return text, "none"
-            self.tell(header["name"], parts, id=header.groupdict().get("id") or "")
+            self.emit_call(header["name"], parts, id=header.groupdict().get("id") or "")
             self._object, text = JsonObject(), text[start:]
         end = self._object.feed(text)
         if text[:end]:
             parts.append(Part("arguments", text[:end], self.count - 1))
-        return text[end:], "told" if self._object.is_done else "more"
+        return text[end:], "emitted" if self._object.is_done else "more"
 
 
 class JsonListParser(TaggedParser):
@@ -124,44 +125,44 @@ class JsonListParser(TaggedParser):
 
     def begin(self, tag: str) -> None:
         self._calls = Calls()
-        self._told = False  # one of the list
+        self._emitted = False  # at least one call of the list
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
         if not self._calls.is_open:
-            rest = text.lstrip(SPACE + ("," if self._told else "["))
-            if self._told and rest.startswith("]"):
-                return rest[1:], "told"
+            rest = text.lstrip(SPACE + ("," if self._emitted else "["))
+            if self._emitted and rest.startswith("]"):
+                return rest[1:], "emitted"
             if not rest:
-                return text, ("told" if self._told else "none") if is_last else "more"
+                return text, ("emitted" if self._emitted else "none") if is_last else "more"
             if rest[0] != "{":
-                return text, "told" if self._told else "none"
+                return text, "emitted" if self._emitted else "none"
             self._before, text = text[: len(text) - len(rest)], rest
             self._calls.begin()
-        told: list[Part] = []
-        text, outcome = self._calls.read(text, told)
-        for part in told:
+        emitted: list[Part] = []
+        text, outcome = self._calls.read(text, emitted)
+        for part in emitted:
             self.count += part.kind == "call"
             parts.append(part._replace(number=self.count - 1))
-        self._told = self._told or bool(told)
+        self._emitted = self._emitted or bool(emitted)
         if outcome == "open":
             if not is_last:
                 return text, "more"
-            return self._untold() + text, "told" if self._told else "none"
+            return self._pending_text() + text, "emitted" if self._emitted else "none"
         if outcome == "none":
-            return self._untold() + text, "told" if self._told else "none"
+            return self._pending_text() + text, "emitted" if self._emitted else "none"
         return self.read(text, parts, is_last=is_last)
 
-    def _untold(self) -> str:
-        """What was read of the last call and the sign before it; nothing once it is told."""
-        return "" if self._calls.untold is None else self._before + self._calls.untold
+    def _pending_text(self) -> str:
+        """The text of the last call and the separator before it; "" once it is emitted."""
+        return "" if self._calls.pending is None else self._before + self._calls.pending
 
 
 class TagValuesParser(TaggedParser):
-    """A call whose arguments are tags of their own, each a text or JSON: told once all of it is there."""
+    """A call whose arguments are tags of their own, each a string or JSON: emitted once it is complete."""
 
     END: ClassVar[str]  # the tag that ends a call
     CALL: ClassVar[re.Pattern[str]]  # the whole call without its end: `name` and `values`
-    VALUE: ClassVar[re.Pattern[str]]  # one of the values, with the white space around it: `key` and `value`
+    VALUE: ClassVar[re.Pattern[str]]  # one value, with the white space around it: `key` and `value`
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
         body, found, rest = text.partition(self.END)
@@ -172,32 +173,32 @@ class TagValuesParser(TaggedParser):
         if not found:
             body = body[: len(body) - partial_suffix(body, self.END)]
         call = self.CALL.fullmatch(body)
-        if call is not None and call["name"] not in self.functions:  # prose about tags, or what nobody offered
+        if call is not None and call["name"] not in self.functions:  # prose, or a function not offered
             call = None
         arguments = None if call is None else self._arguments(call["name"], call["values"])
         if call is None or arguments is None:
             return text, "none"
-        self.tell(call["name"], parts, arguments)
-        return rest, "told"
+        self.emit_call(call["name"], parts, arguments)
+        return rest, "emitted"
 
     def value(self, found: re.Match[str], types: ArgumentTypes) -> str:
-        """As JSON. `found`: by VALUE."""
+        """The value as JSON. `found`: a match of VALUE."""
         return converted(types.chosen(found["key"], found["value"]), types.of(found["key"]))
 
     def _arguments(self, name: str, written: str) -> str | None:
-        """As JSON; None where anything else stands among the values."""
-        types, place = ArgumentTypes(self.functions.get(name, {})), 0
+        """The arguments as JSON; None if there is anything else between the values."""
+        types, position = ArgumentTypes(self.functions.get(name, {})), 0
         found: list[str] = []
         seen: set[str] = set()
-        while place < len(written):
-            one = self.VALUE.match(written, place)
+        while position < len(written):
+            one = self.VALUE.match(written, position)
             if one is None or not one[0]:
-                return None if written[place:].strip() else "{" + ", ".join(found) + "}"
+                return None if written[position:].strip() else "{" + ", ".join(found) + "}"
             if one["key"] in seen:
                 return None
             seen.add(one["key"])
             found.append(f"{as_json(one['key'])}: {self.value(one, types)}")
-            place = one.end()
+            position = one.end()
         return "{" + ", ".join(found) + "}"
 
 
@@ -211,7 +212,7 @@ class JsonObject:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """How many of the characters belong to it."""
+        """Returns how many of the characters belong to it."""
         for number, character in enumerate(text):
             if self._in_string:
                 if self._escaped:

@@ -1,4 +1,4 @@
-"""What `thinking_token_budget` needs of a model's format: its tags of thoughts as token ids."""
+"""What `thinking_token_budget` needs of a model's format: its reasoning tags as token ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.parsers.table import THOUGHTS, find_thoughts
 from minisgl_backend.request import ThinkingTags
 
-TAIL = 16  # tokens at a prompt's end that may hold an opening tag
+TAIL = 16  # tokens at a prompt's end that may contain an opening tag
 
 
 def thinking_tags(
@@ -19,10 +19,10 @@ def thinking_tags(
     encode: Callable[[str], Sequence[int]],
     prompt_tail: str,
 ) -> ThinkingTags:
-    """The tags of the format that `parser` names; auto: that template and added tokens show.
+    """The tags of the format named by `parser`; auto: the format that template and added tokens show.
 
     `encode`: text to ids, without special tokens at its ends. `prompt_tail`: the text of the prompt's last TAIL tokens.
-    Raises InvalidRequestError for a model that writes no thoughts, as far as is known.
+    Raises InvalidRequestError for a model that has no reasoning, as far as known.
     """
     if parser not in ("auto", "none", *THOUGHTS):
         allowed = ", ".join(("auto", "none", *THOUGHTS))

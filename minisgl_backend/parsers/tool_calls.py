@@ -1,7 +1,7 @@
-"""Tool calls in what a model writes -> calls with a name and arguments as JSON text, as the text arrives.
+"""Tool calls in model output -> calls with a name and arguments as JSON text, while the text arrives.
 
-Incremental: the parts add up to the same whatever places the text was cut at. A call is told once its name is known
-and its arguments begin; what turns out to be none before that is content.
+Incremental: the parts do not depend on how the text is split into pieces. A call is emitted once its name is known and
+its arguments begin; what turns out before that not to be a call is content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HermesParser:
         self._held = ""
         self._calls = Calls()
         self._opening = ""  # the tag before a call, and the white space before that
-        self._closing = False  # behind a call, before its closing tag
+        self._closing = False  # after a call, before its closing tag
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -31,10 +31,10 @@ class HermesParser:
         return parts
 
     def finish(self, reason: str) -> list[Part]:
-        """What was held back. A call that was never told is content."""
+        """What was held back. A call that was never emitted is content."""
         text = ""
         if self._calls.is_open:
-            text = "" if self._calls.untold is None else self._opening + self._calls.untold
+            text = "" if self._calls.pending is None else self._opening + self._calls.pending
         elif not self._closing:
             text = self._held if self._calls.count == 0 else self._held.rstrip()
         self._held = ""
@@ -44,11 +44,11 @@ class HermesParser:
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
             if outcome == "none":
-                parts += content(f"{self._opening}{self._calls.untold}")
-            self._closing = outcome == "told"
+                parts += content(f"{self._opening}{self._calls.pending}")
+            self._closing = outcome == "emitted"
             return outcome != "open"
         if self._closing:
-            # Models forget a brace, or the tag itself: what comes then is the text behind the call.
+            # Models forget a brace, or the tag itself: what comes then is the text after the call.
             rest = self._held.lstrip(SPACE + "}],")
             if rest != self.CLOSE and self.CLOSE.startswith(rest):
                 self._held = rest
@@ -75,7 +75,7 @@ class HermesParser:
 class LlamaParser:
     """`{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them: Llama 3.1 to 3.3.
 
-    Only what names one of the request's tools is a call: other JSON may be the answer itself.
+    Only an object that names one of the request's tools is a call: other JSON may be the answer itself.
     """
 
     TAG = "<|python_tag|>"
@@ -84,7 +84,7 @@ class LlamaParser:
         self._held = ""
         self._calls = Calls(frozenset(names), needs_arguments=True)
         self._is_text = False
-        self._before = ""  # what stood before the object that is being read
+        self._before = ""  # the text before the object being read
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -96,7 +96,7 @@ class LlamaParser:
     def finish(self, reason: str) -> list[Part]:
         text = self._held
         if self._calls.is_open:
-            text = "" if self._calls.untold is None else self._before + self._calls.untold
+            text = "" if self._calls.pending is None else self._before + self._calls.pending
         elif self._calls.count:
             text = text.strip(SPACE + ";,")
         self._held = ""
@@ -110,7 +110,7 @@ class LlamaParser:
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
             if outcome == "none":
-                parts += content(f"{self._before}{self._calls.untold}")
+                parts += content(f"{self._before}{self._calls.pending}")
                 self._is_text = True
             return outcome != "open"
         rest = self._held.lstrip(SPACE + (";," if self._calls.count else ""))
@@ -153,13 +153,13 @@ class ArgumentsParser:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told = False
+        self._emitted = False
 
     def feed(self, text: str) -> list[Part]:
         if not text:
             return []
-        begin = [] if self._told else [Part("call", self._name)]
-        self._told = True
+        begin = [] if self._emitted else [Part("call", self._name)]
+        self._emitted = True
         return [*begin, Part("arguments", text)]
 
     def finish(self, reason: str) -> list[Part]:

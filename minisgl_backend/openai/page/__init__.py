@@ -1,4 +1,4 @@
-"""The page to chat in a browser: fixed files, which ask the endpoint they came from and nothing else."""
+"""The chat page for a browser: static files that use only the endpoint they came from."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
 PAGE_FILES = "/page"
-"""Below this path are the files of the page; they are open to all, as the page itself is."""
+"""The path prefix of the page's files, which need no API key, like the page itself."""
 
 _FOLDER = Path(__file__).parent / "files"
-# What models write is shown on this page: no script, style or picture but the page's own is ever taken.
+# The page shows model output, so it loads no script, style or picture but its own.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'"
@@ -22,7 +22,7 @@ _HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked for again each time, and answered 304 where nothing has changed
+    "Cache-Control": "no-cache",  # revalidated each time, and answered with 304 if unchanged
 }
 
 

@@ -1,4 +1,4 @@
-"""What clients may send, as pydantic models: types are checked here, values by the server, which names the field.
+"""Requests as pydantic models: types are checked here, values by the server, whose errors name the field.
 
-Unknown fields are refused: a misspelt option that is silently ignored costs more than an error.
+Unknown fields are errors: silently ignoring a misspelt option would cost more than an error.
 """

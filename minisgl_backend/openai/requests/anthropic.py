@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, as the chats that they amount to."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, and their conversion to chats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
 
-# A field of the chat -> what it is called here.
+# A field of the chat -> its name here.
 WORDS: Mapping[str, str] = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -32,11 +32,11 @@ class AnthropicMessage(Model):
 
 class AnthropicTool(Model):
     name: str
-    type: str | None = None  # "custom" or none; all others are run by Anthropic itself
+    type: str | None = None  # "custom" or none; Anthropic itself runs all other types
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    # Without a meaning here.
+    # Accepted without effect.
     cache_control: dict[str, Any] | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
@@ -46,7 +46,7 @@ class AnthropicTool(Model):
     @model_validator(mode="before")
     @classmethod
     def _without_options(cls, values: Any) -> Any:
-        """What Anthropic runs itself is left out here, with whatever options it has; some of it has no name."""
+        """Tools that Anthropic itself runs are dropped with their options, whatever these are; some have no name."""
         kind = values.get("type") if isinstance(values, dict) else None
         if not isinstance(kind, str) or kind == "custom":
             return values
@@ -75,12 +75,12 @@ class OutputFormat(Model):
 
 
 class OutputConfig(Model):
-    effort: str | None = None  # handed to the chat template, as reasoning_effort
+    effort: str | None = None  # passed to the chat template, as reasoning_effort
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(Sampling):
-    """What of a request makes its prompt."""
+    """The part of a request that determines its prompt."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | list[dict[str, Any]] | None = None
@@ -90,7 +90,7 @@ class CountTokensRequest(Sampling):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older name
     chat_template_kwargs: dict[str, Any] | None = None
-    # Without a meaning here: nothing is kept, and no conversation is shortened.
+    # Accepted without effect: nothing is stored, and no conversation is shortened.
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     container: str | None = None
@@ -99,7 +99,7 @@ class CountTokensRequest(Sampling):
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def check(self) -> None:
-        """Raises ApiError for what is wrong beyond types and beyond what the chat finds."""
+        """Raises ApiError for errors other than types and those that the chat reports."""
         for name in ("system", "messages", "tools"):
             value = getattr(self, name)
             plain = [one.model_dump() for one in value] if name != "system" and value else value
@@ -107,7 +107,7 @@ class CountTokensRequest(Sampling):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat. Raises ApiError for what has no place in one."""
+        """The equivalent chat. Raises ApiError for what a chat cannot express."""
         if self.stop is not None:
             raise invalid("stop", "stop is given; allowed: stop_sequences")
         values = {name: getattr(self, name) for name in Sampling.model_fields if name not in ("stop", "metadata")}
@@ -128,7 +128,7 @@ class CountTokensRequest(Sampling):
 
     @property
     def left_out(self) -> list[str]:
-        """Types of tools that nobody here can run."""
+        """Types of tools that this server cannot run."""
         return [tool.type for tool in self.tools or () if tool.type not in (None, "custom")]
 
     def _tools(self) -> list[Tool]:
@@ -182,49 +182,49 @@ class MessagesRequest(CountTokensRequest):
         chat = super().as_chat()
         chat.max_tokens = self.max_tokens
         if self.stop_sequences:
-            # With the text of what ended the answer, so that it can be told which one it was.
+            # Includes the text that ended the answer, so that the response can report which one it was.
             chat.stop, chat.include_stop_str_in_output = self.stop_sequences, True
         return chat
 
 
 def _of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own in a chat."""
+    """In a chat, results of tools are separate messages."""
     found: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
-        place, kind = f"{name}[{number}]", block.get("type")
+        path, kind = f"{name}[{number}]", block.get("type")
         if kind == "tool_result":
-            content = text_of(block.get("content"), f"{place}.content")
-            if _is_error(block, place):  # chat templates have no field for it
+            content = text_of(block.get("content"), f"{path}.content")
+            if _is_error(block, path):  # chat templates have no field for it
                 content = f"Error: {content}"
-            found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", place), "content": content})
+            found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", path), "content": content})
         elif kind == "text":
-            text = _text(block, "text", place)
+            text = _text(block, "text", path)
             if found and found[-1]["role"] == "user":
                 found[-1]["content"] += f"\n{text}"
             else:
                 found.append({"role": "user", "content": text})
         else:
             allowed = ", ".join(_USER_BLOCKS)
-            raise wrong(f"{place}.type", f"is {shown(kind)}; allowed: {allowed} (this server has no other inputs)")
+            raise wrong(f"{path}.type", f"is {shown(kind)}; allowed: {allowed} (this server has no other inputs)")
     return found or [{"role": "user", "content": ""}]
 
 
 def _of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for number, block in enumerate(blocks):
-        place, kind = f"{name}[{number}]", block.get("type")
+        path, kind = f"{name}[{number}]", block.get("type")
         if kind == "text":
-            texts.append(_text(block, "text", place))
+            texts.append(_text(block, "text", path))
         elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", place))
+            thoughts.append(_text(block, "thinking", path))
         elif kind == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
-                raise wrong(f"{place}.input", f"is {shown(given)}; allowed: an object")
-            function = {"name": _text(block, "name", place), "arguments": json.dumps(given)}
-            calls.append({"id": _text(block, "id", place), "type": "function", "function": function})
-        elif kind != "redacted_thinking":  # which only Anthropic can read
-            raise wrong(f"{place}.type", f"is {shown(kind)}; allowed: {', '.join(_ASSISTANT_BLOCKS)}")
+                raise wrong(f"{path}.input", f"is {shown(given)}; allowed: an object")
+            function = {"name": _text(block, "name", path), "arguments": json.dumps(given)}
+            calls.append({"id": _text(block, "id", path), "type": "function", "function": function})
+        elif kind != "redacted_thinking":  # only Anthropic can read it
+            raise wrong(f"{path}.type", f"is {shown(kind)}; allowed: {', '.join(_ASSISTANT_BLOCKS)}")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)

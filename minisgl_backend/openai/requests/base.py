@@ -1,4 +1,4 @@
-"""What all endpoints that generate take: sampling options, and what constrains an answer."""
+"""Fields shared by all endpoints that generate: sampling options and constraints of the answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic_core import PydanticCustomError
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.request import MAX_LOGIT_BIAS, MAX_SEQUENCES_PER_REQUEST, SamplingParams
 
-MAX_FIELDS = 256  # of an object with named fields; none has so many
+MAX_FIELDS = 256  # of an object with named fields; the largest has fewer
 
-# Gets the names of unknown fields while a request is read that may have some (--ignore-unknown-fields); else None.
+# Collects unknown fields while a request is read that may have some (--ignore-unknown-fields); otherwise None.
 IGNORE: ContextVar[Callable[[str], None] | None] = ContextVar("ignore", default=None)
 
-# Options of vLLM, SGLang, TensorRT-LLM and llama.cpp that do nothing at these values, and have no others here.
+# Options of vLLM, SGLang, TensorRT-LLM and llama.cpp that have no effect at these values; others are not allowed.
 CHANGES_NOTHING: Mapping[str, Any] = {
     "early_stopping": False,
     "length_penalty": 1,
@@ -43,13 +43,13 @@ CHANGES_NOTHING: Mapping[str, Any] = {
 
 
 def check_entries(values: Any, most: int) -> Any:
-    """Before they are looked at one by one: of millions that are wrong, each would become an error of its own."""
+    """Checks the number before the entries: of millions of wrong ones, each would become an error of its own."""
     if isinstance(values, dict) and len(values) > most:
         raise PydanticCustomError("too_long", "at most {max_length} entries", {"max_length": most})
     return values
 
 
-# All lists of a request end at their first wrong entry, for the same reason.
+# Validation of all lists stops at their first wrong entry, for the same reason.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Biases = Annotated[dict[str, float], BeforeValidator(lambda values: check_entries(values, MAX_LOGIT_BIAS))]
@@ -63,7 +63,7 @@ class Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_entries(cls, values: Any) -> Any:
-        """Null is what clients send for a field that they leave alone, be it one that is not served."""
+        """Treats null as absent, as clients send it for unused fields, even for one that is not served."""
         checked = check_entries(values, MAX_FIELDS)
         if not isinstance(checked, dict):
             return checked
@@ -80,7 +80,7 @@ class Model(BaseModel):
 class StreamOptions(Model):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far with every chunk
-    include_obfuscation: bool | None = None  # never done
+    include_obfuscation: bool | None = None  # has no effect: it is never done
 
 
 class JsonSchema(Model):
@@ -96,7 +96,7 @@ class ResponseFormat(Model):
 
 
 class StructuredOutputs(Model):
-    """vLLM's name for what constrains an answer."""
+    """vLLM's name for constraints of the answer."""
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -106,7 +106,7 @@ class StructuredOutputs(Model):
 
 
 class Sampling(Model):
-    """What every endpoint that generates takes. Absent sampling options take the model's own defaults."""
+    """The fields of every endpoint that generates. Absent sampling options take the model's own defaults."""
 
     model: str | None = None
     stream: bool | None = None
@@ -131,7 +131,7 @@ class Sampling(Model):
     priority: int | None = None
     thinking_token_budget: int | None = None
     cache_salt: str | None = None
-    speculative: bool | None = None  # false: this request without speculation
+    speculative: bool | None = None  # false: disables speculation for this request
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
@@ -140,11 +140,11 @@ class Sampling(Model):
     regex: str | None = None  # SGLang's names of three of these
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | bool | None = None
-    request_id: str | None = None  # as the header X-Request-Id; vLLM's name and SGLang's
+    request_id: str | None = None  # like the header X-Request-Id; vLLM's and SGLang's name
     rid: str | None = None
-    guided_decoding_backend: str | None = None  # without a meaning here: there is one
+    guided_decoding_backend: str | None = None  # has no effect: there is only one backend
     use_beam_search: bool | None = None
-    # Sent by OpenAI's clients, and without a meaning here.
+    # Sent by OpenAI's clients, without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -155,7 +155,7 @@ class Sampling(Model):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Tokens of thoughts, by whichever name; None: no limit."""
+        """Maximum number of reasoning tokens, by any of its names; None: no limit."""
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @model_validator(mode="before")
@@ -171,10 +171,10 @@ class Sampling(Model):
 
 
 class Generating(Sampling):
-    """What chats and completions share beyond that."""
+    """The further fields that chats and completions share."""
 
     n: int | None = None
-    best_of: int | None = None  # 1 or n alone
+    best_of: int | None = None  # only 1 or n
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
@@ -190,16 +190,16 @@ class Generating(Sampling):
 
     @property
     def wants_figures(self) -> bool:
-        """Whether the server's figures of the request are needed; what the cache supplied is one of them."""
+        """Whether the server's metrics of the request are needed, which include the number of cached tokens."""
         return bool(not self.stream or self.include_usage or self.return_perf_metrics)
 
     @property
     def num_choices(self) -> int:
-        """Sequences of each prompt."""
+        """Sequences per prompt."""
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, Any]:
-        """The options by vLLM's names, as the tokenizer's `sampling_parameters` takes them."""
+        """The options by vLLM's names, as in the tokenizer's `sampling_parameters`."""
         values = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         guided = self._guided()
         if guided is not None:
@@ -207,7 +207,7 @@ class Generating(Sampling):
         return values
 
     def names(self) -> dict[str, str]:
-        """What the client called the fields that the server knows by another name."""
+        """The client's names of fields that the server knows by another name."""
         guided = self._guided()
         field = "response_format" if guided is None else guided[0]
         return {
@@ -220,7 +220,7 @@ class Generating(Sampling):
         }
 
     def check(self) -> None:
-        """Raises ApiError for what is wrong beyond types."""
+        """Raises ApiError for errors other than types."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is given; allowed: only with stream=true")
         if not 1 <= self.num_choices <= MAX_SEQUENCES_PER_REQUEST:
@@ -258,17 +258,17 @@ class Generating(Sampling):
                     given[name] = {"json_object": True} if key == "json_object" else _constraint(name, key, value)
         if len(given) > 1:
             first, second, *_ = given
-            raise invalid(second, f"{second} is given beside {first}; allowed: one constraint of the answer")
+            raise invalid(second, f"{second} is given together with {first}; allowed: one constraint of the answer")
         return next(iter(given.items()), None)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Whether they are equal as JSON is: true is no number."""
+    """JSON equality, where true is not a number."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
 def is_unicode(value: Any) -> bool:
-    """Whether JSON can be written of the value: JSON that was read may hold lone surrogates."""
+    """Whether the value can be written as JSON: JSON input may contain lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -300,7 +300,7 @@ _STRUCTURED = (
     ("grammar", "grammar"),
     ("json_object", "json_object"),
 )
-# Sampling parameters that have a form of their own in OpenAI's API.
+# Sampling parameters that have another form in OpenAI's API.
 _OTHERWISE = ("logprobs", "prompt_logprobs", "grammar", "bad_words_token_ids", "thinking_tags", "thinking_token_budget")
 _SAMPLING = (
     *(name for name in SamplingParams.__struct_fields__ if name not in _OTHERWISE),

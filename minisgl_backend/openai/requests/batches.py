@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from minisgl_backend.openai.requests.base import Model, is_unicode
 
 MAX_LINES = 50_000
-MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 24 * 3600  # seconds that a file may be asked to last; OpenAI's
+MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 24 * 3600  # allowed lifetime of a file in seconds; OpenAI's
 _MAX_METADATA = 16
 _MAX_METADATA_TEXT = 512
 _NOT_IN_A_LINE = ("stream", "background", "priority")
@@ -53,7 +53,7 @@ _decode = msgspec.json.Decoder(Line).decode
 
 
 def parse_line(text: bytes, endpoint: str) -> Line:
-    """Raises ValueError naming what is wrong."""
+    """Raises ValueError with what is wrong."""
     try:
         line = _decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

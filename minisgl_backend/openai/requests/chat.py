@@ -27,14 +27,14 @@ class AllowedTools(Model):
 
 
 class AllowedToolsChoice(Model):
-    """OpenAI's way to offer some of the tools."""
+    """OpenAI's way to offer only some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 class Thinking(Model):
-    """As DeepSeek, Z.ai and Anthropic write the switch."""
+    """The form of the switch used by DeepSeek, Z.ai and Anthropic."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
     budget_tokens: int | None = None
@@ -43,12 +43,12 @@ class Thinking(Model):
 class OpenRouterReasoning(Model):
     effort: str | None = None
     enabled: bool | None = None
-    exclude: bool | None = None  # from the answer
+    exclude: bool | None = None  # leave the reasoning out of the answer
     max_tokens: int | None = None
 
 
 class ChatRequest(Generating):
-    """A chat: messages, and how the answer is to be made and taken apart."""
+    """A chat: messages, and how to generate and parse the answer."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
@@ -64,18 +64,18 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = None  # the message that is continued comes first
+    echo: bool | None = None  # the answer begins with the message that it continues
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    include_reasoning: bool | None = None  # false: thoughts are left out
+    include_reasoning: bool | None = None  # false: reasoning is left out
     # Other services' names for what chat templates call enable_thinking, thinking or reasoning_effort.
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
     reasoning: OpenRouterReasoning | None = None
-    separate_reasoning: bool | None = None  # SGLang's: false leaves the thoughts in the content
+    separate_reasoning: bool | None = None  # SGLang's: false leaves the reasoning in the content
 
     @property
     def choice(self) -> str | NamedTool:
-        """What of the tools is to be used."""
+        """Which tools may or must be used."""
         if not self.tools:
             return "none"
         if isinstance(self.tool_choice, AllowedToolsChoice):
@@ -84,7 +84,7 @@ class ChatRequest(Generating):
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that may be called. Raises ApiError where tool_choice allows one that is none of them."""
+        """The tools that may be called. Raises ApiError if tool_choice allows one that is not among them."""
         tools = self.tools or ()
         if not isinstance(self.tool_choice, AllowedToolsChoice):
             return tools
@@ -104,7 +104,7 @@ class ChatRequest(Generating):
 
     @property
     def callable_functions(self) -> Sequence[FunctionDefinition]:
-        """Those that the answer may call, or has to. Raises ApiError where tool_choice names none of them."""
+        """The functions that the answer may or must call. Raises ApiError if tool_choice names none of them."""
         if isinstance(self.choice, NamedTool):
             return [find_function(self.offered, self.choice.function.name)]
         return [] if self.choice == "none" else [tool.function for tool in self.offered]
@@ -128,7 +128,7 @@ class ChatRequest(Generating):
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: the message that it continues."""
+        """The beginning of the answer: the message that it continues."""
         last = self.messages[-1]
         return text_of(last.content, "messages") if self.echo and last.role == "assistant" else ""
 
@@ -139,7 +139,7 @@ class ChatRequest(Generating):
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
                 "continue_final_message",
-                "continue_final_message is true beside add_generation_prompt; allowed: one of them",
+                "continue_final_message is true together with add_generation_prompt; allowed: one of them",
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise invalid("tool_choice", "tool_choice is given without tools; allowed: none")
@@ -147,13 +147,13 @@ class ChatRequest(Generating):
         if self.must_call:
             self.tool_schema()
             guided = self._guided()
-            # A format is idle beside a forced call, as it is with OpenAI; a constraint by another name contradicts it.
+            # As with OpenAI, a forced call overrides response_format; other constraints contradict it.
             if guided is not None and guided[0] != "response_format":
-                reason = "is given beside tool_choice, which constrains the answer, too; allowed: one"
+                reason = "is given together with tool_choice, which constrains the answer, too; allowed: one"
                 raise invalid(guided[0], f"{guided[0]} {reason}")
 
     def switches(self) -> dict[str, Any]:
-        """What tells the chat template how the answer begins."""
+        """The template arguments that determine how the answer begins."""
         kwargs = {**self._thinking(), **(self.chat_template_kwargs or {})}
         for name in ("add_generation_prompt", "continue_final_message", "reasoning_effort"):
             if (value := getattr(self, name)) is not None:
@@ -161,7 +161,7 @@ class ChatRequest(Generating):
         return kwargs
 
     def _thinking(self) -> dict[str, Any]:
-        """By the names that templates have: Qwen's and GLM's is enable_thinking, DeepSeek's and Granite's thinking."""
+        """By the templates' names: enable_thinking for Qwen and GLM, thinking for DeepSeek and Granite."""
         switch = self.enable_thinking
         found: dict[str, Any] = {}
         if self.reasoning is not None:
@@ -172,7 +172,7 @@ class ChatRequest(Generating):
         return found if switch is None else {**found, "enable_thinking": switch, "thinking": switch}
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """The chat template's arguments other than the messages."""
         kwargs = self.switches()
         if self.documents is not None:
             kwargs["documents"] = self.documents

@@ -11,7 +11,7 @@ from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Generating, TokenIds
 
 MAX_PROMPTS = 1024
-MAX_CHOICES = 256  # sequences of one request: prompts times n
+MAX_CHOICES = 256  # sequences per request: prompts times n
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
@@ -31,14 +31,14 @@ class CompletionRequest(Generating):
 
     @property
     def prompts(self) -> Sequence[str | TokenIds]:
-        """At least one of them, each a text or token ids."""
+        """The prompts, at least one, each a text or token ids."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 
     @property
     def only_echo(self) -> bool:
-        """Nothing is to be generated: OpenAI's way to have the log-probabilities of a text."""
+        """Nothing is generated: OpenAI's way to get the log-probabilities of a text."""
         return self.max_tokens == 0 and bool(self.echo)
 
     def check(self) -> None:

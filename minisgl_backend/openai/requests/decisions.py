@@ -19,13 +19,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Part(Model):
-    """A piece of an input or of a question: text, or JSON; images are not served."""
+    """A piece of an input or of a question: text or JSON; images are not served."""
 
     type: Literal["input_text", "output_text", "refusal", "input_json"]
     text: str | None = None
     refusal: str | None = None
     data: dict[str, Any] | list[Any] | None = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # without a meaning here: prefixes are cached by themselves
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # has no effect: prefixes are cached automatically
 
     @property
     def shown(self) -> str:
@@ -38,7 +38,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
 class Item(Model):
-    """A message, a call or the output of one."""
+    """A message, a call, or the output of a call."""
 
     type: Literal["message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"] = (
         "message"
@@ -49,7 +49,7 @@ class Item(Model):
     arguments: str | None = None
     input: str | None = None
     output: str | Parts | None = None
-    # Without a meaning here.
+    # Accepted without effect.
     id: str | None = None
     call_id: str | None = None
     namespace: str | None = None
@@ -66,7 +66,7 @@ class Item(Model):
 
 
 def shown(content: str | Sequence[Part] | None) -> str:
-    """A text, or parts one below the other."""
+    """A text, or the concatenated parts, one per line."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.shown for part in content)
@@ -139,7 +139,7 @@ class DecisionRequest(Model):
     chat_template_kwargs: dict[str, Any] | None = None
     request_id: str | None = None
     rid: str | None = None
-    # Without a meaning here.
+    # Accepted without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -148,7 +148,7 @@ class DecisionRequest(Model):
 
     @property
     def text(self) -> str:
-        """What is judged: of several speakers a transcript."""
+        """The text to judge; a transcript if there are several speakers."""
         if isinstance(self.input, str):
             return self.input
         roles = {item.role for item in self.input if item.type == "message"}
@@ -159,7 +159,7 @@ class DecisionRequest(Model):
         return "\n\n".join(lines)
 
     def check(self) -> None:
-        """Raises ApiError for what is wrong beyond types."""
+        """Raises ApiError for errors other than types."""
         if not self.text.strip():
             raise invalid("input", "input is empty; allowed: a text, or messages with one")
         for name in ("input", "questions", "cache_salt", "chat_template_kwargs"):
@@ -168,10 +168,10 @@ class DecisionRequest(Model):
                 given = [(shown(one.instructions), *one.options) for one in self.questions]
             if not is_unicode(given):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
-        for place, question in enumerate(self.questions):
-            # A text and a boolean are two choices, whatever they are written like.
+        for number, question in enumerate(self.questions):
+            # A text and a boolean are different choices, even if they look the same.
             labels = [repr(one.value) for one in question.choices] if isinstance(question, ChoiceQuestion) else []
             if len(set(labels)) != len(labels):
-                raise invalid("questions", f"questions[{place}] has a choice twice; allowed: each once")
+                raise invalid("questions", f"questions[{number}] has a choice twice; allowed: each once")
             if not shown(question.instructions).strip():
-                raise invalid("questions", f"questions[{place}] has no instructions; allowed: a text")
+                raise invalid("questions", f"questions[{number}] has no instructions; allowed: a text")

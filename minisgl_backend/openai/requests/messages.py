@@ -1,4 +1,4 @@
-"""Chat messages as clients send them -> as chat templates expect them."""
+"""Converts chat messages from clients into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MAX_SHOWN = 60
 
 
 class Message(BaseModel):
-    """Role and content, and whatever else the chat template reads."""
+    """Role and content, and any other fields that the chat template reads."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
     content: Any = None
 
-    def for_template(self, place: int) -> dict[str, Any]:
-        """The content as one text; calls are checked. The tokenizer makes of them what its template asks for.
+    def for_template(self, number: int) -> dict[str, Any]:
+        """The content as one text; calls are validated. The tokenizer converts them to the form of its template.
 
         Raises ApiError.
         """
-        name = f"messages[{place}]"
+        name = f"messages[{number}]"
         message = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content, f"{name}.content")}
         calls = message.pop("tool_calls", None)
         if calls is not None:
@@ -36,7 +36,7 @@ class Message(BaseModel):
 
 
 def text_of(content: Any, name: str) -> str:
-    """A message's content, a text or a list of parts, as one text. Raises ApiError, which calls it `name`."""
+    """A message's content, a text or a list of parts, as one text. Raises ApiError that refers to it as `name`."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -47,12 +47,12 @@ def text_of(content: Any, name: str) -> str:
 
 
 def wrong(name: str, reason: str) -> ApiError:
-    """The error for a value inside a field: `messages[3].content` is one of `messages`."""
+    """The error for a nested value: `messages[3].content` belongs to the field `messages`."""
     return invalid(name.partition("[")[0], f"{name} {reason}")
 
 
 def shown(value: Any) -> str:
-    """A wrong value as a message repeats it."""
+    """A wrong value as quoted in an error message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

@@ -19,15 +19,15 @@ Truncation = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
 
 
 class Pooled(Model):
-    """What all of them take."""
+    """The fields of all of them."""
 
     model: str | None = None
-    truncate_prompt_tokens: Truncation | None = None  # vLLM's: longer prompts are cut there; -1: at the model's limit
+    truncate_prompt_tokens: Truncation | None = None  # vLLM's: truncates longer prompts; -1: to the model's limit
     priority: Priority | None = None
-    cache_salt: str | None = None  # cached prefixes are shared among requests with the same one alone
-    request_id: str | None = None  # as the header X-Request-Id
+    cache_salt: str | None = None  # cached prefixes are shared only among requests with the same salt
+    request_id: str | None = None  # like the header X-Request-Id
     rid: str | None = None
-    # Who asks, with --tenants user; else without a meaning.
+    # The tenant, with --tenants user; otherwise without effect.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class EmbeddingRequest(Pooled):
     pooling: Literal["last", "mean", "cls"] | None = None
 
     def asked(self) -> dict[str, Any]:
-        """As the model `embedding` takes it. Raises ApiError."""
+        """The request to the model `embedding`. Raises ApiError."""
         given: Sequence[Any] = [self.input] if isinstance(self.input, str) else self.input
         if not given:
             raise invalid("input", "input is empty; allowed: a text, token ids, or a list of either")
@@ -70,7 +70,7 @@ class EmbeddingRequest(Pooled):
         return {name: given, **values, **self._asked()}
 
     def names(self) -> dict[str, str]:
-        """What the server calls a field -> what the client did."""
+        """The server's name of a field -> the client's."""
         return {"texts": "input", "token_ids": "input"}
 
 
@@ -83,21 +83,21 @@ Documents = Annotated[list[Document], Field(min_length=1, max_length=MAX_INPUTS,
 
 
 class RerankRequest(Pooled):
-    """POST /v1/rerank, /rerank and /v2/rerank: Jina's and Cohere's shape."""
+    """POST /v1/rerank, /rerank and /v2/rerank: Jina's and Cohere's format."""
 
     query: str
     documents: Documents
-    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as vLLM has it
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as in vLLM
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
-    instruction: str | None = None  # what is looked for, for models that judge by yes and no
+    instruction: str | None = None  # the task, for models that judge by yes and no
 
     @property
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
     def asked(self) -> dict[str, Any]:
-        """As the model `embedding` takes it. Raises ApiError."""
+        """The request to the model `embedding`. Raises ApiError."""
         for name, value in (("query", self.query), ("documents", self.texts), ("instruction", self.instruction)):
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
@@ -110,14 +110,14 @@ class RerankRequest(Pooled):
 
 
 class ScoreRequest(Pooled):
-    """POST /v1/score and /score: vLLM's shape; one text against many, or as many against as many."""
+    """POST /v1/score and /score: vLLM's format; one text against many, or n texts against n."""
 
     text_1: str | Inputs
     text_2: str | Inputs
     instruction: str | None = None
 
     def asked(self) -> dict[str, Any]:
-        """As the model `embedding` takes it. Raises ApiError."""
+        """The request to the model `embedding`. Raises ApiError."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if len(first) not in (1, len(second)):

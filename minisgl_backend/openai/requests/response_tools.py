@@ -1,7 +1,7 @@
-"""The tools of /v1/responses: functions, and functions in namespaces, as a model may call them.
+"""The tools of /v1/responses: functions, also in namespaces, and the names that the model calls them by.
 
-A namespace is how Codex groups the tools of MCP servers. The model sees `NAMESPACE__NAME`; who asked gets `namespace`
-and `name` back, since that is how its calls are found.
+Codex groups the tools of MCP servers in namespaces. The model sees `NAMESPACE__NAME`; the client gets `namespace` and
+`name` back, by which it finds the function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.openai.requests.messages import shown, wrong
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, Tool
 from minisgl_backend.openai.validation import from_validation
 
-# What only OpenAI's own servers run, and tools whose input is no JSON.
+# Tools that only OpenAI's own servers run, and tools whose input is not JSON.
 HOSTED = frozenset(
     {"web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "file_search"}
     | {"code_interpreter", "image_generation", "computer", "computer_use_preview", "mcp", "local_shell", "shell"}
@@ -35,7 +35,7 @@ class Function(Model):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: bool | None = None  # without a meaning here: all are shown to the model
+    defer_loading: bool | None = None  # has no effect: all are shown to the model
 
 
 class Namespace(Model):
@@ -58,13 +58,13 @@ class AllowedFunctions(Model):
 
 
 class CallableTools:
-    """What of the tools of a request can be called here."""
+    """A request's tools that can be called here."""
 
     def __init__(self, given: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ApiError for what is no tool."""
+        """Raises ApiError for an invalid tool."""
         self.tools: list[Tool] = []
-        self.namespaces: dict[str, tuple[str, str]] = {}  # as the model calls a function -> namespace, name
-        self.left_out: list[str] = []  # types of those that nobody here can run
+        self.namespaces: dict[str, tuple[str, str]] = {}  # the model's name of a function -> namespace, name
+        self.left_out: list[str] = []  # types of tools that this server cannot run
         for number, tool in enumerate(given):
             self._add(tool, f"tools[{number}]")
         if given and not self.tools:
@@ -94,7 +94,7 @@ class CallableTools:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What the model calls a function."""
+    """The model's name of a function."""
     if not namespace or namespace == _DEFAULT_NAMESPACE:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -104,11 +104,11 @@ def _validated(kind: Any, given: Mapping[str, Any], name: str) -> Any:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        place = tuple(_place(name))
-        raise from_validation([{**one, "loc": (*place, *one["loc"])} for one in error.errors()]) from None
+        location = tuple(_location(name))
+        raise from_validation([{**one, "loc": (*location, *one["loc"])} for one in error.errors()]) from None
 
 
-def _place(name: str) -> Iterator[str | int]:
-    """`tools[3].tools[1]` as pydantic writes it."""
+def _location(name: str) -> Iterator[str | int]:
+    """`tools[3].tools[1]` as pydantic's location."""
     for part in name.replace("]", "").replace("[", ".").split("."):
         yield int(part) if part.isdecimal() else part

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a conversation as items, as the chat that it amounts to."""
+"""POST /v1/responses: a conversation as items, and its conversion to a chat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_SERVED = {
     "prompt": "this server has no prompt templates: send instructions and input",
     "context_management": "this server does not shorten conversations",
 }
-# A field of the chat -> what it is called here.
+# A field of the chat -> its name here.
 WORDS: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -48,20 +48,20 @@ class TextFormat(Model):
 
 class Text(Model):
     format: TextFormat | None = None
-    verbosity: str | None = None  # without a meaning here
+    verbosity: str | None = None  # accepted without effect
 
 
 class Reasoning(Model):
-    effort: str | None = None  # handed to the chat template
-    max_tokens: int | None = None  # of thoughts, as OpenRouter has it
-    # Without a meaning here: thoughts are given as they are.
+    effort: str | None = None  # passed to the chat template
+    max_tokens: int | None = None  # reasoning tokens; OpenRouter's field
+    # Accepted without effect: reasoning is returned unchanged.
     summary: str | None = None
     generate_summary: str | None = None
 
 
 class ResponsesStreamOptions(Model):
-    include_obfuscation: bool | None = None  # never done
-    include_usage: bool | None = None  # always done; some clients know it from chats and ask for it
+    include_obfuscation: bool | None = None  # has no effect: it is never done
+    include_usage: bool | None = None  # always included; some clients know it from chats and send it
 
 
 class ResponsesRequest(Sampling):
@@ -78,20 +78,20 @@ class ResponsesRequest(Sampling):
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     stream_options: ResponsesStreamOptions | None = None
-    truncation: Literal["disabled", "auto"] | None = None  # nothing is ever cut: a prompt that is too long is refused
-    client_metadata: dict[str, Any] | None = None  # Codex's, without a meaning here
-    max_tool_calls: int | None = None  # of built-in tools, which there are none of
+    truncation: Literal["disabled", "auto"] | None = None  # nothing is ever cut: a prompt that is too long is an error
+    client_metadata: dict[str, Any] | None = None  # Codex's, accepted without effect
+    max_tool_calls: int | None = None  # of built-in tools, of which there are none
     chat_template_kwargs: dict[str, Any] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
-    # Refused by name where they ask for something.
+    # Refused by name if they request anything.
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
 
     @cached_property
     def callable_tools(self) -> CallableTools:
-        """Raises ApiError for what is no tool."""
+        """Raises ApiError for an invalid tool."""
         return CallableTools(self.tools or ())
 
     @property
@@ -99,14 +99,14 @@ class ResponsesRequest(Sampling):
         return "message.output_text.logprobs" in (self.include or ())
 
     def check(self) -> None:
-        """Raises ApiError for what is wrong beyond types and beyond what the chat finds."""
+        """Raises ApiError for errors other than types and those that the chat reports."""
         for name, reason in _NOT_SERVED.items():
             if getattr(self, name):
                 raise invalid(name, f"{name} is given; {reason}")
         if not is_unicode(self.input):
             raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
         if self.background and self.stream:
-            raise invalid("background", "background is true beside stream; allowed: one of them")
+            raise invalid("background", "background is true together with stream; allowed: one of them")
         for name, value in self.model_dump(include=_REPEATED).items():
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
@@ -123,14 +123,14 @@ class ResponsesRequest(Sampling):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input."""
+        """The input's items."""
         if not isinstance(self.input, str):
             return self.input
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
 
     def as_chat(self, earlier: Sequence[dict[str, Any]] = ()) -> ChatRequest:
-        """The same as a chat. `earlier`: the items before the input. Raises ApiError for items that have no place in
-        one."""
+        """The equivalent chat. `earlier`: the items before the input. Raises ApiError for items that a chat cannot
+        express."""
         values = {name: getattr(self, name) for name in Sampling.model_fields}
         values |= {
             "messages": [Message.model_validate(message) for message in self._messages(earlier)],
@@ -178,7 +178,7 @@ def _named(function: NamedFunction) -> NamedTool:
 
 
 def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> None:
-    """Thoughts, text and calls of one turn of the model are items of their own here, and one message of a chat."""
+    """Reasoning, text and calls of one turn of the model are separate items here, but one message of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
@@ -212,7 +212,7 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The message that the model has begun and nobody has answered yet."""
+    """The message of the model's current turn, which no other message follows yet."""
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_backend.openai.requests.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(Model):
-    """POST /tokenize: a prompt, or messages as the chat template renders them."""
+    """POST /tokenize: a prompt, or messages to be rendered by the chat template."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""Functions that a model may call, and the grammar of an answer that has to call one."""
+"""Functions that a model may call, and the grammar of an answer that must call one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FunctionDefinition(Model):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """None given: a function without parameters."""
+        """Without a schema: a function without parameters."""
         return self.parameters or {"type": "object", "properties": {}}
 
 
@@ -38,7 +38,7 @@ class NamedTool(Model):
 
 
 def find_function(tools: Sequence[Tool], name: str) -> FunctionDefinition:
-    """Raises ApiError where none of the functions has that name."""
+    """Raises ApiError if none of the functions has that name."""
     for tool in tools:
         if tool.function.name == name:
             return tool.function
@@ -46,7 +46,7 @@ def find_function(tools: Sequence[Tool], name: str) -> FunctionDefinition:
 
 
 def calls_schema(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of calls, [{"name": ..., "parameters": {...}}, ...]; without `parallel`, of exactly one."""
+    """The JSON schema of a list of calls, [{"name": ..., "parameters": {...}}, ...]; of one if not `parallel`."""
     calls = [
         {
             "type": "object",
@@ -63,5 +63,5 @@ def calls_schema(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
 
 
 def _as_resource(schema: dict[str, Any], number: int) -> dict[str, Any]:
-    """With an address of its own: references within it start at its root, and not at that of the list of calls."""
+    """Gives a schema its own `$id`, so that references in it start at its root, not at that of the list of calls."""
     return schema if isinstance(schema.get("$id"), str) else {**schema, "$id": f"function:{number}"}

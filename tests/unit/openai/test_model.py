@@ -226,6 +226,6 @@ def test_strict_functions_are_kept_by_a_grammar_of_the_format(parser: str, stric
 
 
 def test_what_calls_in_python_cannot_name_is_refused_or_forced_as_json() -> None:
-    with pytest.raises(ApiError, match="tools: strict beside a function 'get-time'"):
+    with pytest.raises(ApiError, match="tools: strict is true for function 'get-time'"):
         strict_chat("pythonic", "get-time", True)
     assert "json" in strict_chat("pythonic", "get-time", True, tool_choice="required")["guided_decoding"]

@@ -1,4 +1,4 @@
-"""What clients of other servers send: options that change nothing, other names, tools that nobody here can run."""
+"""What clients of other servers send: options that change nothing, other names, tools that this server cannot run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.logprobs import CompletionLogprobs, said
 from minisgl_backend.openai.requests.anthropic import MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import OutputItems
-from minisgl_backend.openai.told_once import ToldOnce
 from minisgl_backend.openai.triton import Delta, TokenLogprob
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 from minisgl_backend.openai.validation import from_validation
@@ -186,8 +186,8 @@ def test_tools_that_anthropic_runs_are_left_out_with_their_options() -> None:
             MessagesRequest.model_validate({"max_tokens": 1, "messages": messages, "tools": [wrong]})
 
 
-def test_names_are_told_once_and_never_without_a_bound() -> None:
-    told = ToldOnce()
-    assert told.is_new("a" * 100)
-    assert not told.is_new("a" * 100)
-    assert sum(told.is_new(str(number)) for number in range(1000)) == 255
+def test_names_are_logged_once_and_up_to_a_limit() -> None:
+    names = LogOnce()
+    assert names.is_new("a" * 100)
+    assert not names.is_new("a" * 100)
+    assert sum(names.is_new(str(number)) for number in range(1000)) == 255

@@ -47,7 +47,7 @@ def told(deltas: Sequence[Sequence[str]], texts: Sequence[str] | None = None) ->
     answer = ResponseAnswer(ResponsesRequest.model_validate(body), said, Header("r", 0, "m"), parser)
 
     async def read() -> list[bytes]:
-        return [line async for line in answer.lines()]
+        return [line async for line in answer.events()]
 
     lines = b"".join(asyncio.run(read())).decode().splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
