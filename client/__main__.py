@@ -1,4 +1,4 @@
-"""`python -m client`: the command `minisgl` where it is not installed."""
+"""`python -m client`: the command `minisgl` without installing it."""
 
 from __future__ import annotations
 

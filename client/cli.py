@@ -41,8 +41,8 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"minisgl-backend {minisgl_backend.__version__}")
         raise typer.Exit
 
@@ -157,7 +157,7 @@ def chat(
         with _open_source(url, protocol, openai, api_key, local, model, timeout, options) as open_stream:
             shown = sys.stdout.isatty() if markdown is None else markdown
             is_answered = ChatLoop(Chat(open_stream, system), shown).run()
-    # People have seen the error, and went on; a script reads the status.
+    # People have seen the error and gone on; a script needs the status.
     if not is_answered and not sys.stdin.isatty():
         raise typer.Exit(1)
 
@@ -183,8 +183,8 @@ def status(
 
 def main() -> None:
     """The entry point of the installed command."""
-    # Answers hold any character; a terminal that cannot show one must not end the program. Neither must what somebody
-    # types: of bytes that are no text it makes lone surrogates, which the request is refused for.
+    # Answers may contain any character; a terminal that cannot show one must not end the program. Neither must
+    # undecodable input, which becomes lone surrogates that the request is refused for.
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "replace"), (sys.stdin, "surrogateescape")):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
@@ -278,7 +278,7 @@ def _open_source(
     timeout: float | None,
     options: SamplingOptions,
 ) -> Iterator[OpenStream]:
-    """Whoever answers a chat. Raises ValueError, ClientError and CommandError."""
+    """The client that answers a chat. Raises ValueError, ClientError and CommandError."""
     if local is not None:
         from .in_process import InProcessClient
 
@@ -300,7 +300,7 @@ def _open_source(
 
 
 def _question(text: str, system: str | None) -> tuple[str | None, list[Message] | None]:
-    """The prompt or the messages that ask it."""
+    """The prompt, or the messages instead of it."""
     if system is None:
         return text, None
     return None, [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -347,7 +347,7 @@ def _print_summary(result: Result, seconds: float) -> None:
 
 
 def _print_metrics(client: Client, model: str) -> None:
-    """The server may be ready though its metrics are off, or behind a port that is closed to us."""
+    """The server may be ready although its metrics are off or unreachable."""
     try:
         print_table(_metrics_table(client, model))
     except Unavailable as error:

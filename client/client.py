@@ -27,7 +27,7 @@ _CLOSED = "this client is closed; make another one"
 
 
 class _Settings:
-    """What both clients are told once."""
+    """Settings that both clients share."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Settings:
     def pooling(
         self, fields: Mapping[str, Any], request_id: str | None, timeout: float | None, priority: int
     ) -> InferenceRequest:
-        """A request to the model `embedding`, whichever the client has for texts."""
+        """A request to the model `embedding`, whatever the client's model for texts is."""
         check_request_id(request_id)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         timeout = self.timeout if timeout is None else timeout
@@ -80,10 +80,10 @@ class _Settings:
 
 
 class Client:
-    """A server and one of its models. Threads may share it, each request is on its own.
+    """A server and one of its models. Threads may share it; each request is independent.
 
     `url` is HOST:PORT with or without a scheme (grpc, grpcs, http, https); default 127.0.0.1 and the protocol's port.
-    `timeout` (seconds for a whole answer; None: no limit) holds for requests that bring none.
+    `timeout` (seconds for a whole answer; None: no limit) applies to requests without one.
     Every request may raise the errors of `client.errors`.
     """
 
@@ -164,7 +164,7 @@ class Client:
         return scores_of(self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
 
     def _ask(self, request: InferenceRequest) -> Reply | None:
-        """The only response, the call read to its end."""
+        """The only response; reads the call to its end."""
         call, found = self._transport.start(request), None
         while (reply := call.receive()) is not None:
             found = reply if reply.outputs else found
@@ -237,7 +237,8 @@ class AsyncClient:
         priority: int = 0,
         **options: Unpack[SamplingOptions],
     ) -> Result:
-        """The whole answer to a prompt or to chat messages. Cancelling the task gives it up; the server computes on."""
+        """The whole answer to a prompt or to chat messages. Cancelling the task abandons it; the server goes on
+        computing."""
         request = self._settings.request(prompt, messages, False, request_id, timeout, priority, options)
         async with AsyncTextStream(self._transport.start(request), request.request_id) as answer:
             async for _ in answer:
@@ -287,7 +288,7 @@ class AsyncClient:
         return scores_of(await self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
 
     async def _ask(self, request: InferenceRequest) -> Reply | None:
-        """The only response, the call read to its end."""
+        """The only response; reads the call to its end."""
         call, found = self._transport.start(request), None
         while (reply := await call.receive()) is not None:
             found = reply if reply.outputs else found

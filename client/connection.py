@@ -1,4 +1,4 @@
-"""Which server, over which protocol: a URL or its absence -> an address."""
+"""Selects server and protocol: an optional URL -> an address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCHEMES: dict[str, tuple[Protocol, bool]] = {
 
 @dataclass(frozen=True)
 class Address:
-    """Where to connect."""
+    """Address of a server."""
 
     protocol: Protocol
     host: str
@@ -39,9 +39,9 @@ URL_VARIABLE, METRICS_VARIABLE = "MINISGL_URL", "MINISGL_METRICS_URL"
 
 
 def parse_url(url: str | None, protocol: Protocol | None, environment: Mapping[str, str] = os.environ) -> Address:
-    """`[SCHEME://]HOST[:PORT]`; the scheme (grpc, grpcs, http, https) may stand for `protocol`, whose default is grpc.
+    """`[SCHEME://]HOST[:PORT]`; the scheme (grpc, grpcs, http, https) may replace `protocol`, whose default is grpc.
 
-    None: what MINISGL_URL says, else 127.0.0.1. Raises ValueError for a URL or protocol that is not of this form.
+    None: the value of MINISGL_URL, otherwise 127.0.0.1. Raises ValueError for an invalid URL or protocol.
     """
     if protocol is not None and protocol not in get_args(Protocol):
         raise ValueError(f"protocol is {protocol!r}; allowed: grpc, http")

@@ -1,4 +1,4 @@
-"""What the commands of `minisgl` say beside their answers, and how they end."""
+"""Messages of the commands of `minisgl` other than their answers, and their exit."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from rich.text import Text
 
 from .errors import ClientError, Unavailable
 
-# All control characters but tabs and line ends.
+# All control characters except tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _ANY_WIDTH = 1_000_000
 
 
 class CommandError(Exception):
-    """A command cannot go on, through no fault of its arguments; one line says why."""
+    """A command cannot continue, although its arguments are valid; the message is one line."""
 
 
 def without_controls(text: str) -> str:
-    """What a model or a server wrote, for a terminal: it must not steer that."""
+    """Text of a model or a server, safe for a terminal: without control characters."""
     return _CONTROLS.sub("", text)
 
 
 def write_answer(text: str) -> None:
-    """To stdout at once: as it came in a pipe, without control characters on a terminal."""
+    """Writes to stdout at once: unchanged into a pipe, without control characters on a terminal."""
     sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the program with one line: status 1 for what went wrong, 2 for a wrong argument, 130 for Ctrl-C."""
+    """Ends the program with one line: status 1 for errors, 2 for a wrong argument, 130 for Ctrl-C."""
     try:
         yield
     except ClientError as error:
@@ -57,7 +57,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def hint(error: Exception) -> str:
-    """What to look at, behind a message that nobody answers."""
+    """What to check, for an error message that means that no server answered."""
     if isinstance(error, Unavailable) and "connect" in str(error):
         ports = "port 8001 for gRPC, 8000 with --protocol http, 9000 with --openai"
         return f"; is the server running (minisgl serve), and is this its address ({ports})?"
@@ -76,13 +76,13 @@ def say_error(markup: str) -> None:
 
 
 def remark(text: str) -> None:
-    """A remark beside the answer; only people see it, pipes do not."""
+    """A remark in addition to the answer, shown on terminals only, not in pipes."""
     if sys.stderr.isatty():
         Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False)
 
 
 def progress(text: str) -> contextlib.AbstractContextManager[object]:
-    """Says what is being waited for: on a terminal while it lasts, else as a line on stderr."""
+    """Says what the command waits for: on a terminal while it lasts, otherwise as a line on stderr."""
     console = Console(stderr=True)
     if console.is_terminal:
         return console.status(f"{escape(text)} ...")
@@ -91,13 +91,13 @@ def progress(text: str) -> contextlib.AbstractContextManager[object]:
 
 
 def print_table(table: Table) -> None:
-    """On a terminal as wide as that is; in a pipe nothing is folded."""
+    """At most as wide as the terminal; never folded in a pipe."""
     _stdout().print(table)
 
 
 @dataclass(frozen=True)
 class FigureTable:
-    """Figures of which none may be cut; the first column names the rows."""
+    """A table whose figures must not be cut; the first column names the rows."""
 
     title: str
     headings: Sequence[str]
@@ -109,7 +109,7 @@ class FigureTable:
         """The first column and the chosen ones."""
         table = Table(box=box.SIMPLE, padding=(0, self.padding))
         for place in (0, *chosen):
-            # Text: a name in brackets is no markup.
+            # Plain text: a name in brackets is not markup.
             table.add_column(Text(self.headings[place]), justify="right" if place else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*(Text(row[place]) for place in (0, *chosen)))
@@ -117,12 +117,12 @@ class FigureTable:
 
 
 def print_figures(figures: FigureTable) -> None:
-    """On a terminal as many columns beside each other as fit; in a pipe all."""
+    """On a terminal as many columns side by side as fit; in a pipe all."""
     console = _stdout()
     console.print(Text(figures.title, "italic"), soft_wrap=True)
     for group in _groups(figures, console.width):
         table = figures.columns(group)
-        # A column wider than the terminal is left to that: rich would cut it.
+        # A column wider than the terminal is left to the terminal: rich would cut it.
         _stdout(max(console.width, _width(table))).print(table)
     if figures.caption:
         console.print(Text(figures.caption, "dim"))

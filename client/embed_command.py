@@ -1,4 +1,4 @@
-"""`minisgl embed`: embeddings of texts, or how well they answer a query."""
+"""`minisgl embed`: embeddings of texts, or scores of how well they answer a query."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def embed(
 ) -> None:
     """Print the embedding of each text as a line of JSON, or with --query its score."""
     lines = [line.rstrip("\n") for line in sys.stdin] if texts == ["-"] else texts
-    wire: Any = protocol  # the client says what is allowed
+    wire: Any = protocol  # the client reports what is allowed
     with errors_in_one_line(), Client(url, wire, timeout=timeout) as client:
         found: list[Any] = (
             client.embed(lines, dimensions=dimensions).vectors if query is None else client.score(query, lines)

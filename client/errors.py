@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as types. They are `minisgl_backend.remote_errors`, which the endpoint shares."""
+"""The errors of a request, by type. They are `minisgl_backend.remote_errors`, which the endpoint shares."""
 
 from __future__ import annotations
 

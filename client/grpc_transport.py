@@ -1,14 +1,16 @@
 """Requests over gRPC.
 
-Every request has a stream of its own (they share one connection): each then has its own deadline and can be cancelled
-alone, which a stream that several requests share does not allow.
+Every request has a stream of its own (they share one connection): so each has its own deadline and can be cancelled
+alone, which requests in a shared stream cannot.
 
-Errors come as texts inside the stream. The metadata `triton_grpc_error` would bring their status too, but tritonserver
-2.51 dies of it: a failed request beside other streams ends it with a segmentation fault, one in some hundred times.
+Errors come as texts inside the stream. With the metadata `triton_grpc_error` they would include their status, but
+tritonserver 2.51 crashes then: a failed request alongside other streams ends it with a segmentation fault in one of
+some hundred cases.
 
-A call is never cancelled right behind such a text but read on to its end: tritonserver 2.51 keeps the handler of a call
-that is cancelled while it ends, and with it the model, for ever. The end comes at once since one request is all that a
-stream carries, and its sending side is closed behind it.
+
+A call is never cancelled right after such an error but read to its end: if a call is cancelled while it ends,
+tritonserver 2.51 keeps its handler, and with it the model, for ever. The end comes at once, since a stream carries only
+one request and its sending side has been closed.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from .running import RunningCalls
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # a proxy for web pages breaks calls to a server nearby
-    # Its own waits between attempts grow to 120 s: a server that comes up late would not be seen for so long. The
-    # least time for an attempt (min_reconnect_backoff_ms) stays, for servers that are far and machines that are busy.
+    ("grpc.enable_http_proxy", 0),  # a proxy for web pages breaks calls to a nearby server
+    # Its own waits between attempts grow to 120 s: a server that comes up late would be found that late. The minimum
+    # time for an attempt (min_reconnect_backoff_ms) stays, for distant servers and busy machines.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_END_SECONDS = 1.0  # how long the end of a call may stay away behind an error
+_END_SECONDS = 1.0  # how long the end of a call may be delayed after an error
 _CONTENTS_FIELD = {
     "BYTES": "bytes_contents",
     "BOOL": "bool_contents",
@@ -88,7 +90,7 @@ class GrpcCall:
         self._call.cancel()
 
     def _read_on(self) -> None:
-        """Until the call has ended; one that does not end in time is cancelled."""
+        """Reads until the call has ended; cancels one that does not end in time."""
         bound = threading.Timer(_END_SECONDS, self._call.cancel)
         bound.daemon = True
         bound.start()
@@ -97,7 +99,7 @@ class GrpcCall:
                 for _ in self._call:
                     pass
         except grpc.RpcError:
-            pass  # the error that came first is the one to tell
+            pass  # the first error is the one to report
         finally:
             bound.cancel()
 
@@ -132,15 +134,15 @@ class AsyncGrpcCall:
         self._call.cancel()
 
     async def _read_on(self) -> None:
-        """Until the call has ended; one that does not end in time is cancelled."""
+        """Reads until the call has ended; cancels one that does not end in time."""
         bound = asyncio.get_running_loop().call_later(_END_SECONDS, self.cancel)
         try:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
         except grpc.RpcError:
-            pass  # the error that came first is the one to tell
+            pass  # the first error is the one to report
         except asyncio.CancelledError:
-            if not self._cancelled:  # not the call but the task that waits for it
+            if not self._cancelled:  # not the call, but the task that waits for it
                 raise
         finally:
             bound.cancel()
@@ -164,7 +166,7 @@ class GrpcTransport:
         return bool(self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live"))
 
     def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether the server is ready, and the model."""
+        """Whether server and model are ready."""
         model_request = kserve.ModelReadyRequest(name=model, version=version)
         return bool(
             self._ask(self._stub.ServerReady, kserve.ServerReadyRequest(), timeout, "ready")
@@ -200,14 +202,14 @@ class AsyncGrpcTransport:
         return await self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live")
 
     async def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether the server is ready, and the model."""
+        """Whether server and model are ready."""
         model_request = kserve.ModelReadyRequest(name=model, version=version)
         return await self._ask(
             self._stub.ServerReady, kserve.ServerReadyRequest(), timeout, "ready"
         ) and await self._ask(self._stub.ModelReady, model_request, timeout, "ready")
 
     async def close(self) -> None:
-        self._running.cancel()  # the channel would end them as if their tasks were cancelled
+        self._running.cancel()  # closing the channel would end them as if their tasks had been cancelled
         await self._channel.close()
 
     async def _ask(self, method: Any, request: Any, timeout: float, field: str) -> bool:
@@ -219,8 +221,8 @@ class AsyncGrpcTransport:
 
 @contextlib.contextmanager
 def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C cancels the call that is waited for, and raises KeyboardInterrupt behind it, where Python's own handler is
-    in place: raised within gRPC's wait it may find a lock let go that is let go again, or kept for ever."""
+    """Ctrl-C cancels the awaited call, and raises KeyboardInterrupt afterwards, if Python's own handler is installed:
+    if raised within gRPC's wait, it may leave a lock released twice, or never."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -235,7 +237,7 @@ def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     try:
         yield
-    except Exception:  # a cancelled call's own error, above all
+    except Exception:  # mostly a cancelled call's own error
         if not came:
             raise
     finally:
@@ -246,7 +248,7 @@ def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def encode_request(request: InferenceRequest) -> Any:
-    """The ModelInferRequest; each tensor is [1, values] where the model has a batch dimension, as the ensemble has."""
+    """The ModelInferRequest; tensors are [1, values] if the model has a batch dimension, as the ensemble has."""
     message = kserve.ModelInferRequest(
         model_name=request.model, model_version=request.model_version, id=request.request_id
     )
@@ -260,7 +262,7 @@ def encode_request(request: InferenceRequest) -> Any:
 
 
 def decode_response(response: Any) -> Reply:
-    """A ModelInferResponse as flat lists; text as str, with U+FFFD for what is not UTF-8."""
+    """A ModelInferResponse as flat lists; texts as str, with U+FFFD for invalid UTF-8."""
     outputs = {
         output.name: list(_decode_tensor(output.datatype, raw))
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=False)
@@ -277,7 +279,7 @@ class _Progress:
         self._final = False
 
     def accept(self, response: Any | None) -> Reply | None:
-        """A message of the stream; None is its end, which is an error before the final response."""
+        """Takes a message of the stream; None is its end, which is an error before the final response."""
         if response is None:
             if not self._final:
                 raise ServerError("the stream ended before the final response", request_id=self._request_id)
@@ -289,7 +291,7 @@ class _Progress:
         return reply
 
     def error(self, error: Any) -> ClientError:
-        """What the status that ended the stream means."""
+        """The error for the status that ended the stream."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out(self._timeout, self._request_id)
         return from_status(error.code().name, error.details() or error.code().name, self._request_id)

@@ -1,7 +1,7 @@
 """Requests over HTTP: Triton's `generate` for whole answers, `generate_stream` (server-sent events) for streams.
 
-Closing the connection is the only way to cancel a request here. What other servers expect and answer differs in the
-`Post` and its `BodyFormat` alone (openai_client.py).
+Closing the connection is the only way to cancel a request here. The formats of other servers differ only in the `Post`
+and its `BodyFormat` (openai_client.py).
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 65536
 _ENVELOPE = frozenset(("model_name", "model_version", "id", "sequence_id", "sequence_start", "sequence_end"))
-_ASKED_OUTPUTS = ("finish_reason", "num_input_tokens", "num_output_tokens")  # by every request of this client
+_ASKED_OUTPUTS = ("finish_reason", "num_input_tokens", "num_output_tokens")  # requested by every request of this client
 _HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
 class Post:
-    """A request as it travels."""
+    """A request to be sent."""
 
     path: str
     body: bytes
-    stream: bool  # server-sent events are expected, not one body
+    stream: bool  # expects server-sent events instead of one body
     request_id: str
     timeout: float | None  # seconds for the whole answer
-    headers: Mapping[str, str] = field(default_factory=dict)  # beside the content's type
+    headers: Mapping[str, str] = field(default_factory=dict)  # in addition to the content type
 
 
 class BodyFormat(Protocol):
-    """How a server writes its replies."""
+    """The format of a server's replies."""
 
     def decode(self, status: int, text: str) -> Reply | None:
-        """The data of one event, or a whole body; None where it says nothing. Raises ClientError for an error."""
+        """Decodes one event's data, or a whole body; None if it is empty. Raises ClientError for an error."""
 
     def end(self) -> None:
-        """The stream has ended. Raises ClientError where it ended too early."""
+        """The stream has ended. Raises ClientError if that was too early."""
 
 
 class HttpCall:
@@ -68,7 +68,7 @@ class HttpCall:
         self._socket: socket.socket | None = None
         with self._translated():
             connection.connect()
-            self._socket = connection.sock  # http.client forgets it once the response says `Connection: close`
+            self._socket = connection.sock  # http.client drops it once the response has `Connection: close`
             connection.request("POST", post.path, post.body, {**_HEADERS, **post.headers})
 
     def receive(self) -> Reply | None:
@@ -94,7 +94,7 @@ class HttpCall:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Closes the connection after any failure, and says as a ClientError what a failure of the connection means."""
+        """Closes the connection after any failure, and converts failures of the connection to ClientErrors."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
@@ -106,7 +106,7 @@ class HttpCall:
             raise self._error(None) from None
         except BaseException as error:
             self._close()
-            if self._cancelled and isinstance(error, ClientError):  # an answer cut here is not the server's fault
+            if self._cancelled and isinstance(error, ClientError):  # an answer cut off here is not the server's fault
                 raise cancelled_here(self._request_id) from None
             raise
 
@@ -122,13 +122,13 @@ class HttpCall:
         return Unavailable(f"the connection broke: {error!r}", request_id=self._request_id)
 
     def _limit_wait(self) -> None:
-        """Lets the next wait on the socket end at the deadline."""
+        """Makes the next wait on the socket end at the deadline."""
         if self._deadline is not None and self._socket is not None:
             self._socket.settimeout(max(self._deadline - time.monotonic(), 1e-3))
 
     def _close(self) -> None:
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the other side may have been faster
+            with contextlib.suppress(OSError):  # the other side may have closed it before
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
         self._connection.close()
 
@@ -167,14 +167,14 @@ class AsyncHttpCall:
             what = "cannot connect" if self._response is None else "the connection broke"
             raise Unavailable(f"{what}: {error}", request_id=self._post.request_id) from None
         except ClientError:
-            if self._cancelled:  # an answer cut here is not the server's fault
+            if self._cancelled:  # an answer cut off here is not the server's fault
                 raise cancelled_here(self._post.request_id) from None
             raise
 
     def cancel(self) -> None:
         self._cancelled = True
         opening = self._opening
-        # A response that came just now may not have been taken yet: the server would go on for nobody.
+        # A response that has just arrived may not have been taken yet: the server would go on without a reader.
         if opening is not None and not opening.cancel() and not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
@@ -214,11 +214,11 @@ class HttpTransport:
         return self._ask("/v2/health/live", timeout)
 
     def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether the server is ready, and the model."""
+        """Whether server and model are ready."""
         return self._ask("/v2/health/ready", timeout) and self._ask(f"{model_path(model, version)}/ready", timeout)
 
     def close(self) -> None:
-        self._running.cancel()  # nothing is kept open between requests
+        self._running.cancel()  # no connection is kept open between requests
 
     def _ask(self, path: str, timeout: float) -> bool:
         connection = self._connection_type(self._address, timeout=timeout)
@@ -247,12 +247,12 @@ class AsyncHttpTransport:
         return await self._ask("/v2/health/live", timeout)
 
     async def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether the server is ready, and the model."""
+        """Whether server and model are ready."""
         path = f"{model_path(model, version)}/ready"
         return await self._ask("/v2/health/ready", timeout) and await self._ask(path, timeout)
 
     async def close(self) -> None:
-        self._running.cancel()  # the session would leave whoever reads one waiting
+        self._running.cancel()  # closing the session would leave readers waiting
         if self._session is not None:
             await self._session.close()
 
@@ -273,16 +273,16 @@ class AsyncHttpTransport:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For the running event loop."""
+    """A session for the running event loop."""
     import aiohttp
 
-    # No limit of connections: each stream holds one. The requests bring their own deadlines.
+    # No limit of connections: each stream holds one. The requests have their own deadlines.
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 class ReplyDecoder:
-    """Bytes of one response body in, replies out. Both transports read through it."""
+    """Bytes of one response body in, replies out. Used by both transports."""
 
     def __init__(self, stream: bool, body_format: BodyFormat) -> None:
         self._stream = stream
@@ -297,7 +297,7 @@ class ReplyDecoder:
         self._status = status
 
     def feed(self, data: bytes) -> None:
-        """More of the body; nothing marks its end. Raises ClientError for an error in it."""
+        """Takes more of the body; nothing marks its end. Raises ClientError for an error in it."""
         whole_body = not self._stream or self._status != 200
         if data and not whole_body:
             for event in self._events.feed(data):
@@ -321,21 +321,21 @@ class ReplyDecoder:
 
 
 class _TritonBodies:
-    """What Triton writes. It marks no end of a stream: the finish reasons, which every request asks for, tell it."""
+    """Triton's format. It does not mark the end of a stream; the finish reasons, which every request asks for, do."""
 
     def __init__(self, request_id: str, num_sequences: int = 1) -> None:
         self._request_id = request_id
         self._num_sequences = num_sequences
         self._has_begun = False
-        self._gives_reasons = False  # other models behind Triton may know none of the outputs asked for
-        self._seen: set[int] = set()  # sequences, by their index
+        self._gives_reasons = False  # other models behind Triton may not have the requested outputs
+        self._seen: set[int] = set()  # indices of sequences
         self._finished: set[int] = set()
 
     def decode(self, status: int, text: str) -> Reply:
         body = parse_body(status, text, self._request_id)
         if status != 200:
             error = body.get("error", body)
-            # Whoever asks a server of OpenAI's API by Triton's protocol reads its own words, too.
+            # Triton's protocol sent to a server with OpenAI's API: reports that server's own message.
             said = error["message"] if isinstance(error, dict) and "message" in error else error
             raise from_http(status, str(said), self._request_id)
         if "error" in body:
@@ -350,7 +350,7 @@ class _TritonBodies:
             raise ServerError("the stream ended before the answer was complete", request_id=self._request_id)
 
     def _note(self, outputs: Mapping[str, Sequence[Any]]) -> None:
-        """Which sequences go on and which have come to their end."""
+        """Records which sequences go on and which have ended."""
         self._has_begun = True
         self._gives_reasons = self._gives_reasons or any(name in outputs for name in _ASKED_OUTPUTS)
         reasons = outputs.get("finish_reason", ())
@@ -362,7 +362,7 @@ class _TritonBodies:
 
 
 def parse_body(status: int, text: str, request_id: str) -> dict[str, Any]:
-    """The JSON object in a body or event. Raises ClientError where there is none."""
+    """The JSON object in a body or event. Raises ClientError if there is none."""
     try:
         body = json.loads(text)
     except ValueError:
@@ -375,7 +375,7 @@ def parse_body(status: int, text: str, request_id: str) -> dict[str, Any]:
 
 
 class EventParser:
-    """Server-sent events of any chunking -> the data of each whole event.
+    """Server-sent events in pieces of any size -> the data of each whole event.
 
     Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
@@ -417,7 +417,7 @@ def model_path(model: str, version: str) -> str:
 
 
 def encode_request(request: InferenceRequest) -> bytes:
-    """The JSON of the generate extension; what is not an input of the model becomes a request parameter."""
+    """The JSON of the generate extension; options that are not inputs of the model become request parameters."""
     body: dict[str, Any] = {
         name: list(tensor.values) if tensor.is_list else tensor.values[0] for name, tensor in request.tensors.items()
     }

@@ -1,4 +1,4 @@
-"""A model in this process, asked like a server. Only this module knows the engine, and loads it when it is used."""
+"""A model in this process with a client's interface. Only this module loads the engine, and only when it is used."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class InProcessClient:
-    """`minisgl_backend.LLM` with the streams of a client. Used by one thread, one answer at a time.
+    """`minisgl_backend.LLM` with a client's streams. Used by one thread, one answer at a time.
 
     Raises CommandError for a model or machine that cannot be used.
     """
 
     def __init__(self, model: str) -> None:
         try:
-            # The package offers it lazily: whoever talks to a server needs no torch.
+            # Imported late by the package: clients of a server need no torch.
             from minisgl_backend import LLM
 
             self._llm = LLM(model)
-            _ = self._llm.tokenizer  # now, and not while somebody waits for the first answer
+            _ = self._llm.tokenizer  # loaded now rather than while the user waits for the first answer
         except ConfigError as error:
             raise CommandError(str(error)) from None
 
     def stream(self, *, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> TextStream:
-        """The answer in pieces. Ctrl-C is heard between two steps of the engine, never within one."""
+        """The answer in pieces. Ctrl-C takes effect between two steps of the engine, never within one."""
         arguments = options.pop("chat_template_kwargs", None)
         with _translated():
             pieces = self._llm.stream_chat(messages, template_arguments=arguments, **options)
@@ -65,7 +65,7 @@ class _InProcessCall:
         self._interrupt = _Interrupt()
 
     def receive(self) -> Reply | None:
-        """What the next step brought, None after the last. Raises ClientError, and KeyboardInterrupt after Ctrl-C."""
+        """The result of the next step, None after the last. Raises ClientError, and KeyboardInterrupt after Ctrl-C."""
         if self._interrupt.came:
             raise KeyboardInterrupt
         with _translated():
@@ -93,16 +93,16 @@ class _InProcessCall:
 
 
 class _Interrupt:
-    """Keeps the first Ctrl-C until somebody asks: within a step it would leave the engine's books half written."""
+    """Defers the first Ctrl-C until it is asked for: within a step it would leave the engine's state inconsistent."""
 
     def __init__(self) -> None:
         self.came = False
         self._before: Any = None
-        with contextlib.suppress(ValueError):  # not the main thread, which alone hears signals
+        with contextlib.suppress(ValueError):  # not the main thread, the only one that receives signals
             self._before = signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.came:  # a second one: the step does not come to its end
+        if self.came:  # a second one: the step does not seem to end
             raise KeyboardInterrupt
         self.came = True
 
@@ -114,7 +114,7 @@ class _Interrupt:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """The engine's errors as those of a client."""
+    """Converts the engine's errors to those of a client."""
     try:
         yield
     except InvalidRequestError as error:

@@ -1,7 +1,7 @@
 """The gRPC messages and methods that the client uses: KServe's inference protocol, version 2, with Triton's streams.
 
-https://github.com/triton-inference-server/common/blob/main/protobuf/grpc_service.proto is where they are defined. They
-are built here at import, in a pool of their own, so that a client needs only grpcio and protobuf: tritonclient brings
+They are defined in https://github.com/triton-inference-server/common/blob/main/protobuf/grpc_service.proto and built
+here at import, in a descriptor pool of their own, so that a client needs only grpcio and protobuf: tritonclient needs
 NumPy and others, more than all the rest together.
 """
 

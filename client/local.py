@@ -1,6 +1,6 @@
-"""Commands that ask no running server: they start one, prepare one, or say whether one would run here.
+"""Commands that use no running server: they start one, prepare one, or check whether one would run here.
 
-Each hands its arguments, as they are, to the program that knows them; `--help` too.
+Each passes its arguments unchanged, `--help` included, to the program that handles them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .console import fail
 
 @dataclass(frozen=True)
 class _Completion:
-    """What a shell offers: one option. typer and click read these three of their own class."""
+    """A shell completion: one option. typer and click read these three attributes of their own class."""
 
     value: str
     help: str | None = None
     type: str = "plain"
 
 
-class _HandedOn(TyperCommand):
+class _PassedOn(TyperCommand):
     """Leaves all arguments in `Context.args`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -31,7 +31,7 @@ class _HandedOn(TyperCommand):
         return ctx.args
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The options of the program that gets the arguments; files are the shell's own business."""
+        """The options of the program that gets the arguments; the shell itself completes files."""
         return [
             _Completion(name) for name in self.option_names() if incomplete[:1] == "-" and name.startswith(incomplete)
         ]
@@ -40,21 +40,21 @@ class _HandedOn(TyperCommand):
         raise NotImplementedError
 
 
-class _Serve(_HandedOn):
+class _Serve(_PassedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.host.serve_options import server_parser
 
         return server_parser("minisgl serve").option_names()
 
 
-class _Init(_HandedOn):
+class _Init(_PassedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.host.new_repository import init_parser
 
         return init_parser().option_names()
 
 
-class _Check(_HandedOn):
+class _Check(_PassedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.config import OPTIONS
 
@@ -62,7 +62,7 @@ class _Check(_HandedOn):
         return [*shown, "--repository", "--help"]
 
 
-class _Kernels(_HandedOn):
+class _Kernels(_PassedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.config import OPTIONS
 
@@ -70,20 +70,20 @@ class _Kernels(_HandedOn):
         return [*shown, "--device-facts", "--help"]
 
 
-class _Fetch(_HandedOn):
+class _Fetch(_PassedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.host.fetch import fetch_parser
 
         return fetch_parser().option_names()
 
 
-class _Doctor(_HandedOn):
+class _Doctor(_PassedOn):
     def option_names(self) -> list[str]:
         return ["--json", "--help"]
 
 
 def _need_engine() -> None:
-    """Ends the program with one line where only a client is installed."""
+    """Ends the program with one line if only a client is installed."""
     from minisgl_backend.errors import ConfigError
     from minisgl_backend.process.installed import check_engine_packages
 
@@ -94,7 +94,7 @@ def _need_engine() -> None:
 
 
 def add_local_commands(app: typer.Typer) -> None:
-    """Registers them."""
+    """Registers these commands."""
 
     @app.command(cls=_Serve)
     def serve(context: typer.Context) -> None:

@@ -36,7 +36,7 @@ class Metrics:
                 yield sample
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The sum over the matching samples; None where there are none."""
+        """The sum over the matching samples; None if there are none."""
         values = [sample.value for sample in self.select(name, **labels)]
         return sum(values) if values else None
 
@@ -45,11 +45,11 @@ class Metrics:
 
 
 def parse_metrics(text: str) -> Metrics:
-    """Reads an exposition page; lines of no known form are skipped."""
+    """Reads an exposition page; unknown lines are skipped."""
     from prometheus_client.parser import text_string_to_metric_families  # extra `client`: `minisgl serve` may lack it
 
     samples = []
-    for line in text.splitlines():  # by itself: after its TYPE a counter is renamed, and a wrong line ends the reading
+    for line in text.splitlines():  # one by one: after its TYPE a counter is renamed, and a wrong line ends the reading
         with contextlib.suppress(ValueError, IndexError, OverflowError):
             for family in text_string_to_metric_families(line):
                 samples += [Sample(found.name, found.labels, float(found.value)) for found in family.samples]

@@ -1,4 +1,4 @@
-"""Streams from any server that speaks OpenAI's API, as chunks like those of Triton's clients."""
+"""Streams from any server with OpenAI's API, as chunks like those of Triton's clients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import aiohttp
     from typing_extensions import Self, Unpack
 
-_ASK_SECONDS = 10.0  # for anything but an answer
+_ASK_SECONDS = 10.0  # for all requests but generations
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """Where a server is, and the key that it asks for."""
+    """A server's address, and its API key."""
 
     host: str
     port: int
@@ -40,9 +40,9 @@ class OpenAIServer:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> OpenAIServer:
-        """`[http[s]://]HOST[:PORT][/PATH]`; without a path it is /v1. White space around the key is left out.
+        """`[http[s]://]HOST[:PORT][/PATH]`; the default path is /v1. White space around the key is removed.
 
-        Raises ValueError for a URL of another form, and for a key that no HTTP header can hold.
+        Raises ValueError for an invalid URL, and for a key that an HTTP header cannot contain.
         """
         allowed = "http://HOST:PORT or https://HOST:PORT, with a path like /v1 behind it or not"
         scheme, _, rest = url.rpartition("://")
@@ -57,7 +57,7 @@ class OpenAIServer:
         path = parts.path.rstrip("/") or "/v1"
         key = (api_key or "").strip()
         if not (key.isascii() and key.isprintable()):
-            # A secret: it is not shown.
+            # A secret, so it is not shown.
             raise ValueError("the API key holds a character that is not allowed; allowed: printable ASCII in one line")
         return cls(host, port or _DEFAULT_PORTS[scheme], scheme == "https", path, key or None)
 
@@ -76,12 +76,12 @@ class OpenAIServer:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def connect(self, timeout: float | None) -> http.client.HTTPConnection:
-        """A connection that is not yet open."""
+        """A connection that is not open yet."""
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         return kind(self.authority, timeout=timeout)
 
     def models(self, timeout: float = _ASK_SECONDS) -> list[str]:
-        """What the server serves. Raises ClientError."""
+        """The names of the server's models. Raises ClientError."""
         connection = self.connect(timeout)
         try:
             connection.request("GET", f"{self.path}/models", headers=self.headers)
@@ -99,7 +99,7 @@ class OpenAIServer:
         return [str(model["id"]) for model in listed if isinstance(model, dict) and "id" in model]
 
     def choose_model(self, model: str | None) -> str:
-        """`model`, or the first one that the server names. Raises ClientError."""
+        """`model`, or the server's first one. Raises ClientError."""
         if model is not None:
             return model
         models = self.models()
@@ -109,9 +109,9 @@ class OpenAIServer:
 
 
 class OpenAIClient:
-    """A server and one of its models. Threads may share it, each request is on its own.
+    """A server and one of its models. Threads may share it; each request is independent.
 
-    `url` is http[s]://HOST[:PORT][/PATH], the path /v1 where there is none; without `model` it is the server's first.
+    `url` is http[s]://HOST[:PORT][/PATH], by default with the path /v1; without `model` it is the server's first one.
     Every request may raise the errors of `errors`.
     """
 
@@ -136,7 +136,7 @@ class OpenAIClient:
         return TextStream(self._running.add(call), post.request_id)
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends the running requests."""
         self._running.cancel()
 
     def __enter__(self) -> Self:
@@ -171,12 +171,12 @@ class AsyncOpenAIClient:
         return AsyncTextStream(self._running.add(call), post.request_id)
 
     async def metrics(self) -> Metrics:
-        """The server's counters now, where it has a page of them. Raises Unavailable."""
+        """The server's current counters, if it has a page of them. Raises Unavailable."""
         url = f"{self.server.base_url}/metrics"
         return await asyncio.get_running_loop().run_in_executor(None, fetch_metrics, url)
 
     async def close(self) -> None:
-        """Ends the connections, and what still runs on them."""
+        """Ends the connections and their running requests."""
         self._running.cancel()
         if self._session is not None:
             await self._session.close()
@@ -191,12 +191,12 @@ class AsyncOpenAIClient:
 
 
 class OpenAIBodies:
-    """What servers of OpenAI's API write in a stream, as the outputs that Triton's clients know."""
+    """Converts the streams of servers with OpenAI's API to the outputs that Triton's clients know."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._num_output_tokens = 0
-        self._complete = False  # a finish reason or [DONE] has come
+        self._complete = False  # a finish reason or [DONE] has arrived
 
     def decode(self, status: int, text: str) -> Reply | None:
         if status == 200 and text.strip() == "[DONE]":
@@ -210,7 +210,7 @@ class OpenAIBodies:
         if choices:
             outputs.update(self._choice(choices[0]))
         if not outputs:
-            return None  # as vLLM's first event, which names the role
+            return None  # as in vLLM's first event, which contains the role
         outputs.setdefault("text_output", [""])
         return Reply(outputs)
 
@@ -219,7 +219,7 @@ class OpenAIBodies:
             raise ServerError("the stream ended before the answer was complete", request_id=self._request_id)
 
     def _usage(self, usage: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """The counts are those of the whole answer so far, with the last event alone or with each."""
+        """The counts cover the whole answer so far; they come with the last event only, or with each."""
         outputs: dict[str, list[Any]] = {}
         if isinstance(usage.get("prompt_tokens"), int):
             outputs["num_input_tokens"] = [usage["prompt_tokens"]]
@@ -248,7 +248,7 @@ class OpenAIBodies:
 
 
 def _parts(content: Any) -> tuple[str, str]:
-    """Text and thoughts of a delta's content; reasoning models of Mistral send both as lists of parts."""
+    """Text and reasoning of a delta's content; Mistral's reasoning models send both as lists of parts."""
     if not isinstance(content, list):
         return content or "", ""
     parts = [part for part in content if isinstance(part, dict)]
@@ -277,7 +277,7 @@ def _post(
 
 
 def _error(status: int, body: Mapping[str, Any], request_id: str) -> ClientError:
-    """OpenAI's form of an error, or what others write instead."""
+    """An error in OpenAI's format, or in those of other servers."""
     error = body.get("error")
     code: Any = status
     if isinstance(error, dict):

@@ -1,6 +1,6 @@
-"""A request as Triton tensors: which option travels under which name and type.
+"""A request as Triton tensors: the tensor's name and type for each option.
 
-The server judges the values; only types are judged here.
+The server validates the values; only types are checked here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from .errors import InvalidRequest, timed_out
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the chat template reads
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and any other fields that the chat template reads
 Datatype = Literal["BYTES", "BOOL", "INT32", "UINT64", "FP32"]
 Scalar = str | bool | int | float
 
@@ -40,11 +40,11 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int
     n: int  # sequences from one prompt
     ignore_eos: bool
-    cache_salt: str  # cached prefixes are shared among requests with the same salt alone
-    speculative: bool  # False: without speculation, where the server has it
+    cache_salt: str  # cached prefixes are shared only among requests with the same salt
+    speculative: bool  # False: disables the server's speculation
     skip_special_tokens: bool
     add_special_tokens: bool
-    apply_chat_template: bool  # whether a plain prompt becomes a user's chat message
+    apply_chat_template: bool  # whether to send a plain prompt as a user's chat message
     chat_template_kwargs: Mapping[str, Any]
     exclude_input_in_output: bool  # False: the answer starts with the prompt (not in a stream)
     guided_decoding_guide_type: str  # "json", "json_schema", "regex", "ebnf_grammar" or "structural_tag"
@@ -65,7 +65,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """Everything a transport needs to send."""
+    """All that a transport needs to send."""
 
     model: str
     model_version: str  # "": the server chooses
@@ -76,7 +76,7 @@ class InferenceRequest:
     batched: bool = True  # the model has a batch dimension
 
 
-# option -> (tensor, datatype). An ensemble may not use one name for an input and an output.
+# option -> (tensor, datatype). An ensemble cannot use one name for both an input and an output.
 _SCALARS: dict[str, tuple[str, Datatype]] = {
     "max_tokens": ("max_tokens", "INT32"),
     "min_tokens": ("min_tokens", "INT32"),
@@ -126,7 +126,7 @@ def build_tensors(
             raise InvalidRequest(f"messages is a {type(messages).__name__}; allowed: a list of chat messages")
         tensors["messages"] = _scalar("messages", "BYTES", _to_json("messages", list(messages or ())))
     tensors["stream"] = Tensor("BOOL", (stream,))
-    # The server adds these outputs only for those who ask.
+    # The server adds these outputs only on request.
     for output in ("finish_reason", "num_input_tokens", "num_output_tokens"):
         tensors[f"return_{output}"] = Tensor("BOOL", (True,))
     if priority:
@@ -139,13 +139,13 @@ def build_tensors(
 
 
 def check_request_id(request_id: Any) -> None:
-    """Raises InvalidRequest where it has a wrong type; None is right."""
+    """Raises InvalidRequest for a wrong type; None is valid."""
     if request_id is not None:
         _check("request_id", "BYTES", request_id)
 
 
 def check_timeout(timeout: Any, request_id: str) -> None:
-    """Raises InvalidRequest for what is no time, or longer than sockets wait, and TimedOut where none is left."""
+    """Raises InvalidRequest for an invalid time, or one longer than sockets wait, and TimedOut if none is left."""
     if timeout is None:
         return
     seconds = _check("timeout", "FP32", timeout)
@@ -181,7 +181,7 @@ def _scalar(name: str, datatype: Datatype, value: Any) -> Tensor:
 
 
 def _check(name: str, datatype: Datatype, value: Any) -> Scalar:
-    """`value` as the type that travels. A bool is an int to Python and a mistake to us."""
+    """`value` as the type that is sent. A bool is an int in Python but an error here."""
     if datatype == "BYTES":
         if isinstance(value, str):
             return _as_unicode(name, value)
@@ -209,7 +209,7 @@ def _to_json(name: str, value: Any) -> str:
 
 
 def _as_unicode(name: str, text: str) -> str:
-    """The text, where UTF-8 can hold it: Python makes lone surrogates of bytes that it cannot decode."""
+    """The text, if UTF-8 can encode it: Python decodes invalid bytes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

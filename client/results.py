@@ -1,4 +1,4 @@
-"""What comes back: pieces of a stream, and whole answers."""
+"""Responses: pieces of a stream, and whole answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KNOWN_OUTPUTS = frozenset(
 
 @dataclass(frozen=True)
 class Reply:
-    """One response: its outputs, flattened, by name. `final` is None where the protocol has no such flag."""
+    """One response: its outputs, flattened, by name. `final` is None if the protocol has no such flag."""
 
     outputs: Mapping[str, Sequence[Any]]
     final: bool | None = None
@@ -22,14 +22,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of one sequence of a stream. Counts are None where the server does not report them."""
+    """A piece of one sequence of a stream. Counts are None if the server does not report them."""
 
     text: str
     finish_reason: str | None = None  # "stop" or "length" on the last chunk of its sequence
     index: int = 0  # which of the `n` sequences
     num_input_tokens: int | None = None  # the prompt's, the same in each chunk
     num_output_tokens: int | None = None  # of this chunk alone
-    logprobs: list[Any] | None = None  # a record a token, where asked for
+    logprobs: list[Any] | None = None  # one entry per token, if requested
     prompt_logprobs: list[Any] | None = None
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the server's other outputs
 

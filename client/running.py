@@ -15,7 +15,7 @@ CallT = TypeVar("CallT", bound=_Call)
 
 
 class RunningCalls:
-    """Those that somebody still holds. For any threads."""
+    """Calls that are still referenced. Thread-safe."""
 
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
@@ -23,7 +23,7 @@ class RunningCalls:
         self._has_ended = False
 
     def add(self, call: CallT) -> CallT:
-        """Returns the call, which is cancelled at once where the others have been."""
+        """Returns the call, which is cancelled at once if the others have been."""
         with self._lock:
             self._calls.add(call)
             too_late = self._has_ended
@@ -32,7 +32,7 @@ class RunningCalls:
         return call
 
     def cancel(self) -> None:
-        """Ends them all: whoever reads one gets Cancelled."""
+        """Ends all calls: their readers get Cancelled."""
         with self._lock:
             self._has_ended = True
             calls = list(self._calls)

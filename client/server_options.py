@@ -1,4 +1,4 @@
-"""Options of the commands that ask Triton's ensemble or, with --openai, any server of OpenAI's API."""
+"""Options of the commands that use Triton's ensemble or, with --openai, any server with OpenAI's API."""
 
 from __future__ import annotations
 

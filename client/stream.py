@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Call(Protocol):
-    """One request in flight, as a transport gives it."""
+    """One request in flight, the interface of transports."""
 
     def receive(self) -> Reply | None: ...
 
@@ -22,7 +22,7 @@ class Call(Protocol):
 
 
 class AsyncCall(Protocol):
-    """One request in flight in an event loop, as a transport gives it."""
+    """One request in flight in an event loop, the interface of transports."""
 
     async def receive(self) -> Reply | None: ...
 
@@ -37,7 +37,7 @@ class TextStream(Iterator[Chunk]):
         self._call = call
         self._chunks: deque[Chunk] = deque()
         self._collector = Collector()
-        self._ended = False  # nothing more is to be read
+        self._ended = False  # there is nothing more to read
         self._cancelled = False
 
     def __iter__(self) -> Self:
@@ -61,7 +61,7 @@ class TextStream(Iterator[Chunk]):
         return chunk
 
     def result(self) -> Result:
-        """Reads what is left; all chunks together."""
+        """Reads the rest; all chunks together."""
         for _ in self:
             pass
         return self._collector.result(self.request_id)
@@ -95,7 +95,7 @@ class AsyncTextStream(AsyncIterator[Chunk]):
         self._call = call
         self._chunks: deque[Chunk] = deque()
         self._collector = Collector()
-        self._ended = False  # nothing more is to be read
+        self._ended = False  # there is nothing more to read
         self._cancelled = False
 
     def __aiter__(self) -> Self:
@@ -119,7 +119,7 @@ class AsyncTextStream(AsyncIterator[Chunk]):
         return chunk
 
     async def result(self) -> Result:
-        """Reads what is left; all chunks together."""
+        """Reads the rest; all chunks together."""
         async for _ in self:
             pass
         return self._collector.result(self.request_id)

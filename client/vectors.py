@@ -1,4 +1,4 @@
-"""Embeddings and scores: what is asked of the server's model `embedding`, and what comes back."""
+"""Embeddings and scores: requests to the server's model `embedding`, and its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = "embedding"
 
 @dataclass(frozen=True)
 class Embeddings:
-    """One vector a text, in their order."""
+    """One vector per text, in their order."""
 
     vectors: list[list[float]]
     num_input_tokens: int  # of all texts together
@@ -48,7 +48,7 @@ def score_fields(query: str, documents: Sequence[str], instruction: str | None) 
 def pooling_request(
     fields: Mapping[str, Any], request_id: str, timeout: float | None, priority: int
 ) -> InferenceRequest:
-    """Raises InvalidRequest where it is not JSON."""
+    """Raises InvalidRequest if it cannot be written as JSON."""
     values = {**fields, "priority": priority} if priority else fields
     try:
         text = json.dumps(values, ensure_ascii=False)
@@ -67,7 +67,7 @@ def pooling_request(
 
 
 def embeddings_of(reply: Reply | None) -> Embeddings:
-    """Raises ServerError where the response has none."""
+    """Raises ServerError if the response has none."""
     outputs = _outputs(reply)
     values, lengths = outputs["embedding"], outputs["prompt_lengths"]
     width = len(values) // len(lengths)
@@ -76,7 +76,7 @@ def embeddings_of(reply: Reply | None) -> Embeddings:
 
 
 def scores_of(reply: Reply | None) -> list[float]:
-    """Raises ServerError where the response has none."""
+    """Raises ServerError if the response has none."""
     return list(_outputs(reply)["score"])
 
 

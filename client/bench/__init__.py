@@ -1,4 +1,4 @@
-"""`minisgl bench`: load on a server, what came back and when, and comparisons of such measurements.
+"""`minisgl bench`: puts load on a server, measures the responses, and compares such measurements.
 
     workload  what is asked and when   targets  whom    generator  asks    figures  what it adds up to
     command   the options              report   tables and files           compare  several files, as a picture

@@ -49,7 +49,7 @@ _INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"
 _OPEN_REQUESTS = 100  # of a Poisson run
 _WARM_UP = 8
 _STOPPED = 130
-# What the benchmark says of every request itself -> the option of it.
+# Fields that the benchmark sets in every request itself -> the command's option.
 _OWN_OPTIONS = {
     "max_tokens": "--output-tokens",
     "max_completion_tokens": "--output-tokens",
@@ -183,7 +183,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be measured."""
+    """What to measure."""
 
     inputs: Lengths
     outputs: Lengths
@@ -202,7 +202,7 @@ class _Plan:
         return self.inputs.high
 
     def loads(self, maker: PromptMaker) -> Iterator[Load]:
-        """One run after the other; their prompts are made when they are needed."""
+        """One run after the other; their prompts are made just before."""
         if self.arrivals is not None and self.trace is not None:
             yield trace_load(self.trace.name, self.arrivals, maker, self.seed)
         elif self.rates is not None:
@@ -220,7 +220,7 @@ class _Plan:
 
 
 async def _measure_all(target: Target, plan: _Plan) -> list[Figures]:
-    """The figures of each run, up to one that Ctrl-C has stopped. Raises ClientError where the server takes nothing."""
+    """The figures of each run, up to one that Ctrl-C has stopped. Raises ClientError if the server accepts nothing."""
     found: list[Figures] = []
     async with target.connect() as client:
         with progress("finding out how long prompts are"):
@@ -242,14 +242,14 @@ async def _measure_all(target: Target, plan: _Plan) -> list[Figures]:
 
 
 async def _count(target: Target, client: StreamClient, prompt: str) -> int | None:
-    # Servers refuse a least length above the one token that is asked for here.
+    # Servers refuse a minimum length above the one token that is requested here.
     options = {name: value for name, value in target.options.items() if name != "min_tokens"}
     async with dataclasses.replace(target, options=options).ask(client, prompt, 1) as stream:
         return (await stream.result()).num_input_tokens
 
 
 def _finish(target: Target, plan: _Plan, runs: Sequence[Figures], name: str | None, output: Path | None) -> None:
-    """Shows and writes what there is, and ends the program with the status that fits."""
+    """Shows and writes the figures, and exits with the matching status."""
     if not runs:
         raise KeyboardInterrupt
     print_figures(figures_table(runs, f"{target.model} at {target.url}"))
@@ -274,7 +274,7 @@ def _finish(target: Target, plan: _Plan, runs: Sequence[Figures], name: str | No
 
 @contextlib.contextmanager
 def _bar(text: str, total: int) -> Iterator[Any]:
-    """A progress bar on a terminal, else a line on stderr; gives a function that counts one more."""
+    """A progress bar on a terminal, otherwise a line on stderr; yields a function that counts one more."""
     console = Console(stderr=True)
     if not console.is_terminal:
         typer.echo(f"{text}: {total} requests ...", err=True)
@@ -308,7 +308,7 @@ def _check_together(
 
 
 def _check_alone(option: str, others: Mapping[str, object]) -> None:
-    """Refuses options that would have no effect beside `option`; None: not given."""
+    """Refuses options that have no effect together with `option`; None: not given."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} given; allowed: without {option}")
@@ -321,8 +321,8 @@ def _parse_levels(text: str) -> list[int]:
     return levels
 
 
-def _requests_at(level: int, wanted: int | None) -> int:
-    return max(32, 8 * level) if wanted is None else wanted
+def _requests_at(level: int, requested: int | None) -> int:
+    return max(32, 8 * level) if requested is None else requested
 
 
 def _parse_rates(text: str) -> list[float]:
@@ -336,7 +336,8 @@ def _parse_rates(text: str) -> list[float]:
 
 
 def _sampling_options(given: list[str] | None, known_only: bool) -> dict[str, Any]:
-    """NAME=VALUE, the value as JSON or else as a text. Triton's client knows the names; other servers may take more."""
+    """NAME=VALUE, the value as JSON or otherwise as text. Triton's client knows all names; other servers may take
+    more."""
     options: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
@@ -376,7 +377,7 @@ def _run_perf_analyzer(
                 with progress(f"{count} requests, {level} at once"):
                     rows.append(measure(analyzer, address.authority, model, prompts, workload, level, count, timeout))
         finally:
-            if rows:  # also those before an error or Ctrl-C
+            if rows:  # also rows from before an error or Ctrl-C
                 print_figures(_perf_table(rows, prompts))
     if output is not None:
         figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}

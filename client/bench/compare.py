@@ -1,4 +1,4 @@
-"""Several benchmarks beside each other: tables, and a picture."""
+"""Several benchmarks side by side: tables, and a picture."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _X_LABELS = {"concurrency": "requests at once", "rate": "requests a second"}
 
 
 def compare_reports(reports: Sequence[Report]) -> Iterator[FigureTable]:
-    """A table for each run that all reports have. Raises ValueError where there is none."""
+    """A table for each run that all reports have. Raises ValueError if there is none."""
     names = names_of(reports)
     common = _common_loads(reports)
     for load in common:
@@ -74,13 +74,13 @@ def compare_reports(reports: Sequence[Report]) -> Iterator[FigureTable]:
 
 
 def names_of(reports: Sequence[Report]) -> list[str]:
-    """The reports' names, with numbers behind those that occur twice."""
+    """The reports' names, numbered if they occur twice."""
     names = [report.name for report in reports]
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
 
 
 def draw_comparison(reports: Sequence[Report], out: Path) -> None:
-    """Lines over the load where the reports have several loads of one kind in common, else bars.
+    """Lines over the load if the reports share several loads of one kind, otherwise bars.
 
     Raises ValueError for another kind of file, CommandError without matplotlib.
     """
@@ -151,7 +151,7 @@ def _colors(reports: Sequence[Report]) -> list[str]:
 
 
 def _common_loads(reports: Sequence[Report]) -> list[str]:
-    """Names of the runs that all have, in the first one's order. Raises ValueError where there is none."""
+    """Names of the runs that all reports have, in the first one's order. Raises ValueError if there is none."""
     names = [list(_named_runs(report)) for report in reports]
     common = [name for name in names[0] if all(name in others for others in names[1:])]
     if not common:
@@ -161,7 +161,7 @@ def _common_loads(reports: Sequence[Report]) -> list[str]:
 
 
 def _named_runs(report: Report) -> dict[str, _Run]:
-    """By label; a load that was measured before has a number behind it."""
+    """By label; repeated loads are numbered."""
     counts: Counter[str] = Counter()
     named: dict[str, _Run] = {}
     for run in report.runs:

@@ -1,4 +1,4 @@
-"""What the requests of a run add up to."""
+"""Statistics of a run's requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_ERROR_LENGTH = 300
 
 @dataclass(frozen=True)
 class Spread:
-    """How values are spread."""
+    """The distribution of some values."""
 
     mean: float
     p50: float
@@ -30,7 +30,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run; times in milliseconds. A time is None where nothing was measured."""
+    """One run; times in milliseconds. A time is None if nothing was measured."""
 
     load: dict[str, Any]  # {"concurrency": 8}, {"rate": 4.0} or {"trace": "FILE"}
     sent: int
@@ -38,30 +38,30 @@ class Figures:
     failed: int
     unfinished: int  # at Ctrl-C
     interrupted: bool
-    errors: dict[str, int]  # message -> how often, for messages that differ in numbers alone the first of them
+    errors: dict[str, int]  # message -> count; of messages that differ only in numbers, the first one
     seconds: float  # from the first request sent to the end of the last completed one
-    requests_per_s: float  # completed ones, like the tokens
+    requests_per_s: float  # completed ones, as for the tokens
     input_tokens_per_s: float | None
     output_tokens_per_s: float
-    input_tokens: Spread | None  # of a request
+    input_tokens: Spread | None  # per request
     output_tokens: Spread | None
-    counted_by: str  # "usage": the server's count of output tokens; "pieces": ours, where it told none
-    ttft_ms: Spread | None  # time to the first token; like that of the whole answer from when it was to be sent
+    counted_by: str  # "usage": the server's count of output tokens; "pieces": ours, if it reported none
+    ttft_ms: Spread | None  # time to first token; like `e2e_ms`, counted from the planned sending time
     between_ms: Spread | None  # from one piece of an answer to the next
-    per_token_ms: Spread | None  # of each answer of several pieces: the mean of the tokens after its first piece
+    per_token_ms: Spread | None  # per answer of several pieces: mean time per token after the first piece
     e2e_ms: Spread | None  # the whole answer
     tokens_per_piece: float | None  # above 1 where a server sends several tokens at once
-    late_ms: Spread | None  # how late requests were sent that have a time: above a few ms, this machine is too slow
-    speculation: Speculation | None = None  # of a server that drafted tokens meanwhile
+    late_ms: Spread | None  # delay of requests with a planned time: above a few ms, this machine is too slow
+    speculation: Speculation | None = None  # if the server drafted tokens during the run
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def figures_of(run: Run, speculation: Speculation | None = None) -> Figures:
-    """Completed requests alone count, but for errors.
+    """Only completed requests count, except for errors.
 
-    Waits begin when a request should have been sent: where this machine falls behind its plan, users would wait too.
+    Waits begin when a request should have been sent: if this machine falls behind its plan, users would wait, too.
     """
     records = run.records
     done = [record for record in records if record.finished]
@@ -99,7 +99,7 @@ def figures_of(run: Run, speculation: Speculation | None = None) -> Figures:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Mean, nearest-rank percentiles, maximum; None of nothing."""
+    """Mean, nearest-rank percentiles, maximum; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -113,12 +113,12 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def _per_token(record: Record) -> float | None:
-    """Seconds; None of an answer in one piece, which says nothing of the time between its tokens."""
-    # A server that counts at the end alone is taken to begin with one token.
+    """Seconds; None for an answer in one piece, which has no time between tokens."""
+    # If a server counts only at the end, its first piece is taken as one token.
     tokens = record.num_output_tokens - (record.first_tokens or 1)
     if len(record.deliveries) < 2 or tokens < 1:
         return None
-    # Up to the end, not to the last piece: the last tokens may have no text.
+    # Until the end, not until the last piece: the last tokens may have no text.
     return (record.ended - record.deliveries[0]) / tokens
 
 

@@ -1,4 +1,4 @@
-"""Sends a load's requests, one task for each, all in one event loop, and notes what comes back and when."""
+"""Sends a load's requests, one task for each, all in one event loop, and records the responses' times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _Ask = Callable[[Question, float], Coroutine[Any, Any, None]]
 class Record:
     """One request. Times are seconds of time.perf_counter."""
 
-    planned: float  # when it should have been sent; with a number in flight, that is when it was
+    planned: float  # when it should have been sent; with a fixed concurrency, when it was sent
     sent: float
     ended: float = 0.0
-    deliveries: array[float] = field(default_factory=lambda: array("d"))  # when a piece of the answer came
+    deliveries: array[float] = field(default_factory=lambda: array("d"))  # times of the answer's pieces
     input_tokens: int | None = None  # by the server's count, like the next one
     output_tokens: int | None = None
-    first_tokens: int | None = None  # of the first piece, and of what came before it without text
+    first_tokens: int | None = None  # of the first piece, including earlier tokens without text
     error: str = ""
-    finished: bool = False  # the whole answer came
+    finished: bool = False  # the whole answer arrived
 
     @property
     def unfinished(self) -> bool:
@@ -39,13 +39,13 @@ class Record:
 
     @property
     def num_output_tokens(self) -> int:
-        """The server's count, or that of the pieces where it tells none."""
+        """The server's count, or the number of pieces if it reports none."""
         return len(self.deliveries) if self.output_tokens is None else self.output_tokens
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a load."""
+    """The result of a load."""
 
     load: Load
     records: Sequence[Record]
@@ -53,7 +53,7 @@ class Run:
 
 
 def allow_many_connections() -> None:
-    """Lifts this process's soft limit of open files to the hard one: over HTTP each stream is a connection."""
+    """Raises this process's soft limit of open files to the hard one: over HTTP each stream is a connection."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -86,7 +86,7 @@ async def run_load(target: Target, client: StreamClient, load: Load, on_end: Cal
             # Cancelled tasks cancel their requests on the server.
             await asyncio.gather(waiting, sending, return_exceptions=True)
     if not stopped.is_set():
-        sending.result()  # raises what is a mistake here, not the server's
+        sending.result()  # raises this program's own errors, not the server's
     return Run(load, records, stopped.is_set())
 
 
@@ -111,7 +111,7 @@ async def _ask(target: Target, client: StreamClient, question: Question, record:
 
 
 async def _send_closed(load: Load, ask: _Ask) -> None:
-    """So many workers, each of which sends its next request when its last one has ended."""
+    """`concurrency` workers, each of which sends its next request when its last one has ended."""
     questions = iter(load.questions)
 
     async def work() -> None:
@@ -122,7 +122,7 @@ async def _send_closed(load: Load, ask: _Ask) -> None:
 
 
 async def _send_as_they_arrive(load: Load, ask: _Ask) -> None:
-    """Each request at its time, whatever the others are doing."""
+    """Sends each request at its time, whatever the others are doing."""
     started = time.perf_counter()
     tasks: list[asyncio.Future[None]] = []
     try:
@@ -140,7 +140,7 @@ async def _send_as_they_arrive(load: Load, ask: _Ask) -> None:
 
 
 async def _all(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Waits for all. Where this is cancelled or one of them fails, the others are cancelled, and have ended then."""
+    """Waits for all. If this is cancelled or one of them fails, cancels the others and waits for their end."""
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -151,7 +151,7 @@ async def _all(tasks: Sequence[asyncio.Future[None]]) -> None:
 
 @contextlib.contextmanager
 def _on_ctrl_c(call: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C calls this; a second one ends the program as ever."""
+    """The first Ctrl-C calls `call`; a second one ends the program as usual."""
     loop = asyncio.get_running_loop()
 
     def once() -> None:

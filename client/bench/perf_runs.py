@@ -24,9 +24,9 @@ _MAX_PROMPTS = 2000
 
 @dataclass(frozen=True)
 class Workload:
-    """What every request of a benchmark asks."""
+    """The parameters of every request of a benchmark."""
 
-    prompt_tokens: int  # aimed at
+    prompt_tokens: int  # approximate
     max_tokens: int
     stream: bool = True
     temperature: float = 0.0
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of about the wanted length, and what the server counted for one of them."""
+    """Prompts of about the requested length, and the server's token counts of one of them."""
 
     num_words: int
     num_input_tokens: int
@@ -52,7 +52,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table; times in milliseconds. The last five are None where nothing was streamed."""
+    """One row of the table; times in milliseconds. The last five are None if nothing was streamed."""
 
     concurrency: int
     requests: int

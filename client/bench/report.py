@@ -33,10 +33,10 @@ class Report:
 
     name: str
     about: Mapping[str, Any]  # server, model, lengths, seed, machine, time
-    runs: Sequence[Mapping[str, Any]]  # Figures, as JSON
+    runs: Sequence[Mapping[str, Any]]  # as JSON, see Figures
 
     def write(self, path: Path) -> None:
-        """Raises ValueError where the file cannot be written."""
+        """Raises ValueError if the file cannot be written."""
         write_json(path, {"format": FORMAT, "name": self.name, **self.about, "runs": list(self.runs)})
 
     @classmethod
@@ -54,13 +54,13 @@ class Report:
 
 
 def check_writable(path: Path) -> None:
-    """Before a measurement that would be lost. Raises ValueError."""
+    """To be called before a measurement that would be lost. Raises ValueError."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--json is {str(path)!r}; allowed: a file that can be written, in a folder that is there")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Raises ValueError where the file cannot be written."""
+    """Raises ValueError if the file cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -68,7 +68,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where the clients ran, without the machine's name."""
+    """The clients' machine, without its name."""
     return {"python": platform.python_version(), "system": platform.system(), "cpus": os.cpu_count()}
 
 
@@ -81,7 +81,7 @@ def label_of(load: Mapping[str, Any]) -> str:
 
 
 def figures_table(runs: Sequence[Figures], title: str) -> FigureTable:
-    """A column for each run."""
+    """One column for each run."""
     rows = [
         ["requests", *(_requests(run) for run in runs)],
         ["requests/s", *(number(run.requests_per_s) for run in runs)],
@@ -123,7 +123,7 @@ def _tokens_per_step(speculation: Speculation | None) -> str:
 
 
 def _accepted(speculation: Speculation | None) -> str:
-    """Of the tokens that were drafted at each position."""
+    """Acceptance rates of draft tokens by position."""
     if speculation is None:
         return "-"
     both = zip(speculation.accepted, speculation.drafted, strict=True)
@@ -139,14 +139,14 @@ def _percentiles(spread: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits, all of them before the point."""
+    """Three significant digits, or all digits before the point."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are two."""
+    """In the largest unit that gives at least two."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{number(seconds / length)} {unit}"

@@ -1,4 +1,4 @@
-"""What of a server's drafts was right while it was measured, from its metrics."""
+"""How many of a server's draft tokens were accepted during a run, by its metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SETTLE_S = 0.5  # the server reports four times a second
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Of all that a server has answered, requests of others included."""
+    """Counts over all answers of a server, including other clients' requests."""
 
-    drafts: int  # each of one sequence in one step
-    drafted: Sequence[int]  # tokens of them by position, from the first on
-    accepted: Sequence[int]  # of these
+    drafts: int  # one per sequence and step
+    drafted: Sequence[int]  # their tokens by position, from the first on
+    accepted: Sequence[int]  # accepted ones of these
 
     def since(self, before: DraftCounts | None) -> Speculation | None:
-        """What came after `before`; None: nothing was drafted, or the server has started anew meanwhile."""
+        """The difference from `before`; None: nothing was drafted, or the server was restarted meanwhile."""
         before = before or DraftCounts(0, (), ())
         drafts = self.drafts - before.drafts
         drafted = _differences(self.drafted, before.drafted)
@@ -35,13 +35,13 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class Speculation(DraftCounts):
-    """Of a run."""
+    """The counts of a run."""
 
-    tokens_per_step: float  # that one with a draft delivered of its sequence: accepted ones, and the model's own
+    tokens_per_step: float  # delivered by a step with a draft, per sequence: accepted tokens and the model's own
 
 
 async def fetch_draft_counts(client: StreamClient) -> DraftCounts | None:
-    """Since the server has started. None: it does not speculate, or has no metrics that say so."""
+    """Counts since the server's start. None: it does not speculate, or has no such metrics."""
     try:
         if (await client.metrics()).value("minisgl_engine_up") is None:
             return None
@@ -65,5 +65,5 @@ def draft_counts(metrics: Metrics) -> DraftCounts | None:
 
 
 def _differences(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Position by position, of which there may be more by now."""
+    """By position, of which there may be more by now."""
     return [one - other for one, other in zip_longest(now, before, fillvalue=0)]

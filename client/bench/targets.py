@@ -1,4 +1,4 @@
-"""Whom a benchmark asks: Triton's ensemble, or any server of OpenAI's API."""
+"""The servers that a benchmark can use: Triton's ensemble, or any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ StreamClient = AsyncClient | AsyncOpenAIClient
 
 @dataclass(frozen=True)
 class Target:
-    """A server, one of its models, and how it is asked."""
+    """A server, one of its models, and how to send requests."""
 
     kind: str  # "triton" or "openai"
     url: str
     model: str
-    chat: bool  # prompts go as a user's message, through the model's chat template
-    options: dict[str, Any]  # with every request, beside its length
-    connect: Callable[[], StreamClient] = field(repr=False)  # inside the running loop
+    chat: bool  # prompts are sent as a user's message, through the model's chat template
+    options: dict[str, Any]  # of every request, in addition to its length
+    connect: Callable[[], StreamClient] = field(repr=False)  # to be called inside the running loop
 
     def ask(self, client: StreamClient, prompt: str, max_tokens: int) -> AsyncTextStream:
         """Sends one request."""
@@ -34,7 +34,7 @@ class Target:
 
 
 def triton_target(url: str | None, model: str, chat: bool, timeout: float, options: dict[str, Any]) -> Target:
-    """The ensemble of a Triton server, over gRPC or (where the URL says so) HTTP. Raises ValueError."""
+    """The ensemble of a Triton server, over gRPC or (if the URL says so) HTTP. Raises ValueError."""
     address = parse_url(url, None)
     if not chat:
         options = {"apply_chat_template": False, **options}
@@ -48,7 +48,7 @@ def triton_target(url: str | None, model: str, chat: bool, timeout: float, optio
 def openai_target(
     url: str, api_key: str | None, model: str | None, chat: bool, timeout: float, options: dict[str, Any]
 ) -> Target:
-    """A server of OpenAI's API; without `model` its first one. Raises ValueError and ClientError."""
+    """A server with OpenAI's API; without `model` its first one. Raises ValueError and ClientError."""
     server = OpenAIServer.parse(url, api_key)
     chosen = server.choose_model(model)
 

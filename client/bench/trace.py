@@ -1,8 +1,8 @@
-"""Traces: when requests arrived somewhere, and how long they were.
+"""Traces: arrival times and lengths of recorded requests.
 
-A JSON object a line, with `timestamp` (seconds), `input_length` and `output_length` (tokens); other keys are left
-alone. Published traces of serving use these names, some with other units: Mooncake's timestamps, which NVIDIA's tools
-read as well, are milliseconds, for which there is `--time-scale 0.001`.
+One JSON object per line, with `timestamp` (seconds), `input_length` and `output_length` (tokens); other keys are
+ignored. Published serving traces use these names, some with other units: Mooncake's timestamps, which NVIDIA's tools
+also read, are in milliseconds, for which there is `--time-scale 0.001`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 class Arrival:
     """One request of a trace."""
 
-    at: float  # seconds after the first one
+    at: float  # after the first request
     input_tokens: int
     output_tokens: int
 
@@ -26,7 +26,7 @@ class Arrival:
 def read_trace(path: Path, *, limit: int | None = None, time_scale: float = 1.0) -> list[Arrival]:
     """The first `limit` requests, sorted by time; times are multiplied by `time_scale`.
 
-    Raises ValueError, which names file and line, for what is no trace.
+    Raises ValueError, which names file and line, for an invalid trace.
     """
     arrivals: list[Arrival] = []
     try:
@@ -45,33 +45,35 @@ def read_trace(path: Path, *, limit: int | None = None, time_scale: float = 1.0)
     return [Arrival((one.at - start) * time_scale, one.input_tokens, one.output_tokens) for one in arrivals]
 
 
-def _parse(place: str, line: str) -> Arrival:
+def _parse(location: str, line: str) -> Arrival:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place}: no JSON: {error}") from None
+        raise ValueError(f"{location}: no JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: {line.strip()[:80]!r}; allowed: a JSON object")
+        raise ValueError(f"{location}: {line.strip()[:80]!r}; allowed: a JSON object")
     return Arrival(
-        _seconds(place, record), _tokens(place, record, "input_length"), _tokens(place, record, "output_length")
+        _seconds(location, record),
+        _tokens(location, record, "input_length"),
+        _tokens(location, record, "output_length"),
     )
 
 
-def _seconds(place: str, record: dict[str, Any]) -> float:
-    value = _field(place, record, "timestamp")
+def _seconds(location: str, record: dict[str, Any]) -> float:
+    value = _field(location, record, "timestamp")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{place}: timestamp is {value!r}; allowed: seconds, 0 or more")
+        raise ValueError(f"{location}: timestamp is {value!r}; allowed: seconds, 0 or more")
     return float(value)
 
 
-def _tokens(place: str, record: dict[str, Any], name: str) -> int:
-    value = _field(place, record, name)
+def _tokens(location: str, record: dict[str, Any], name: str) -> int:
+    value = _field(location, record, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{place}: {name} is {value!r}; allowed: a whole number from 1")
+        raise ValueError(f"{location}: {name} is {value!r}; allowed: a whole number from 1")
     return value
 
 
-def _field(place: str, record: dict[str, Any], name: str) -> Any:
+def _field(location: str, record: dict[str, Any], name: str) -> Any:
     if name not in record:
-        raise ValueError(f"{place}: {name} is missing")
+        raise ValueError(f"{location}: {name} is missing")
     return record[name]

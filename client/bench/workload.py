@@ -1,4 +1,4 @@
-"""What a benchmark asks, and when: lengths, prompts, and the three ways in which requests arrive."""
+"""A benchmark's requests and their times: lengths, prompts, and three arrival patterns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WORDS = (
 )
 _FRESH = random.SystemRandom()
 _FEW_WORDS, _MANY_WORDS = 8, 200
-_PROBES = 3  # prompts of each of the two lengths
+_PROBES = 3  # prompts of each of the two probe lengths
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens, all from `low` to `high` equally likely."""
+    """Token counts, uniformly distributed from `low` to `high`."""
 
     low: int
     high: int
@@ -48,24 +48,24 @@ class Question:
 
     prompt: str
     output_tokens: int
-    at: float | None = None  # seconds after the run's start; None: as soon as there is room
+    at: float | None = None  # seconds after the run's start; None: as soon as the concurrency allows
 
 
 @dataclass(frozen=True)
 class Load:
     """One run: its requests, and how many are in flight at once (None: as they arrive)."""
 
-    label: dict[str, Any]  # how a report names the run: {"concurrency": 8}, {"rate": 4.0} or {"trace": "FILE"}
+    label: dict[str, Any]  # the run's name in reports: {"concurrency": 8}, {"rate": 4.0} or {"trace": "FILE"}
     questions: Sequence[Question]
     concurrency: int | None = None
 
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Random words that a server counts as about so many tokens."""
+    """Makes prompts of random words that a server counts as about `num_tokens` tokens."""
 
     tokens_per_word: float
-    fixed_tokens: float  # whatever the words: a number before them, a chat template, a token for the start
+    fixed_tokens: float  # independent of the words: a number before them, a chat template, a BOS token
 
     def num_words(self, num_tokens: int) -> int:
         return max(1, round((num_tokens - self.fixed_tokens) / self.tokens_per_word))
@@ -75,17 +75,19 @@ class PromptMaker:
 
 
 def make_prompt(source: random.Random, num_words: int) -> str:
-    """Random words, of which the first is a number.
+    """Random words; the first one is a number.
 
-    The number is fresh, whatever the seed: the next benchmark would else find its prompts in the server's prefix cache.
+    The number is fresh, whatever the seed: otherwise the next benchmark's prompts would be in the server's prefix
+    cache.
     """
     return " ".join([str(_FRESH.randrange(10**5, 10**6)), *source.choices(_WORDS, k=num_words - 1)])
 
 
 async def fit_prompt_maker(count: Callable[[str], Awaitable[int | None]], longest: int) -> PromptMaker:
-    """Finds by the server's own counts how many tokens a word has; `count` asks it, None where it does not tell.
+    """Finds the tokens per word by the server's own counts; `count` asks it and returns None if it does not report
+    them.
 
-    A server that does not tell is taken to make a token of each word. `longest`: no probe is longer, about.
+    Without counts, each word is taken as one token. `longest`: approximate length of the longest probe.
     """
     source = random.Random(0)
 
@@ -104,7 +106,8 @@ async def fit_prompt_maker(count: Callable[[str], Awaitable[int | None]], longes
 
 
 class _Sources:
-    """A generator each: how many words a server needs for a length must not change the other requests."""
+    """Separate random generators: the number of words that a server needs for a length must not change other
+    requests."""
 
     def __init__(self, seed: str) -> None:
         self.lengths, self.gaps, self.words = (random.Random(f"{seed} {name}") for name in ("lengths", "gaps", "words"))
@@ -113,7 +116,7 @@ class _Sources:
 def closed_load(
     concurrency: int, requests: int, inputs: Lengths, outputs: Lengths, maker: PromptMaker, seed: int
 ) -> Load:
-    """`concurrency` requests in flight all the time: the next is sent when one has ended."""
+    """A constant `concurrency` of requests in flight: the next is sent when one has ended."""
     sources = _Sources(f"{seed} {concurrency}")
     questions = []
     for _ in range(requests):
@@ -123,7 +126,7 @@ def closed_load(
 
 
 def poisson_load(rate: float, requests: int, inputs: Lengths, outputs: Lengths, maker: PromptMaker, seed: int) -> Load:
-    """Requests that know nothing of each other: `rate` a second on average, with exponential gaps.
+    """Independent requests: `rate` a second on average, with exponential gaps.
 
     The same seed gives the same requests in the same order at every rate, with longer or shorter gaps. Lengths and
     times are the same for every server.
@@ -145,9 +148,9 @@ def trace_load(name: str, arrivals: Sequence[Arrival], maker: PromptMaker, seed:
 
 
 def warm_up_load(load: Load, requests: int, seed: int) -> Load:
-    """`requests` of the same lengths (again and again where they are more) with other words.
+    """`requests` requests of the same lengths (repeated if there are more) with other words.
 
-    As many at once as the load has, or all.
+    In flight are as many as in the load, or all.
     """
     source = random.Random(f"warm-up {seed}")
     like = islice(cycle(load.questions), requests)

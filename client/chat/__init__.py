@@ -1,5 +1,5 @@
 """`minisgl chat`: a conversation in the terminal.
 
-conversation  what was said, and what it cost    screen   answers on a terminal, as Markdown, or as plain text
-command       the lines that are typed           prompt   how they are read
+conversation  the messages, and what they cost    screen   answers on a terminal, as Markdown or plain text
+command       the user's input lines             prompt   reads them
 """

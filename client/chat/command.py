@@ -20,7 +20,7 @@ from .screen import MarkdownScreen, PlainScreen, Screen
 
 @dataclass(frozen=True)
 class _Command:
-    """What a /command does, and what /help says of it."""
+    """A /command's action, and its /help text."""
 
     act: Callable[[str], bool | None]  # False leaves the chat
     argument: str
@@ -47,7 +47,7 @@ class ChatLoop:
         self._aliases = {"/quit": "/exit", "/?": "/help"}
 
     def run(self) -> bool:
-        """Until /exit or the end of the input. False: a question had an error for an answer."""
+        """Runs until /exit or the end of the input. False: an answer was an error."""
         prompt = Prompt(list(self._commands), default_history())
         opening = "/help lists the commands; Ctrl-C stops an answer"
         try:
@@ -175,5 +175,5 @@ def _path(command: str, name: str) -> Path:
         raise ValueError(f"{command} needs the name of a file")
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~ and the name of nobody
+    except RuntimeError as error:  # ~ and an unknown user
         raise ValueError(f"{name}: {error}") from None

@@ -1,4 +1,4 @@
-"""A conversation: its history, one turn at a time, and what the turns cost."""
+"""A conversation: its history, one turn at a time, and the turns' statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..request import Message
 from ..results import Chunk
 from ..stream import TextStream
 
-# Messages in, the answer's stream out: whoever answers is asked like this.
+# Messages in, the answer's stream out: the interface of whatever answers.
 OpenStream = Callable[[Sequence[Message]], TextStream]
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -22,11 +22,11 @@ _MAX_FILE_BYTES = 16 << 20
 
 @dataclass
 class Turn:
-    """What one answer cost. Counts are the server's, None where it tells none."""
+    """Statistics of one answer. Counts are the server's, None if it reports none."""
 
     started: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
-    seconds: float = 0.0  # of the whole answer, or until it was stopped
+    seconds: float = 0.0  # until the end of the answer, or until it was stopped
     num_input_tokens: int | None = None
     num_cached_tokens: int | None = None  # prompt tokens that came from the server's prefix cache
     num_output_tokens: int | None = None
@@ -35,7 +35,7 @@ class Turn:
     stopped: bool = False
 
     def note(self, chunk: Chunk) -> None:
-        """A piece has come."""
+        """A piece has arrived."""
         now = time.monotonic() - self.started
         self.seconds = now
         if chunk.text or thought_of(chunk):
@@ -51,29 +51,29 @@ class Turn:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token on."""
+        """Time from the first token on."""
         return 0.0 if self.first_token_s is None else self.seconds - self.first_token_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token; None where too few came."""
+        """After the first token; None if there are too few."""
         if not self.num_output_tokens or self.num_output_tokens < 2 or self.decode_seconds <= 0:
             return None
         return (self.num_output_tokens - 1) / self.decode_seconds
 
 
 class Chat:
-    """What was said so far. Not for several threads."""
+    """The messages so far. Not thread-safe."""
 
     def __init__(self, open_stream: OpenStream, system: str | None = None) -> None:
         self._open_stream = open_stream
         self._system = system
         self._said: list[Message] = []
-        self.turns: list[Turn] = []  # of the session, whatever was forgotten since
+        self.turns: list[Turn] = []  # of the whole session, including forgotten messages
 
     @property
     def messages(self) -> list[Message]:
-        """The history as the chat template gets it."""
+        """The history as passed to the chat template."""
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._said
 
@@ -82,7 +82,7 @@ class Chat:
         self._said = []
 
     def set_system(self, system: str | None) -> None:
-        """A new system prompt, and with it a new conversation."""
+        """Sets a new system prompt and starts a new conversation."""
         self._system = system
         self.reset()
 
@@ -95,7 +95,7 @@ class Chat:
             raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
 
     def load(self, path: Path) -> None:
-        """Goes on with the messages of a file instead of the own ones. Raises ValueError for a file of another kind."""
+        """Continues with a file's messages instead of the current ones. Raises ValueError for an invalid file."""
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {_MAX_FILE_BYTES >> 20} MiB")
@@ -106,15 +106,15 @@ class Chat:
             raise ValueError(f"{path} holds no messages: {error}") from None
         if not isinstance(messages, list):
             raise ValueError(f"{path} holds no messages; allowed: a JSON list of them")
-        for place, message in enumerate(messages):
-            _check_message(f"{path}, message {place}", message)
+        for location, message in enumerate(messages):
+            _check_message(f"{path}, message {location}", message)
         first = messages[0] if messages else {}
         has_system = first.get("role") == "system" and isinstance(first.get("content"), str)
         self._system = first["content"] if has_system else None
         self._said = messages[1:] if has_system else messages
 
     def ask(self, text: str) -> Generator[Chunk, None, None]:
-        """The answer in pieces. A stopped answer stays in the history as far as it came; a failed turn does not."""
+        """The answer in pieces. A stopped answer stays in the history as far as it arrived; a failed turn does not."""
         question: Message = {"role": "user", "content": text}
         pieces: list[str] = []
         turn = Turn()
@@ -139,14 +139,14 @@ class Chat:
 
 
 def thought_of(chunk: Chunk) -> str:
-    """What a reasoning model thinks aloud, where the server tells it apart from the answer."""
+    """A reasoning model's reasoning, if the server separates it from the answer."""
     return str(chunk.extra.get("reasoning_content", ("",))[0])
 
 
-def _check_message(place: str, message: Any) -> None:
+def _check_message(location: str, message: Any) -> None:
     if not isinstance(message, dict):
-        raise ValueError(f"{place} is {message!r}; allowed: an object with role and content")
+        raise ValueError(f"{location} is {message!r}; allowed: an object with role and content")
     if message.get("role") not in _ROLES:
-        raise ValueError(f"{place}: role is {message.get('role')!r}; allowed: {', '.join(_ROLES)}")
+        raise ValueError(f"{location}: role is {message.get('role')!r}; allowed: {', '.join(_ROLES)}")
     if not isinstance(message.get("content"), (str, list)):
-        raise ValueError(f"{place}: content is {message.get('content')!r}; allowed: a text, or a list of parts")
+        raise ValueError(f"{location}: content is {message.get('content')!r}; allowed: a text, or a list of parts")

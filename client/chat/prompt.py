@@ -1,4 +1,4 @@
-"""Reads the lines of a person at a terminal: line editing, history, completion of /commands."""
+"""Reads input lines at a terminal: line editing, history, completion of /commands."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Prompt:
 
 
 def default_history() -> Path:
-    """In the user's folder for programs' state."""
+    """In the user's state folder."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl" / "chat_history"
 
 

@@ -1,4 +1,4 @@
-"""How an answer looks while it is written: Markdown on a terminal, else the text as it came."""
+"""Shows an answer while it is written: Markdown on a terminal, otherwise the plain text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAMES_PER_SECOND = 10
 
 
 class Screen(Protocol):
-    """Takes one answer."""
+    """Shows one answer."""
 
     def think(self, text: str) -> None: ...
 
@@ -28,7 +28,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """The text as it comes. Thoughts are left out: a pipe wants the answer."""
+    """The plain text. Reasoning is left out: a pipe needs only the answer."""
 
     def think(self, text: str) -> None:
         pass
@@ -41,11 +41,11 @@ class PlainScreen:
 
 
 class MarkdownScreen:
-    """Blocks of Markdown: those that are complete stand on the terminal for good, the last one is drawn anew."""
+    """Blocks of Markdown: complete ones are printed for good, the last one is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rest = ""  # what no complete block has
+        self._rest = ""  # the text after the last complete block
         self._live: Live | None = None
         self._thinks = False
         self._blocks = 0
@@ -59,7 +59,7 @@ class MarkdownScreen:
         if self._live is None and text:
             if self._thinks:
                 self._console.print("\n")
-            # A thread of Live draws; it sees a whole `_rest`, old or new.
+            # Live draws on a thread, which sees a whole `_rest`, old or new.
             self._live = Live(
                 console=self._console,
                 get_renderable=lambda: _Tail(self._rest),
@@ -84,7 +84,7 @@ class MarkdownScreen:
         self._blocks = 0
 
     def _print_complete(self) -> None:
-        """All blocks but the last one: nothing that follows can change them."""
+        """Prints all blocks but the last one: nothing that follows can change them."""
         start = last_block(self._rest)
         if start:
             complete, self._rest = self._rest[:start], self._rest[start:]
@@ -99,7 +99,7 @@ class MarkdownScreen:
 
 
 class _Tail:
-    """The last lines of a block, as many as the terminal has: a frame that is higher could not be drawn over."""
+    """The last lines of a block, up to the terminal's height: a higher frame could not be redrawn."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -114,14 +114,14 @@ class _Tail:
 
 
 def render(text: str) -> Markdown:
-    """Markdown without HTML, whose tags are shown as they are: rich would leave out <think> and all that is in it."""
+    """Markdown without HTML; tags are shown as text: rich would leave out <think> and its content."""
     markdown = Markdown("", hyperlinks=False)
     markdown.markup, markdown.parsed = text, _parser().parse(text)
     return markdown
 
 
 def last_block(text: str) -> int:
-    """Where the last block of the text begins; 0 where there is one alone."""
+    """Start of the text's last block; 0 if it is the only one."""
     blocks = [token.map for token in _parser().parse(text) if token.level == 0 and token.map]
     if len(blocks) < 2:
         return 0
