@@ -90,7 +90,7 @@ class WindowPages:
         assert len(cached) == self.num_pages, "cached pages are miscounted"
         assert int((self._pins > 0).sum()) == self.num_pinned, "pages in use are miscounted"
         idle = self._is_cached & (self._pins == 0)
-        assert np.array_equal(idle, self._idle_since > 0), "a page is idle and has no place in the order, or has one"
+        assert np.array_equal(idle, self._idle_since > 0), "an idle page is not in the eviction order, or a used one is"
         queued = {(tick, page) for tick, pages in self._queue for page in pages.tolist()}
         assert all((self._idle_since[page], page) in queued for page in np.flatnonzero(idle)), "an idle page is lost"
 

@@ -106,8 +106,8 @@ class StepPlanBuilder:
         groups, rows, columns, pages = (
             np.concatenate([getattr(one, name) for one in decided]) for name in ("groups", "rows", "columns", "pages")
         )
-        place = (groups.astype(np.int64) << 48) | (rows.astype(np.int64) << 24) | columns
-        last = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
+        key = (groups.astype(np.int64) << 48) | (rows.astype(np.int64) << 24) | columns
+        last = len(key) - 1 - np.unique(key[::-1], return_index=True)[1]
         self._groups = [groups[last]] if self._num_groups > 1 else []
         self._rows, self._columns, self._page_ids = [rows[last]], [columns[last]], [pages[last]]
 

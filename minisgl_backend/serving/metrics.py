@@ -316,11 +316,11 @@ class _Counter:
     def follow(self, totals: Sequence[float | None]) -> None:
         """None: the total is unknown now."""
         increment = 0.0
-        for place, total in enumerate(totals):
+        for index, total in enumerate(totals):
             if total is not None:
-                last = self._last.get(place, 0.0)
+                last = self._last.get(index, 0.0)
                 increment += total - last if total >= last else total
-                self._last[place] = total
+                self._last[index] = total
         if increment > 0:
             self._pause()
             self._metric.increment(increment)
@@ -342,8 +342,8 @@ class _HistogramMetric:
         """For each source the counts by upper bound (the last one above all bounds) and the sum of the values; None:
         unknown now."""
         totals = [None if source is None else list(itertools.accumulate(source[0])) for source in sources]
-        for place, bucket in enumerate(self._buckets):
-            bucket.follow([None if counts is None else float(counts[place]) for counts in totals])
+        for index, bucket in enumerate(self._buckets):
+            bucket.follow([None if counts is None else float(counts[index]) for counts in totals])
         self._count.follow([None if counts is None else float(counts[-1]) for counts in totals])
         self._sum.follow([None if source is None else source[1] for source in sources])
 
