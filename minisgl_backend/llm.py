@@ -40,7 +40,7 @@ from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_to
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or one of both in the form of vLLM's dicts
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or one of both in a mapping like vLLM's
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -50,11 +50,11 @@ log = logging.getLogger(__name__)
 class LLM:
     """One model, loaded into this process. Close it, or use it as a context manager.
 
-    Calls of `generate` and `chat` from several threads are served one after the other.
+    Calls of `generate` and `chat` from several threads run one after the other.
     """
 
     def __init__(self, model: str = "demo", *, environment: Environment | None = None, **options: Any) -> None:
-        """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
+        """`options` are the fields of EngineConfig. Raises ConfigError for options or a model that cannot be served."""
         set_torch_defaults()
         unknown = set(options) - set(OPTIONS)
         if unknown:
@@ -89,8 +89,8 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Loaded when first asked for, at the latest by a prompt that is a text. Raises ConfigError."""
-        # Importing transformers takes seconds, which token ids need not wait for.
+        """Loaded at first use, at the latest for a prompt that is a text. Raises ConfigError."""
+        # Importing transformers takes seconds, which prompts of token ids need not wait for.
         from minisgl_backend.text.tokenizer import Tokenizer
 
         return Tokenizer(self._model_dir, trust_remote_code=self.config.trust_remote_code)
@@ -106,7 +106,7 @@ class LLM:
         return self.engine.core.stats()
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """The model's own defaults (generation_config.json), with `values` in place of some; None means the default.
+        """The model's own defaults (generation_config.json), some replaced by `values`; None means the default.
 
         Raises InvalidRequestError for an unknown name and for a value of the wrong type.
         """
@@ -152,9 +152,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **values: Any
     ) -> Generator[StreamPiece, None, None]:
-        """Continues one prompt; the answer in pieces, one each step of the engine.
+        """Continues one prompt; yields the answer in pieces, one per step of the engine.
 
-        Closing the generator ends the answer. While it is read, nothing else can be asked. Parameters and errors are
+        Closing the generator ends the answer. Other calls are refused while it is being read. Parameters and errors are
         those of `generate`; `n` must be 1.
         """
         prompts = listed(prompt)
@@ -184,12 +184,12 @@ class LLM:
         progress: bool = False,
         **values: Any,
     ) -> list[RequestOutput]:
-        """Continues each prompt: a text, or token ids as a list, an array or tensor of one dimension; answers are in
-        the prompts' order. Either may stand in a mapping, as in vLLM: {"prompt": ...}, {"prompt_token_ids": ...}.
+        """Continues each prompt: a text, or token ids as a list or a one-dimensional array or tensor; answers are in
+        the prompts' order. Either may be in a mapping, as in vLLM: {"prompt": ...}, {"prompt_token_ids": ...}.
 
         `sampling_params`: one for all, or one for each prompt, each also as a mapping of its fields; without them the
         model's defaults, changed by `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a
-        request that cannot be served, and EngineDeadError where the engine fails; nothing is left running then.
+        request that cannot be served, and EngineDeadError if the engine fails; no request is left running then.
         """
         answers = self._answers(listed(prompts), sampling_params, values)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -211,8 +211,9 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """The embedding of each prompt, in their order; prompts are those of `generate`.
 
-        `dimensions`: only the first ones (Matryoshka). `pooling`: last, mean or cls; `normalize`: to length 1; without
-        them as the checkpoint's sentence-transformers files say, else the last token's hidden state, normalized.
+        `dimensions`: keeps only the first ones (Matryoshka). `pooling`: last, mean or cls; `normalize`: to length 1.
+        Defaults are those of the checkpoint's sentence-transformers files, otherwise the last token's hidden state,
+        normalized.
         Raises InvalidRequestError, EngineDeadError.
         """
         self._check_embeddings()
@@ -222,7 +223,7 @@ class LLM:
         return self._pooled([self._token_ids(prompt) for prompt in listed(prompts)], params)
 
     def score(self, query: str, documents: str | Iterable[str], *, instruction: str | None = None) -> list[float]:
-        """How well each document answers the query; text/scoring.py says how. `instruction`: what is looked for, for
+        """How well each document answers the query; text/scoring.py describes the methods. `instruction`: the task, for
         models that judge by yes and no. Raises InvalidRequestError, EngineDeadError."""
         self._check_embeddings()
         texts, model = [documents] if isinstance(documents, str) else list(documents), self.engine.model
@@ -260,7 +261,7 @@ class LLM:
         *,
         pieces: bool = False,
     ) -> list[Answer]:
-        """Checked, and not yet begun. `pieces`: their texts are read as they grow."""
+        """Validated answers that have not begun. `pieces`: their texts are read as they grow."""
         if sampling_params is not None and values:
             raise InvalidRequestError(
                 f"{min(values)} is given together with sampling_params; allowed: one or the other"
@@ -297,15 +298,15 @@ class LLM:
         return self.sampling_params(**given) if isinstance(given, Mapping) else _refuse_params(given)
 
     def _translate(self, params: SamplingParams) -> SamplingParams:
-        """Bad words, and stop strings that are special tokens, as token ids.
+        """Converts bad words, and stop strings that are special tokens, to token ids.
 
-        Raises InvalidRequestError for stop strings where no token has a text.
+        Raises InvalidRequestError for stop strings if tokens have no text.
         """
         if params.stop and not len(self._vocabulary):
             raise InvalidRequestError(f"stop is {params.stop!r}; allowed: none, as this model has no tokenizer")
         special = self._vocabulary.special_tokens
         ends = tuple(special[text] for text in params.stop if text in special)
-        if ends:  # their text is no part of an answer, so that it would never be found there
+        if ends:  # their text is not part of an answer, so it would never be found there
             params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         if not params.bad_words:
             return params
@@ -314,7 +315,7 @@ class LLM:
         return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
     def _bound_thoughts(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
-        """With the tags of thoughts that have a budget, unless the caller has named them."""
+        """Adds the tags of a limited reasoning, unless the caller has given them."""
         budget = params.thinking_token_budget
         if budget is None or params.thinking_tags is not None:
             return params

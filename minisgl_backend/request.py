@@ -1,6 +1,6 @@
-"""What enters the engine (Request) and why it leaves (FinishReason).
+"""The engine's input (Request), and the reasons for which a sequence ends (FinishReason).
 
-All values are immutable and serialise with msgspec.
+All values are immutable and can be serialized with msgspec.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_SPELLINGS = 2 * MAX_BAD_WORDS  # a word has two: at the beginning of a text, and behind a space
+MAX_BAD_WORD_SPELLINGS = 2 * MAX_BAD_WORDS  # a word has two: at the beginning of a text, and after a space
 MAX_BAD_WORD_TOKENS = 128  # of one bad word
-MAX_BAD_WORDS_TOKENS = 8192  # of all bad words of a request: each step compares them with what was said last
+MAX_BAD_WORDS_TOKENS = 8192  # of all bad words of a request: each step compares them with its latest tokens
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_POOLED_TOKENS = 256
 MAX_SEQUENCES_PER_REQUEST = 64
 MAX_GRAMMAR_BYTES = 65536
 MAX_TENANT_NAME = 64
-MAX_TAG_TOKENS = 64  # of one tag of thoughts
+MAX_TAG_TOKENS = 64  # of one reasoning tag
 MAX_CACHE_SALT_BYTES = 1024
 SEED_RANGE = 2**64
 
 
 class FinishReason(enum.IntEnum):
-    """Why a sequence ended. The integer travels in step records; 0 means that it goes on."""
+    """Why a sequence ended. Step records contain the integer; 0 means that it goes on."""
 
     RUNNING = 0
     STOP = 1  # an end-of-sequence token, a stop token or a stop string
@@ -64,21 +64,21 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ThinkingTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tags around a model's thoughts as token ids, and how this prompt leaves them."""
+    """The tags around a model's reasoning as token ids, and the state in which this prompt leaves them."""
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
-    behind: tuple[int, ...] = ()  # what else is written between the closing tag and the answer proper
-    is_open: bool = False  # the answer begins among thoughts
+    behind: tuple[int, ...] = ()  # text between the closing tag and the answer itself
+    is_open: bool = False  # the answer begins within the reasoning
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to continue one prompt. `validate` must have passed before the engine sees it.
 
-    Types are checked and spellings made one when an instance is built: None is the default, one text or id stands for
+    Types are checked and spellings normalized when an instance is built: None is the default, one text or id stands for
     a list of it, empty words are dropped, `top_k` -1 and `top_p` 0 switch off. Raises InvalidRequestError naming the
-    field. Token-id fields are what the engine works with; what concerns text (`stop`, `bad_words`, the two
-    flags at the end) is handled by the layer that owns the tokenizer, and the scheduler never looks at it.
+    field. The engine uses the token-id fields; those about text (`stop`, `bad_words`, the two flags at the end) are
+    handled by the layer that owns the tokenizer, and the scheduler ignores them.
     """
 
     max_tokens: int | None = None  # new tokens; None: up to the context limit
@@ -101,12 +101,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     n: int = 1  # sequences sampled from the same prompt
     grammar: Grammar | None = None
-    thinking_token_budget: int | None = None  # tokens of thoughts, after which they are closed; None, and -1: no limit
+    thinking_token_budget: int | None = None  # reasoning tokens until the closing tag is forced; None, and -1: no limit
     thinking_tags: ThinkingTags | None = None  # with a budget
-    skip_special_tokens: bool = True  # special tokens are no part of the text
+    skip_special_tokens: bool = True  # special tokens are not part of the text
     include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
-    speculative: bool = True  # where the engine speculates, for this request too; it changes no text
-    cache_salt: str | None = None  # cached prefixes are shared among requests with the same salt alone
+    speculative: bool = True  # False: no speculation for this request; texts do not change either way
+    cache_salt: str | None = None  # cached prefixes are shared only among requests with the same salt
 
     def __post_init__(self) -> None:
         for field, normalise in _NORMALISE.items():
@@ -118,8 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 msgspec.structs.force_setattr(self, field, normal)
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """A copy with a seed of 0 to SEED_RANGE - 1; its other fields, which are as they should be, are not checked
-        again."""
+        """A copy with a seed of 0 to SEED_RANGE - 1; its other fields are valid and not checked again."""
         copied = copy.copy(self)
         msgspec.structs.force_setattr(copied, "seed", seed)
         return copied
@@ -134,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_guided(self) -> bool:
-        """More than the sampler says which tokens may come next: a grammar, or the end of bounded thoughts."""
+        """A grammar, or the end of a limited reasoning, restricts the next tokens in addition to the sampler."""
         return self.grammar is not None or self.bounds_thoughts
 
     @property
@@ -156,7 +155,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
             _refuse("seed", self.seed, "-2**63 to 2**64 - 1; -1: any")
         if not (math.isfinite(self.repetition_penalty) and 0.0099999 < self.repetition_penalty <= 100.0):
-            # Below, a logit times its inverse is soon NaN. Clients send float32, where 0.01 is a little less.
+            # Below this, a logit times its inverse soon is NaN. Clients send float32, where 0.01 is a little less.
             _refuse("repetition_penalty", self.repetition_penalty, "0.01 to 100")
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -213,20 +212,20 @@ PoolingKind = Literal["last", "mean", "cls", "scores", "token_logprobs"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is made of a prompt's hidden states, those behind the final norm, where no token is asked for.
+    """The vector to compute from a prompt's hidden states after the final norm, instead of generating tokens.
 
-    `kind`: the hidden state of the last token, the mean of all, that of the first token ("cls"); what the model's
-    classification head makes of the last one ("scores"); or the log-probabilities of `token_ids` as the next token.
+    `kind`: the hidden state of the last token, the mean of all, that of the first token ("cls"); the classification
+    head's output for the last token ("scores"); or the log-probabilities of `token_ids` as the next token.
     """
 
     kind: PoolingKind = "last"
     normalize: bool = False  # to length 1, after the cut to `dimensions`
-    dimensions: int | None = None  # the first ones are kept (Matryoshka); None: all
+    dimensions: int | None = None  # keeps the first ones (Matryoshka); None: all
     token_ids: tuple[int, ...] = ()
 
     @property
     def reads_cache(self) -> bool:
-        """Whether keys and values of a prefix are enough: its hidden states are not kept."""
+        """Whether cached keys and values of a prefix suffice: its hidden states are not kept."""
         return self.kind not in ("mean", "cls")
 
     def validate(self, hidden_size: int, vocab_size: int) -> None:
@@ -240,12 +239,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a prompt that stand for something else, an image or a sound: where that is another one, their keys and
-    values are others."""
+    """Placeholder tokens of a prompt for an image or a sound: different content means different keys and values."""
 
-    start: int  # the first of them, in the prompt
+    start: int  # position of the first of them in the prompt
     length: int  # tokens
-    digest: bytes  # of what they stand for
+    digest: bytes  # of the content
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,12 +252,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     uid: int  # unique over the life of the engine; chosen by the front
     token_ids: bytes  # int32, little-endian; the prompt
     params: SamplingParams
-    pooling: PoolingParams | None = None  # not None: the answer is a vector, and `params` says nothing
+    pooling: PoolingParams | None = None  # not None: the answer is a vector, and `params` is ignored
     priority: int = 0  # 0: the default level; otherwise 1 is the most urgent, as in Triton
     deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
     request_id: str = ""  # the client's own id, for logs
-    tenant: str = ""  # whose request it is, where the engine is shared fairly; at most MAX_TENANT_NAME characters
-    contents: tuple[Content, ...] = ()  # of its prompt, which the prefix cache tells apart
+    tenant: str = ""  # for fair shares; at most MAX_TENANT_NAME characters
+    contents: tuple[Content, ...] = ()  # of the prompt; distinguished by the prefix cache
 
 
 def check_prompt(
@@ -267,12 +265,12 @@ def check_prompt(
 ) -> None:
     """Raises InvalidRequestError, with `name` for the prompt, unless it can be continued.
 
-    `vocab_size`: None where the front has checked that. `limited_by`: what else than the model limits `max_seq_len`.
+    `vocab_size`: None if the front has checked that. `limited_by`: what limits `max_seq_len` besides the model.
     """
     check_token_ids(name, token_ids, vocab_size)
     if len(token_ids) >= max_seq_len:
         why = f" ({limited_by})" if limited_by else ""
-        # The last words are those by which LiteLLM and LangChain know what is wrong.
+        # LiteLLM and LangChain recognize the error by the last words.
         raise InvalidRequestError(
             f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}{why}: "
             f"prompt is too long, this model's maximum context length is {max_seq_len} tokens"
@@ -280,9 +278,9 @@ def check_prompt(
 
 
 def check_token_ids(name: str, token_ids: Any, vocab_size: int | None) -> None:
-    """Raises InvalidRequestError unless it has tokens, all of them of the vocabulary; None: none is negative.
+    """Raises InvalidRequestError unless there are tokens, all within the vocabulary; None: none may be negative.
 
-    `token_ids`: a list, or an array of one dimension.
+    `token_ids`: a list, or a one-dimensional array.
     """
     if not len(token_ids):
         raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
@@ -296,7 +294,7 @@ def check_token_ids(name: str, token_ids: Any, vocab_size: int | None) -> None:
 
 
 def _integer(name: str, value: Any) -> int:
-    """Python's and NumPy's integers, and floats without a fraction."""
+    """Accepts Python's and NumPy's integers, and floats without a fraction."""
     if type(value) is int:
         return value
     if isinstance(value, float) and value.is_integer():
@@ -337,7 +335,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _seed(name: str, value: Any) -> int | None:
-    """A negative one is the unsigned number of the same 64 bits; -1 means any, as in vLLM."""
+    """A negative seed is the unsigned number with the same 64 bits; -1 means any, as in vLLM."""
     number = _integer(name, value)
     if number == -1:
         return None
@@ -387,7 +385,7 @@ def _words_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
-    """JSON objects have texts for keys: a number may be spelled as one."""
+    """JSON objects have text keys, so a token id may be a text."""
     if not isinstance(value, Mapping):
         _refuse(name, repr(value), "a mapping of token id to bias")
     bias = {}
@@ -435,7 +433,7 @@ _DEFAULTS: Mapping[str, Any] = {
     for field in msgspec.structs.fields(SamplingParams)
 }
 
-# Of a request that samples nothing.
+# Of a request that samples no tokens.
 NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 

@@ -1,7 +1,7 @@
-"""What scheduler and runner share: the plan of one step and its result. Plain integers in NumPy arrays.
+"""The interface between scheduler and runner: the plan of one step and its result. Plain integers in NumPy arrays.
 
-A plan is born complete and never changes. Rank 0 makes it and every tensor-parallel rank executes it; the plan and
-`StepDecisions` are all that a follower ever hears of a step.
+A plan is complete when it is created and never changes. Rank 0 makes it and every tensor-parallel rank executes it; the
+plan and `StepDecisions` are all that a follower gets of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl_backend.request import PoolingParams, SamplingParams
 
 
 class RowError(Exception):
-    """What one row of a plan asks for cannot be prepared; the rest of the plan can."""
+    """A row of a plan cannot be prepared; the rest of the plan can."""
 
     def __init__(self, row: int, cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
@@ -26,8 +26,8 @@ class RowError(Exception):
 
 
 class Wants:
-    """What a row asks of its chunk of a step: bits. Plain integers, since every chunk is asked several times, and an
-    `IntFlag` takes a microsecond each time."""
+    """The outputs that a row needs of its chunk, as bits. Plain integers, since every chunk is checked several times
+    and an `IntFlag` takes a microsecond each time."""
 
     NOTHING: Final = 0
     TOKEN: Final = 1  # the next token, sampled from the last one's logits
@@ -35,7 +35,7 @@ class Wants:
     FIRST_STATE: Final = 4  # the hidden state of its first token
     LAST_STATE: Final = 8  # of its last token
     STATE_SUM: Final = 16  # the sum of those of all its tokens
-    SCORES: Final = 32  # what the model's classification head makes of the last token's
+    SCORES: Final = 32  # the classification head's output for the last token
     TOKEN_LOGPROBS: Final = 64  # of some tokens (AdmittedRow.pooling) as the next one
     POOLED: Final = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
 
@@ -43,19 +43,19 @@ class Wants:
 class AdmittedRow(msgspec.Struct, frozen=True):
     """A sequence that takes a row with this step (first admission, or resumption after preemption).
 
-    The runner resets everything that it keeps for the row: sampling parameters, penalty counts, history.
+    The runner resets all state of the row: sampling parameters, penalty counts, history.
     """
 
     row: int
     uid: int
-    params: SamplingParams  # `seed` is never None here
-    prompt_len: int  # tokens of the client's prompt; what follows in token_ids was generated (resumption)
+    params: SamplingParams  # its `seed` is never None
+    prompt_len: int  # tokens of the client's prompt; later ones in token_ids were generated (resumption)
     token_ids: Int32Array  # all tokens so far, [num_tokens]; penalties and bad words need the cached ones too
     cached_len: int  # tokens whose keys and values are already in this row's pages
     pooling: PoolingParams | None = None  # not None: it samples nothing
 
     def asking_nothing(self) -> AdmittedRow:
-        """The row with one token and no option."""
+        """The row with one token and no options."""
         params = SamplingParams(seed=0)
         return msgspec.structs.replace(
             self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None
@@ -66,9 +66,9 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     """Prompt tokens `start` to `start + len(token_ids)` of one row, to be computed in this step."""
 
     row: int
-    start: int  # tokens of the sequence that are in the cache before this step
+    start: int  # tokens of the sequence that are cached before this step
     token_ids: Int32Array  # [chunk_len]
-    wants: int  # bits of Wants; TOKEN alone has a place in the step's sampled rows
+    wants: int  # bits of Wants; only TOKEN makes the row one of the step's sampled rows
 
     @property
     def end(self) -> int:
@@ -81,7 +81,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
 
     @property
     def pools(self) -> bool:
-        """It is to give its part of a vector."""
+        """It outputs its part of a vector."""
         return bool(self.wants & Wants.POOLED)
 
 
@@ -96,26 +96,26 @@ class StepPlan(msgspec.Struct, frozen=True):
     admitted: tuple[AdmittedRow, ...]
     page_rows: Int32Array  # [num_new_pages]  new entries of the page table, to be written before the step runs:
     page_columns: Int32Array  # [num_new_pages]  page_table[page_groups, page_rows, page_columns] = page_ids
-    page_ids: Int32Array  # [num_new_pages]  0, the padding page: what was there is out of all windows
+    page_ids: Int32Array  # [num_new_pages]  0, the padding page: the earlier page is out of all windows
     prefill: tuple[PrefillChunk, ...]
-    # [num_decode]  A row with k drafts is 1 + k entries one after the other, at consecutive lengths.
+    # [num_decode]  A row with k drafts has 1 + k consecutive entries, of consecutive lengths.
     decode_rows: Int32Array
     decode_lengths: (
         Int32Array  # [num_decode]  tokens in the cache after this step; the input token's position is one less
     )
     decode_uids: Int64Array  # [num_decode]  for sampling noise and logs
-    # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
-    # what may be NaN in them, and kernels may read a page beyond the end of the next one.
+    # [num_cleared]  pages to be set to zero before the step writes anything: a failed sequence may have left NaN in
+    # them, and kernels may read a page beyond the end of its next sequence.
     cleared_pages: Int32Array = NO_INT32
-    # [num_new_pages]  cache group of each new entry of the page table; [0] for a model of one group.
+    # [num_new_pages]  cache group of each new page-table entry; [0] for a model with one group.
     page_groups: Int32Array = NO_INT32
-    is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
-    # [num_decode]  the drafts that are verified: the input token of each entry, and -1 of a row's first, whose input is
-    # its last token; [0] in a step without drafts.
+    is_retry: bool = False  # an earlier attempt failed, which may have sampled and counted tokens
+    # [num_decode]  the drafts to verify: each entry's input token, and -1 for a row's first entry, whose input is its
+    # last token; [0] in a step without drafts.
     draft_tokens: Int32Array = NO_INT32
-    # Not 0: a step of the proposer on the device, not of the model. So many tokens are proposed for each of the first
-    # `num_proposing` decode entries, one of each row; the entries behind them, and `prefill`, are tokens that the
-    # proposer has not seen.
+    # Not 0: a step of the device proposer instead of the model. That many tokens are proposed for each of the first
+    # `num_proposing` decode entries, one per row; the entries after them, and `prefill`, are tokens that the proposer's
+    # layers have not computed yet.
     num_proposed: int = 0
     num_proposing: int = 0
 
@@ -135,8 +135,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     def accepted(self, token_ids: Int32Array) -> BoolArray:
         """Which of the step's sampled tokens, int32 [num_sampled], count; bool [num_sampled].
 
-        A draft is accepted where it is the token that was sampled at its position, and all before it are. What was
-        sampled behind a wrong draft is no token of the sequence.
+        A draft is accepted if it equals the token sampled at its position and all drafts before it were accepted. A
+        token sampled after a rejected draft is not part of the sequence.
         """
         accepted = np.ones(len(token_ids), dtype=np.bool_)
         if not len(self.draft_tokens):
@@ -150,8 +150,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         return accepted
 
     def without(self, rows: Container[int]) -> StepPlan:
-        """The same step without the parts of these rows. Those of them that it admits ask for nothing then, so that
-        nothing is left of what they asked."""
+        """The same step without the parts of these rows. Rows among them that it admits get no options, so that the
+        runner keeps none of theirs."""
         kept = np.array([row not in rows for row in self.decode_rows.tolist()], dtype=np.bool_)
         return msgspec.structs.replace(
             self,
@@ -167,25 +167,25 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Backlog:
-    """Queue length above which the throughput of prefill outweighs the inter-token latency of running streams, and the
-    budgets of a step then: the runner measures them, the scheduler plans by them."""
+    """Queue length above which prefill throughput outweighs the inter-token latency of running streams, and the prompt
+    budgets of a step then. Measured by the runner, used by the scheduler."""
 
-    waiting_tokens: int  # more of them in the queue are a backlog
-    mixed_prefill_length: int  # prompt tokens of a step that also decodes, while there is one
-    most_prefill_length: int  # and at most, in a queue so long that steps grow with it
+    waiting_tokens: int  # more waiting tokens than this are a backlog
+    mixed_prefill_length: int  # prompt tokens of a step that also decodes, during a backlog
+    most_prefill_length: int  # upper limit, for queues so long that the budget grows with them
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What steps took when the engine started, in seconds: the runner measures them, the scheduler plans by them."""
+    """Step times in seconds, measured by the runner when the engine started, used by the scheduler."""
 
     prompts: tuple[tuple[int, float], ...]  # by prompt tokens, ascending from 0: steps in which one row decodes
-    rows: tuple[tuple[int, float], ...]  # by rows that decode, ascending: steps without a prompt
+    rows: tuple[tuple[int, float], ...]  # by decoding rows, ascending: steps without a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsRequest:
-    """Prompt tokens of one chunk whose log-probabilities a request asks for."""
+    """Prompt tokens of one chunk whose log-probabilities are requested."""
 
     row: int
     first: int  # row of the step's hidden states that predicts the first of them
@@ -195,19 +195,19 @@ class PromptLogprobsRequest:
 
 
 class StepDecisions(msgspec.Struct, frozen=True):
-    """What rank 0 decides about a step beyond its plan: all that says which collectives the step makes.
+    """Rank 0's decisions about a step in addition to its plan: all that determines the step's collectives.
 
-    It rests on more than the plan, such as grammars and the options of each row, and is made in one place
-    (`BatchBuilder.build_host`). The other ranks do as it says and decide nothing, so that no rank ever waits in a
-    collective that another does not make.
+    They depend on more than the plan, such as grammars and each row's options, and are made in one function
+    (`BatchBuilder.build_host`). The other ranks follow them, so that no rank ever waits in a collective that another
+    one does not enter.
     """
 
     graph_size: int = 0  # decode batch of the captured graph to replay; 0: run eagerly
-    resamples: bool = False  # sampled again after the graph, which samples by temperature alone
-    # Which captured graph does so, see kernels.sampling.layout; 0: it is launched kernel by kernel.
+    resamples: bool = False  # sample again after the graph, which samples by temperature only
+    # The captured graph for that, see kernels.sampling.layout; 0: launched kernel by kernel.
     sampling_graph: int = 0
     prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
-    prompt_size: int = 0  # tokens of the captured pass that a lone prompt takes; 0: it takes none
+    prompt_size: int = 0  # size of the captured pass for a single prompt; 0: none
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -221,17 +221,17 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What few records of an answer have besides token and reason: from the scheduler to `LLM` and the fronts."""
+    """Details that few records of an answer have besides token and reason: from the scheduler to `LLM` and the
+    fronts."""
 
     # With the first token of a request's first sequence:
     cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
-    first_planned: float = 0.0  # when the first step with a token of it was planned, time.monotonic() seconds
-    first_token: float = 0.0  # when that token was committed, likewise: with the arrival it gives the TTFT
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
-    pooled: bytes = b""  # the vector that the prompt has become: float32, little-endian
+    first_planned: float = 0.0  # when its first step was planned, time.monotonic() seconds
+    first_token: float = 0.0  # when that token was committed; minus the arrival it is the TTFT
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # for every prompt token but the first
+    pooled: bytes = b""  # the prompt's vector: float32, little-endian
     logprobs: Logprobs | None = None  # of the record's token
-    # With the first record of a step with drafts: those that were verified for the sequence so far, and those of them
-    # that were right
+    # With the first record of a step with drafts: drafts verified for the sequence so far, and accepted ones
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     error: str = ""  # with FinishReason.ERROR
@@ -243,14 +243,14 @@ class StepResult(msgspec.Struct, frozen=True):
 
     step: int
     token_ids: Int32Array  # [num_sampled]
-    logprobs: dict[int, Logprobs] = {}  # by index into token_ids; only where asked for
+    logprobs: dict[int, Logprobs] = {}  # by index into token_ids; only if requested
     prompt_logprobs: dict[int, list[Logprobs]] = {}  # by row: the chunk's positions
     # Rows whose sequence must end with FinishReason.ERROR: also those of chunks that do not end their prompt.
     failed_rows: frozenset[int] = frozenset()
-    why: str = ""  # they failed, where not because of what the model computed
+    why: str = ""  # the reason, if it is not the model's output
     executed: bool = True  # False: nothing of the plan has reached the device
     accepted: BoolArray | None = None  # [num_sampled]  which tokens count; None: all, as in a step without drafts
-    pooled: dict[int, Float32Array] = {}  # by row: what its chunk was asked for; [width]
+    pooled: dict[int, Float32Array] = {}  # by row: its chunk's pooling output; [width]
     proposed: Int32Array | None = None  # [num_proposing, num_proposed]  of a proposer's step
 
 
@@ -258,12 +258,12 @@ class StepResult(msgspec.Struct, frozen=True):
 class DraftStats:
     """Totals of speculation since start."""
 
-    drafts: int = 0  # of a row in a step, whatever its length
-    drafted: tuple[int, ...] = ()  # draft tokens, by their position in a draft
-    accepted: tuple[int, ...] = ()  # those that were right, likewise
+    drafts: int = 0  # one per row and step, whatever its length
+    drafted: tuple[int, ...] = ()  # draft tokens by position in the draft
+    accepted: tuple[int, ...] = ()  # accepted ones by position
 
     def values(self) -> dict[str, float]:
-        """By name: all together, and of each position, from 1 on."""
+        """By name: totals, and per position from 1 on."""
         found: dict[str, float] = {
             "total_drafts": self.drafts,
             "total_draft_tokens": sum(self.drafted),
@@ -276,7 +276,7 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Counters after one commit; the status line and Triton's metrics are made of these."""
+    """Counters after one commit, the source of the status line and of Triton's metrics."""
 
     step: int
     num_running: int

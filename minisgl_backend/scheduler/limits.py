@@ -34,4 +34,4 @@ class SchedulerLimits:
     most_drafts: int = 0  # per row and step; 0: no speculation
     most_draft_entries: int = 0  # per step with drafts: rows and drafts together
     longest_drafted: int | None = None  # sequence length up to which a draft model proposes; None: no limit
-    sparse_step_sizes: tuple[int, ...] = ()  # ascending; sizes to which steps up to the largest one are cut
+    sparse_step_sizes: tuple[int, ...] = ()  # ascending; steps between the first and the last are cut to one of them
