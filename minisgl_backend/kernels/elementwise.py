@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.layout import LayerKV
 
@@ -23,7 +23,7 @@ def rms_norm(
     """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32. out: may be x."""
     num_tokens, hidden = x.shape
     out = torch.empty_like(x) if out is None else out
-    padded = triton.next_power_of_2(hidden)
+    padded = next_power_of_2(hidden)
     _rms_norm_kernel[(num_tokens,)](
         x, weight, out, x.stride(0), out.stride(0), eps,
         HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4, **pdl_options(pdl),
@@ -60,7 +60,7 @@ def add_norm(
 ) -> torch.Tensor:
     """hidden + multiplier * rms_norm(x), all [num_tokens, size], written over hidden."""
     num_tokens, size = x.shape
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
         hidden, x, weight, hidden.stride(0), x.stride(0), eps,
         SIZE=size, PADDED=padded, MULTIPLIER=multiplier, num_warps=8 if padded >= 4096 else 4, **pdl_options(pdl),
@@ -93,7 +93,7 @@ def activate_mul(gate_up: torch.Tensor, activation: str = "silu", pdl: bool = Fa
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     tile = 1024
-    _activate_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
+    _activate_mul_kernel[(num_tokens, cdiv(size, tile))](
         gate_up, out, gate_up.stride(0), size, TILE=tile, ACTIVATION=activation, num_warps=4, **pdl_options(pdl)
     )
     return out
@@ -133,7 +133,7 @@ def combine(
     out = torch.empty((num_tokens, size), dtype=result.dtype, device=result.device)
     tile = 1024 if place is None else 2048  # whole rows where they are scattered
     if num_tokens > 0:
-        _combine_kernel[(num_tokens, triton.cdiv(size, tile))](
+        _combine_kernel[(num_tokens, cdiv(size, tile))](
             result, result if place is None else place, result if weights is None else weights,
             result if residual is None else residual, out, K=k, SIZE=size, TILE=tile, PLACED=place is not None,
             RESIDUAL=residual is not None, num_warps=4, **pdl_options(pdl),
@@ -182,11 +182,11 @@ def rope_store(
     if num_tokens > 0:
         # Few tokens: one head per program, for parallelism. Many: several, since one head is too little work.
         tile = 1 if num_tokens <= 32 else 8
-        _rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, tile))](
+        _rope_store_kernel[(num_tokens, cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
             rotation.cos_sin, positions, slots, k, kv.v, qkv.stride(0), k.stride(0), k.stride(1), k.stride(2),
             rotation.eps, 1.0 / kv.scales.k, 1.0 / kv.scales.v,
-            NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
+            NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=next_power_of_2(half),
             HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None, LARGEST=largest_number(k.dtype),
             num_warps=1 if tile == 1 else 4, **pdl_options(pdl),
         )  # fmt: skip

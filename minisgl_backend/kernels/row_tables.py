@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.launch import cdiv
+
 _TILE = 128
 _ALIGNMENT = 4  # int32 words of 16 bytes
 
@@ -24,7 +26,7 @@ def lookup(
     token_ids = torch.empty(n, dtype=torch.int32, device=rows.device)
     width = -(-n // _ALIGNMENT) * _ALIGNMENT
     slots = torch.empty((num_groups, width), dtype=torch.int32, device=rows.device)
-    _lookup_kernel[(triton.cdiv(n, _TILE), num_groups)](
+    _lookup_kernel[(cdiv(n, _TILE), num_groups)](
         rows, positions, tokens, page_tables, token_ids, slots, n, width, tokens.stride(0), page_tables.stride(1),
         page_tables.stride(0), PAGE_SIZE=page_size, TILE=_TILE, num_warps=4,
     )  # fmt: skip
@@ -53,7 +55,7 @@ def _lookup_kernel(
 def scatter(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
     """table[rows, columns] = values; all int32, table [num_rows, num_columns], the others [n]."""
     n = rows.shape[0]
-    _scatter_kernel[(triton.cdiv(n, _TILE),)](table, rows, columns, values, n, table.stride(0), TILE=_TILE, num_warps=4)
+    _scatter_kernel[(cdiv(n, _TILE),)](table, rows, columns, values, n, table.stride(0), TILE=_TILE, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["n"])

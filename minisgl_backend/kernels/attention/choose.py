@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from minisgl_backend.kernels.linear.tiling import next_power_of_2
+from minisgl_backend.kernels.launch import next_power_of_2
 
 MAX_EARLY_BATCH = 64  # above this, a kernel that starts early (`pdl`) takes room from the one still running
 # With more query heads per KV head, registers allow fewer programs at once, which read further ahead.

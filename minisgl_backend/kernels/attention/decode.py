@@ -29,7 +29,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import tanh
 from minisgl_backend.kernels.attention.choose import DecodeShape
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
 
@@ -44,7 +44,7 @@ class DecodeWorkspace:
         self.lse = torch.empty(parts * num_q_heads, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
         self.parts = parts
-        self.batch_padded = triton.next_power_of_2(max_batch)
+        self.batch_padded = next_power_of_2(max_batch)
 
 
 # Bytes of one token's keys, one head, for which the shapes were measured. With larger heads the early tile would spill
@@ -181,9 +181,9 @@ def _launch(
     )  # fmt: skip
     common = {
         "TILE": shape.tile, "PAGE_SIZE": page_size, "GROUP": group,
-        "GROUP_PADDED": max(16, triton.next_power_of_2(group)), "NUM_Q_HEADS": num_q_heads,
-        "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PADDED": triton.next_power_of_2(head_dim),
-        "HEADS_MERGED": triton.next_power_of_2(group), "SOFT_CAP": cap_log2, "ROTATE": rotate,
+        "GROUP_PADDED": max(16, next_power_of_2(group)), "NUM_Q_HEADS": num_q_heads,
+        "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PADDED": next_power_of_2(head_dim),
+        "HEADS_MERGED": next_power_of_2(group), "SOFT_CAP": cap_log2, "ROTATE": rotate,
         "NORM": norm, "FP8": is_fp8,
         "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "AT_ONCE": shape.merged_at_once,
         "num_warps": shape.num_warps, "num_stages": stages, **pdl_options(pdl),
@@ -192,13 +192,13 @@ def _launch(
     if workers and not window:
         _balanced_decode_kernel[(num_kv_heads, workers)](
             *arguments, batch, MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES,
-            WORKERS_PADDED=triton.next_power_of_2(workers), **common,
+            WORKERS_PADDED=next_power_of_2(workers), **common,
             **({"maxnreg": shape.registers} if shape.registers else {}),
         )  # fmt: skip
         return
     splits = shape.splits_of(batch, workspace.parts)
     _decode_kernel[(num_kv_heads, batch, splits)](
-        *arguments, shape.min_part, NUM_SPLITS=splits, SPLITS_PADDED=triton.next_power_of_2(splits), WINDOW=window,
+        *arguments, shape.min_part, NUM_SPLITS=splits, SPLITS_PADDED=next_power_of_2(splits), WINDOW=window,
         CHUNKED=chunk > 0, EARLY=shape.early and fits, **common,
     )  # fmt: skip
 

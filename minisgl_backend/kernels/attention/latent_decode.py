@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.attention.decode import for_cache
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.shared_memory import LARGEST
 from minisgl_backend.kv.layout import FP8
 
@@ -49,7 +49,7 @@ class LatentDecodeWorkspace:
         self.lse = torch.empty(2 * MAX_WORKERS * num_rows, dtype=torch.float32, device=device)
         # For each sequence, the worker that has its first part, and the number of workers that have a part.
         self.parts = torch.empty(2 * max_batch, dtype=torch.int32, device=device)
-        self.batch_padded = triton.next_power_of_2(max_batch)
+        self.batch_padded = next_power_of_2(max_batch)
 
 
 # Bytes of shared memory that the compiled kernels take with latents of 512 + 64 numbers of 16 bits.
@@ -73,7 +73,7 @@ def latent_decode_shape(
     if not half_precision:
         rows, tile, num_warps, num_stages = _FLOAT32
     at_once = 2 if rows == 16 and batch > 1 else 1  # programs per multiprocessor
-    workers = min(MAX_WORKERS, max(1, at_once * num_sms // triton.cdiv(num_rows, rows)))
+    workers = min(MAX_WORKERS, max(1, at_once * num_sms // cdiv(num_rows, rows)))
     return LatentDecodeShape(rows, tile, num_warps, num_stages, workers)
 
 
@@ -108,19 +108,19 @@ def latent_decode_attention(
     batch, num_rows = tokens // num_queries, num_queries * num_heads
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     workers = min(shape.workers, MAX_WORKERS)
-    rank_padded = max(16, triton.next_power_of_2(rank))
-    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
+    rank_padded = max(16, next_power_of_2(rank))
+    _latent_decode_kernel[(cdiv(num_rows, shape.rows), workers)](
         q, q_rope, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
         scale * kv_scale * LOG2_E, kv_scale, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
         MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
-        RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, triton.next_power_of_2(rope)),
+        RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, next_power_of_2(rope)),
         FP8=cache.dtype == FP8,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     few = batch * num_rows <= FEW_ROWS
     columns = min(64, rank_padded) if few else rank_padded
-    _merge_kernel[(num_rows, triton.cdiv(rank, columns), batch)](
+    _merge_kernel[(num_rows, cdiv(rank, columns), batch)](
         out, workspace.partial, workspace.lse, workspace.parts, NUM_ROWS=num_rows, RANK=rank, COLUMNS=columns,
         PARTS=32 if few else 4, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip

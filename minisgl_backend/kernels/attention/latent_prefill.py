@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.attention.latent_decode import LOG2_E
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.shared_memory import shared_memory
 
 SHORT = 64  # queries of a segment up to which tiles are smaller
@@ -37,9 +38,9 @@ def latent_prefill_attention(
     """
     num_heads, v_dim = out.shape[1:]
     nope, rope = expanded.shape[2] - v_dim, keys.shape[1]
-    padded = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, v_dim)]
+    padded = [max(16, next_power_of_2(size)) for size in (nope, rope, v_dim)]
     tile_q, tile_kv = prefill_tiles(padded, q.element_size(), max_q_len, shared_memory(q.device))
-    _latent_prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_heads, len(segments))](
+    _latent_prefill_kernel[(cdiv(max_q_len, tile_q), num_heads, len(segments))](
         q, expanded, keys, out, lse, segments, scale * LOG2_E,
         q.stride(0), q.stride(1),
         NUM_HEADS=num_heads, NOPE=nope, NOPE_PADDED=padded[0], ROPE=rope, ROPE_PADDED=padded[1], V=v_dim,

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kv.layout import FP8
 
 _HEADS = 8  # query heads of a program
@@ -32,11 +32,11 @@ def latent_store(
     half = rope // 2
     if num_tokens > 0:
         # The first program of a token has its latent, the others some of the query heads each.
-        _latent_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
+        _latent_store_kernel[(num_tokens, 1 + cdiv(num_heads, _HEADS))](
             q, latents, norm, cos_sin, positions, slots, cache,
             q.stride(0), q.stride(1), latents.stride(0), cache.stride(0), cache.stride(2), eps, 1.0 / scale,
-            NUM_HEADS=num_heads, NOPE=qk_dim - rope, RANK=rank, RANK_PADDED=triton.next_power_of_2(rank), HALF=half,
-            HALF_PADDED=triton.next_power_of_2(half), HEADS=_HEADS, PAGE_SIZE=cache.shape[2],
+            NUM_HEADS=num_heads, NOPE=qk_dim - rope, RANK=rank, RANK_PADDED=next_power_of_2(rank), HALF=half,
+            HALF_PADDED=next_power_of_2(half), HEADS=_HEADS, PAGE_SIZE=cache.shape[2],
             FP8=cache.dtype == FP8, LARGEST=largest_number(cache.dtype), num_warps=2, **pdl_options(pdl),
         )  # fmt: skip
     return q

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.attention.decode import capped, capped_scale, for_cache, sink_logits
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.shared_memory import shared_memory
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
@@ -46,12 +47,12 @@ def prefill_attention(
     tile_q = 128 if long else 32
     scale_log2, cap_log2 = capped_scale(scale * scales.k, soft_cap)
     tile_kv = 64 if half_precision else 32
-    _prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
+    _prefill_kernel[(cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
         q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table, sinks,
         scale_log2, scales.v,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
+        HEAD_DIM=head_dim, HEAD_PADDED=next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
         WINDOW=window or chunk, CHUNKED=chunk > 0, SOFT_CAP=cap_log2, FP8=k_cache.dtype == FP8,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
@@ -60,7 +61,7 @@ def prefill_attention(
 
 def long_tiles_fit(head_dim: int, shared: int) -> bool:
     """Whether tiles of 128 queries and 64 keys and values, and their scores, in 16 bits, fit into `shared` bytes."""
-    return 2 * ((128 + 2 * 64) * triton.next_power_of_2(head_dim) + 128 * 64) <= shared
+    return 2 * ((128 + 2 * 64) * next_power_of_2(head_dim) + 128 * 64) <= shared
 
 
 @triton.jit

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 
 # Up to this number of rows all are sent before any is received. With more rows it is faster to overlap the two: 48.9
 # instead of 59.6 us for 1,408 rows of 5,120 on two H200s.
@@ -74,13 +74,13 @@ class Inboxes:
 def programs_each(size: int, hidden: int) -> int:
     """Programs that are guaranteed to run on one multiprocessor at the same time. One always fits; two fit where half
     of the registers is enough for this number of ranks and hidden size (`launch_options`)."""
-    return 2 if size * triton.next_power_of_2(hidden) <= TWO_HOLD else 1
+    return 2 if size * next_power_of_2(hidden) <= TWO_HOLD else 1
 
 
 @cache
 def launch_options(size: int, hidden: int) -> Mapping[str, int]:
     """Launch options. `maxnreg` limits the registers so that `programs_each` programs fit."""
-    num_warps = 8 if triton.next_power_of_2(hidden) >= 2048 else 4
+    num_warps = 8 if next_power_of_2(hidden) >= 2048 else 4
     registers = REGISTERS // (programs_each(size, hidden) * 32 * num_warps)
     return {"num_warps": num_warps, **({"maxnreg": registers} if registers < MOST_REGISTERS else {})}
 
@@ -113,7 +113,7 @@ def reduce_norm(
     """
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
-    padded = triton.next_power_of_2(hidden)
+    padded = next_power_of_2(hidden)
     if ahead is None:
         ahead = 1 if rows > MOST_SENT_FIRST else 0
     options = dict(launch_options(inboxes.size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter

@@ -41,6 +41,7 @@ from minisgl_backend.kernels.collectives.peer_memory import (
     tensor_at,
 )
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.launch import next_power_of_2
 
 PLACES = 4  # buffers; at most half as many sums are in flight
 SPINS = tl.constexpr(1024)  # between two reads of `stop`
@@ -78,7 +79,7 @@ def add_norm(
     """
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
-    padded = triton.next_power_of_2(hidden)
+    padded = next_power_of_2(hidden)
     _add_norm_kernel[(min(rows, num_programs),)](
         partial, received, residual, weight, out, counts, stop, number, rows, received.stride(0), eps,
         RANK=rank, SIZE=received.shape[0] + 1, HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4,

@@ -43,6 +43,7 @@ from minisgl_backend.kernels.collectives.peer_memory import (
     open_together,
     tensor_at,
 )
+from minisgl_backend.kernels.launch import next_power_of_2
 
 SPINS = tl.constexpr(1024)  # between two reads of `stop`
 EMPTY = -(1 << 31)  # no token id
@@ -81,7 +82,7 @@ def send(token_ids: torch.Tensor, boxes: Mailboxes) -> None:
     """Sends int32 [2, up to max_rows], contiguous, to all others. On rank 0."""
     _send_kernel[(1,)](
         token_ids, boxes.turns, boxes.inboxes, boxes.receipts, boxes.stop, token_ids.numel(),
-        SIZE=boxes.size, PADDED=triton.next_power_of_2(2 * boxes.max_rows), num_warps=1,
+        SIZE=boxes.size, PADDED=next_power_of_2(2 * boxes.max_rows), num_warps=1,
     )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def receive(token_ids: torch.Tensor, boxes: Mailboxes) -> None:
     """Waits for what rank 0 sends and writes it over token_ids, of the same shape. On another rank."""
     _receive_kernel[(1,)](
         token_ids, boxes.turns, boxes.inboxes, boxes.receipts, boxes.stop, token_ids.numel(),
-        RANK=boxes.rank, PADDED=triton.next_power_of_2(2 * boxes.max_rows), num_warps=1,
+        RANK=boxes.rank, PADDED=next_power_of_2(2 * boxes.max_rows), num_warps=1,
     )  # fmt: skip
 
 

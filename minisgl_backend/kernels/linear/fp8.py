@@ -26,7 +26,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
@@ -205,12 +205,12 @@ def linear_shape(
 ) -> LinearShape:
     """The tiling that was fastest on an H100 in a chain of Qwen3-14B's GEMMs with 1, 8 and 64 rows. block_in: inputs
     that share a scale."""
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     tile_out, tile_in, split = 64, 128 if gated and padded > 32 else 256, 1
     most = num_sms * 4 / 5  # programs
     if block_in is not None:
         tile_in, most = block_in, num_sms * 3 / 2
-    programs = triton.cdiv(size_out, tile_out)
+    programs = cdiv(size_out, tile_out)
     while not gated and programs * split < most and split < _MAX_SPLIT and size_in >= split * 4 * tile_in:
         split *= 2
     if block_in is None:
@@ -251,11 +251,11 @@ def linear(
         numbers, scales = quantize_tokens(x, norm_weight, eps, pdl, x_scale)
     else:
         numbers, scales = quantize_groups(x, block_in, norm_weight, eps, pdl)
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     split = max(1, min(shape.split, workspace.max_split, workspace.partial.numel() // (size_out * padded)))
-    part = triton.cdiv(triton.cdiv(size_in, split), shape.tile_in) * shape.tile_in
-    split = triton.cdiv(size_in, part)
-    _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
+    part = cdiv(cdiv(size_in, split), shape.tile_in) * shape.tile_in
+    split = cdiv(size_in, part)
+    _linear_kernel[(cdiv(size_out, shape.tile_out), split)](
         numbers, scales, weight, scale, x if bias is None else bias, x if residual is None else residual, out,
         workspace.partial, workspace.counters, rows, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=padded, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, BLOCK_OUT=block_out, BLOCK_IN=block_in,

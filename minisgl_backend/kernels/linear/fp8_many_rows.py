@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 _FEW_TILES = 512  # rows up to which tiles of twice the rows would be too few
@@ -57,7 +58,7 @@ def linear(
     block_out, block_in = block or (0, 0)
     shape = shape or many_rows_shape(rows, block_in or None, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=dtype, device=x.device)
-    _many_rows_kernel[(triton.cdiv(rows, shape.tile_rows) * triton.cdiv(size_out, shape.tile_out),)](
+    _many_rows_kernel[(cdiv(rows, shape.tile_rows) * cdiv(size_out, shape.tile_out),)](
         x, weight, x_scale, scale, out if bias is None else bias, out if residual is None else residual, out, rows,
         SIZE_OUT=size_out, SIZE_IN=size_in, TILE_ROWS=shape.tile_rows, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
         TOGETHER=_TOGETHER, BLOCK_OUT=block_out, BLOCK_IN=block_in, BIAS=bias is not None,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST
 
 _WIDTH = 2048  # inputs of a program that only needs its own groups of a row (no norm)
@@ -30,7 +30,7 @@ def quantize_tokens(
     num_tokens, size = x.shape
     numbers = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
     scales = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     if num_tokens > 0:
         _quantize_kernel[(num_tokens,)](
             x, norm_weight if norm_weight is not None else x, scales if x_scale is None else x_scale, numbers, scales,
@@ -54,13 +54,13 @@ def quantize_groups(
     Where num_tokens is not a multiple of `multiple`, both are padded with undefined rows.
     """
     num_tokens, size = x.shape
-    rows = triton.cdiv(num_tokens, multiple) * multiple
+    rows = cdiv(num_tokens, multiple) * multiple
     numbers = torch.empty((rows, size), dtype=FP8, device=x.device)
-    scales = torch.empty((triton.cdiv(size, group), rows), dtype=torch.float32, device=x.device)
-    width = triton.next_power_of_2(size) if norm_weight is not None else min(_WIDTH, triton.next_power_of_2(size))
+    scales = torch.empty((cdiv(size, group), rows), dtype=torch.float32, device=x.device)
+    width = next_power_of_2(size) if norm_weight is not None else min(_WIDTH, next_power_of_2(size))
     width = max(width, group)
     if num_tokens > 0:
-        _quantize_groups_kernel[(num_tokens, triton.cdiv(size, width))](
+        _quantize_groups_kernel[(num_tokens, cdiv(size, width))](
             x, norm_weight if norm_weight is not None else x, numbers, scales, eps, x.stride(0), rows, SIZE=size,
             WIDTH=width, GROUP=group, NORM=norm_weight is not None, LARGEST=LARGEST, LEAST=LEAST,
             num_warps=min(16, max(1, width // 512)), **pdl_options(pdl),

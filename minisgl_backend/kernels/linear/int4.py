@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, pdl_options
 from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
@@ -53,7 +53,7 @@ def int4_shape(
     """size_out: after gating. shared: bytes of shared memory that a program may have."""
     cut = _measured(rows, size_out, gated)
     tile = cut.tile_out * 2 if gated else cut.tile_out
-    programs, split = triton.cdiv(size_out, cut.tile_out), 1
+    programs, split = cdiv(size_out, cut.tile_out), 1
     while split < cut.split and programs * split < 6 * num_sms and size_in // (split * 2) >= 512:
         split *= 2
     num_stages = max(1, min(cut.num_stages, shared // stage_bytes(tile, cut.rows, cut.step)))
@@ -98,11 +98,11 @@ def linear(
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
     step, block = min(shape.step, weight.plane), PLANES * weight.plane
-    row_tiles = triton.cdiv(rows, shape.rows)
+    row_tiles = cdiv(rows, shape.rows)
     split = 1 if row_tiles > 1 else min(shape.split, workspace.max_split)
-    part = triton.cdiv(triton.cdiv(size_in, split), block) * block
-    split = triton.cdiv(size_in, part)
-    _linear_kernel[(row_tiles, triton.cdiv(size_out, shape.tile_out), split)](
+    part = cdiv(cdiv(size_in, split), block) * block
+    split = cdiv(size_in, part)
+    _linear_kernel[(row_tiles, cdiv(size_out, shape.tile_out), split)](
         x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
         x if bias is None else bias, x if residual is None else residual, out, workspace.partial, workspace.counters,
         rows, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import elementwise
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear import int4
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
@@ -167,7 +168,7 @@ def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch
         out = scratch[:size].view(dtype).view(count, weight.size_in)
     else:
         out = torch.empty((count, weight.size_in), dtype=dtype, device=scratch.device)
-    _dequantize_kernel[(weight.padded // block, triton.cdiv(count, _TILE_OUT))](
+    _dequantize_kernel[(weight.padded // block, cdiv(count, _TILE_OUT))](
         weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out, rows.start, rows.stop,
         WIDTH=weight.size_out, SIZE_IN=weight.size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,
         PLANE=weight.plane, TOGETHER=int4.planes_together(weight), TILE_OUT=_TILE_OUT, ZEROS=weight.zeros is not None,

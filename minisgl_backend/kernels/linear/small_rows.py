@@ -29,7 +29,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
 from minisgl_backend.kernels.shared_memory import shared_memory
@@ -87,29 +87,29 @@ def linear(
         **pdl_options(pdl),
     }
     if shape.vector:
-        _vector_kernel[(triton.cdiv(size_out, shape.tile_out),)](
+        _vector_kernel[(cdiv(size_out, shape.tile_out),)](
             *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,
-            ROWS_PADDED=triton.next_power_of_2(rows), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
+            ROWS_PADDED=next_power_of_2(rows), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
         )  # fmt: skip
         return out
     if shape.slices > 1:
         if size_in > shape.slices * shape.tile_in * shape.split:
             raise ValueError(f"{size_in} inputs are more than {shape} holds")
-        _sliced_kernel[(triton.cdiv(size_out, shape.tile_out), shape.split)](
+        _sliced_kernel[(cdiv(size_out, shape.tile_out), shape.split)](
             *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
             NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
-            SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+            SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(LEAST_ROWS, next_power_of_2(rows)),
             TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, SLICES=shape.slices, **flags,
         )  # fmt: skip
         return out
     split = 1 if gated else shape.split
-    part = triton.cdiv(triton.cdiv(size_in, split), shape.tile_in) * shape.tile_in
-    split = triton.cdiv(size_in, part)
-    _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
+    part = cdiv(cdiv(size_in, split), shape.tile_in) * shape.tile_in
+    split = cdiv(size_in, part)
+    _linear_kernel[(cdiv(size_out, shape.tile_out), split)](
         *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
         NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
         SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
-        ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
+        ROWS=max(16, next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
         EARLY=min(shape.early, part // shape.tile_in), **flags,
     )  # fmt: skip
     return out

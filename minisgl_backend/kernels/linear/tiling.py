@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from minisgl_backend.kernels.launch import next_power_of_2
 from minisgl_backend.kernels.shared_memory import LARGEST, stages_that_fit
 
 MAX_ROWS = 64
@@ -129,7 +130,3 @@ def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> Linear
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
     # All of an output's weights in registers: they are loaded before the kernel waits for the previous one.
     return LinearShape(4 if tile_in == 2048 else 2, tile_in, 1, 8, 1, vector=True)
-
-
-def next_power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

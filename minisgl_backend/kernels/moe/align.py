@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 
 ALIGN_BLOCK = 128  # pairs that one program counts and sorts
 SCAN_EXPERTS = 8  # experts whose counts one program adds up
@@ -42,9 +42,9 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
     expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see linear/small_rows.py.
     """
     pairs, device = expert_ids.numel(), expert_ids.device
-    blocks = triton.cdiv(pairs, ALIGN_BLOCK)
+    blocks = cdiv(pairs, ALIGN_BLOCK)
     most = -(-min(pairs, pairs // tile_pairs + num_experts) // 4) * 4  # addresses stay aligned to 16 bytes
-    padded = max(SCAN_EXPERTS, triton.next_power_of_2(num_experts))
+    padded = max(SCAN_EXPERTS, next_power_of_2(num_experts))
     counts = torch.empty((blocks, padded), dtype=torch.int32, device=device)
     totals = torch.empty(padded, dtype=torch.int32, device=device)
     order = torch.empty(pairs, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
 NUMBERS = 8192  # weights of a program; a program of the router has one expert's
@@ -47,11 +47,11 @@ def output_and_logits(
     (hidden, size_in), num_experts, k = o_proj.shape, len(early), experts_per_token
     out = torch.empty_like(residual)
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
-    padded = triton.next_power_of_2(size_in)
+    padded = next_power_of_2(size_in)
     tile = max(1, NUMBERS // padded)
-    _output_and_logits_kernel[(num_experts + triton.cdiv(hidden, tile),)](
+    _output_and_logits_kernel[(num_experts + cdiv(hidden, tile),)](
         x, o_proj, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
-        OUT_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=triton.next_power_of_2(k),
+        OUT_PADDED=next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=next_power_of_2(k),
         TILE=tile, num_warps=NUM_WARPS, **pdl_options(pdl),
     )  # fmt: skip
     return out, logits

@@ -21,7 +21,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
@@ -113,7 +113,7 @@ def mixture(
     arguments = (plan.tiles, plan.weights)
     common = {"K": k, "SLOTS": SLOTS, "PACKED": plan.is_packed}
     cut = gate_up_cut
-    _few_product_kernel[(plan.max_tiles, triton.cdiv(size, cut.tile_out))](
+    _few_product_kernel[(plan.max_tiles, cdiv(size, cut.tile_out))](
         normed, gate_up, gate_up if inner is None else inner, activated, *arguments, normed.stride(0), SIZE_OUT=size,
         SIZE_IN=hidden, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, ACTIVATION=activation,
         BIAS=inner is not None,
@@ -121,7 +121,7 @@ def mixture(
         num_warps=cut.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     cut = down_cut
-    _few_product_kernel[(plan.max_tiles, triton.cdiv(hidden, cut.tile_out))](
+    _few_product_kernel[(plan.max_tiles, cdiv(hidden, cut.tile_out))](
         activated, down, down if outer is None else outer, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, ACTIVATION=None, BIAS=outer is not None,
         num_stages=cut.num_stages, **common,
@@ -157,8 +157,8 @@ def route(
     plan = Plan(tiles, weights)
     normed = x if norm_weight is None else torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     sizes = {
-        "SIZE_IN": hidden, "SIZE_PADDED": triton.next_power_of_2(hidden), "EXPERTS": num_experts,
-        "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "TOKENS": triton.next_power_of_2(num_tokens), "K": k,
+        "SIZE_IN": hidden, "SIZE_PADDED": next_power_of_2(hidden), "EXPERTS": num_experts,
+        "EXPERTS_PADDED": next_power_of_2(num_experts), "TOKENS": next_power_of_2(num_tokens), "K": k,
         "RENORMALIZE": renormalize, "SLOTS": SLOTS, "PACKED": plan.is_packed, "NORM": norm_weight is not None,
     }  # fmt: skip
     norm_or_x = x if norm_weight is None else norm_weight

@@ -16,7 +16,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, pdl_options
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.grouped import MoeShape
@@ -110,7 +110,7 @@ def _gemm(
         tile_in = min(tile_in, block_in)
     kernel = _many_pairs_kernel if shape.tile_pairs >= MANY_PAIRS else _few_pairs_kernel
     size_out, size_in = out.shape[1], x.shape[1]
-    kernel[(tiles.expert.numel(), triton.cdiv(size_out, tile_out))](
+    kernel[(tiles.expert.numel(), cdiv(size_out, tile_out))](
         numbers, scales, weight, scale, out, tiles.order, tiles.expert, tiles.first, tiles.end, shares, len(x), K=k,
         SIZE_OUT=size_out, SIZE_IN=size_in, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
         BLOCK_OUT=block_out, BLOCK_IN=block_in, GATED=activation is not None, ACTIVATION=activation,

@@ -17,7 +17,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align
 from minisgl_backend.kernels.moe.choose import MAX_FEW_TOKENS, MIN_WIDE_PAIRS
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, products, rows_of_weight, store_pairs, weighted
@@ -37,8 +37,8 @@ def route(
     if num_tokens > 0:
         _route_kernel[(num_tokens,)](
             logits, ids, weights, logits.stride(0), EXPERTS=num_experts,
-            EXPERTS_PADDED=triton.next_power_of_2(num_experts), K=experts_per_token,
-            K_PADDED=triton.next_power_of_2(experts_per_token), RENORMALIZE=renormalize, num_warps=1,
+            EXPERTS_PADDED=next_power_of_2(num_experts), K=experts_per_token,
+            K_PADDED=next_power_of_2(experts_per_token), RENORMALIZE=renormalize, num_warps=1,
             **pdl_options(pdl),
         )  # fmt: skip
     return ids, weights
@@ -147,14 +147,14 @@ def moe(
     count = tiles.expert.numel()
     arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, expert_weights.contiguous())
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
-    _grouped_kernel[(count, triton.cdiv(size, tile_out))](
+    _grouped_kernel[(count, cdiv(size, tile_out))](
         x, gate_up, activated, gate_up if inner is None else inner, *arguments, x.stride(0),
         K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
         GATED=True, ACTIVATION=activation, BIAS=inner is not None, num_warps=num_warps, num_stages=num_stages,
         **pdl_options(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
-    _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
+    _grouped_kernel[(count, cdiv(hidden, tile_out))](
         activated, down, result, down if outer is None else outer, *arguments, activated.stride(0),
         K=k, SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
         GATED=False, ACTIVATION=None, BIAS=outer is not None, num_warps=num_warps, num_stages=num_stages,

@@ -19,6 +19,7 @@ import triton.language as tl
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.choose import WIDE_TILE_IN
 from minisgl_backend.kernels.moe.tiles import store_pairs
@@ -81,7 +82,7 @@ def gate_up_gemm(
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     descriptor = _descriptor(weight.view(num_experts * rows, hidden), cut.tile_out, cut.tile_in)
-    _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * triton.cdiv(size, cut.tile_out)),)](
+    _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * cdiv(size, cut.tile_out)),)](
         x, descriptor, out, out if bias is None else bias, tiles.order, tiles.expert, tiles.first, tiles.end,
         tiles.used, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out,
         TILE_IN=cut.tile_in, ACTIVATION=activation, BIAS=bias is not None, num_warps=cut.num_warps,
@@ -107,7 +108,7 @@ def down_gemm(
     num_experts, hidden, size = weight.shape
     descriptor = _descriptor(weight.view(num_experts * hidden, size), cut.tile_out, cut.tile_in)
     values = _descriptor(activated, TILE_PAIRS, cut.tile_in)
-    _down_kernel[(_programs(out.device, tiles.expert.numel() * triton.cdiv(hidden, cut.tile_out)),)](
+    _down_kernel[(_programs(out.device, tiles.expert.numel() * cdiv(hidden, cut.tile_out)),)](
         values, descriptor, out, out if bias is None else bias, tiles.expert, tiles.first, tiles.end, tiles.used,
         SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
         BIAS=bias is not None, num_warps=cut.num_warps, num_stages=cut.num_stages,

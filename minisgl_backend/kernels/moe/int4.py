@@ -15,7 +15,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, pdl_options
 from minisgl_backend.kernels.linear.int4 import (
     planes_together,
     scales_of,
@@ -137,7 +137,7 @@ def _gemms(
         (activated, down, result, shape.down, False),
     ):
         size_out = out.shape[1]
-        _experts_kernel[(count, triton.cdiv(size_out, cut.tile_out))](
+        _experts_kernel[(count, cdiv(size_out, cut.tile_out))](
             source, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out,
             *arguments, pair_weights, source.stride(0), K=k, PLAN=kind, SIZE_OUT=size_out, SIZE_IN=weight.size_in,
             WORDS=weight.words.shape[-1], GROUPS=weight.scales.shape[-2], GROUP=weight.group, PLANE=weight.plane,

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import few_tokens
 from minisgl_backend.kernels.moe import mxfp4_gemm as kernels
@@ -119,20 +118,20 @@ def moe(
     is_arranged = shape.tile_pairs >= ARRANGED_PAIRS
     tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
     x = _arranged(x) if is_arranged else x
-    padded = triton.cdiv(size, ARRANGED) * ARRANGED if is_arranged else size
+    padded = cdiv(size, ARRANGED) * ARRANGED if is_arranged else size
     activated = torch.empty((pairs, padded), dtype=x.dtype, device=x.device)
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     inner, outer = biases or (None, None)
     count = tiles.expert.numel()
     shared = (tiles.order, tiles.expert, tiles.first, tiles.end, expert_weights.contiguous())
     cut = shape.gate_up
-    kernels.grouped_kernel[(triton.cdiv(2 * size, cut.tile_out), count)](
+    kernels.grouped_kernel[(cdiv(2 * size, cut.tile_out), count)](
         x, *gate_up, gate_up[0] if inner is None else inner, activated, *shared, x.stride(0), padded, SIZE_OUT=2 * size,
         SIZE_IN=hidden, GATED=True, ACTIVATION=activation, BIAS=inner is not None, ARRANGED=is_arranged,
         **_options(x, gate_up, cut, shape.tile_pairs, k, pdl),
     )  # fmt: skip
     cut = shape.down
-    kernels.grouped_kernel[(triton.cdiv(hidden, cut.tile_out), count)](
+    kernels.grouped_kernel[(cdiv(hidden, cut.tile_out), count)](
         activated, *down, down[0] if outer is None else outer, result, *shared, padded, hidden, SIZE_OUT=hidden,
         SIZE_IN=size, GATED=False, ACTIVATION=None, BIAS=outer is not None, ARRANGED=is_arranged,
         **_options(x, down, cut, shape.tile_pairs, k, pdl),
@@ -144,10 +143,10 @@ def _arranged(x: torch.Tensor) -> torch.Tensor:
     """x [num_tokens, size] reordered within each 128 inputs, so that those with the same index in their blocks are
     adjacent: [num_tokens, size padded to a multiple of 128], undefined in the padding."""
     num_tokens, size = x.shape
-    padded = triton.cdiv(size, ARRANGED) * ARRANGED
+    padded = cdiv(size, ARRANGED) * ARRANGED
     out = torch.empty((num_tokens, padded), dtype=x.dtype, device=x.device)
     kernels.arrange_kernel[(num_tokens,)](
-        x, out, x.stride(0), SIZE=size, STRIDE=padded, PADDED=triton.next_power_of_2(size), num_warps=4
+        x, out, x.stride(0), SIZE=size, STRIDE=padded, PADDED=next_power_of_2(size), num_warps=4
     )
     return out
 
@@ -180,13 +179,13 @@ def mixture_of_few(
     result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
     inner, outer = biases or (None, None)
     cut = shape.gate_up
-    kernels.few_kernel[(triton.cdiv(2 * size, cut.tile_out), plan.max_tiles)](
+    kernels.few_kernel[(cdiv(2 * size, cut.tile_out), plan.max_tiles)](
         normed, *gate_up, gate_up[0] if inner is None else inner, activated, plan.tiles, plan.weights,
         normed.stride(0), SIZE_OUT=2 * size, SIZE_IN=hidden, GATED=True, ACTIVATION=activation,
         BIAS=inner is not None, PACKED=plan.is_packed, **_options(x, gate_up, cut, few_tokens.SLOTS, k, pdl),
     )  # fmt: skip
     cut = shape.down
-    kernels.few_kernel[(triton.cdiv(hidden, cut.tile_out), plan.max_tiles)](
+    kernels.few_kernel[(cdiv(hidden, cut.tile_out), plan.max_tiles)](
         activated, *down, down[0] if outer is None else outer, result, plan.tiles, plan.weights, activated.stride(0),
         SIZE_OUT=hidden, SIZE_IN=size, GATED=False, ACTIVATION=None, BIAS=outer is not None, PACKED=plan.is_packed,
         **_options(x, down, cut, few_tokens.SLOTS, k, pdl),

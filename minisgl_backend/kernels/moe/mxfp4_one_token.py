@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe import one_token
 from minisgl_backend.kernels.moe.mxfp4_gemm import spread_bits
 from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Weight
@@ -71,18 +71,18 @@ def mixture(
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
     inner, outer = biases or (None, None)
     words = [weight.view(torch.int32) for weight in (gate_up[0], down[0])]
-    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts)}
-    programs = min(max(1, most_programs // k), triton.cdiv(2 * size, first.tile_out))
+    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": next_power_of_2(num_experts)}
+    programs = min(max(1, most_programs // k), cdiv(2 * size, first.tile_out))
     _gate_up_kernel[(k, programs)](
         normed, logits, words[0], gate_up[1], x if inner is None else inner, activated, SIZE_OUT=size, SIZE_IN=hidden,
         SCALES=gate_up[1].shape[-1], BLOCKS=first.blocks, TILE_OUT=first.tile_out, PROGRAMS=programs,
         BIAS=inner is not None, ACTIVATION=activation, WARPS=first.num_warps, **ranked, num_warps=first.num_warps,
         **pdl_options(pdl),
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, second.tile_out),)](
+    _down_kernel[(cdiv(hidden, second.tile_out),)](
         activated, logits, words[1], down[1], x if outer is None else outer, x if residual is None else residual, out,
         SIZE_OUT=hidden, SIZE_IN=size, SCALES=down[1].shape[-1], BLOCKS=second.blocks, TILE_OUT=second.tile_out, K=k,
-        K_PADDED=triton.next_power_of_2(k), RENORMALIZE=renormalize, RESIDUAL=residual is not None,
+        K_PADDED=next_power_of_2(k), RENORMALIZE=renormalize, RESIDUAL=residual is not None,
         BIAS=outer is not None, WARPS=second.num_warps, **ranked, num_warps=second.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

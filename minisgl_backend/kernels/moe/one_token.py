@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def route(
     (num_experts, hidden), k = router.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     norm_or_x = norm_weight if norm_weight is not None else x
-    _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
+    _route_kernel[(cdiv(num_experts, ROUTE.tile_out),)](
         x, norm_or_x, router, router if bias is None else bias, logits, logits if normed is None else normed, eps,
-        SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
-        K_PADDED=triton.next_power_of_2(k), NORM=norm_weight is not None, BIAS=bias is not None,
+        SIZE_IN=hidden, SIZE_PADDED=next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
+        K_PADDED=next_power_of_2(k), NORM=norm_weight is not None, BIAS=bias is not None,
         STORE=normed is not None, num_warps=ROUTE.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return logits
@@ -112,11 +112,11 @@ def experts(
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
     norm_or_x, norm = norm_weight if norm_weight is not None else x, {"NORM": norm_weight is not None}
-    padded = triton.next_power_of_2(hidden)
-    choices = {"K": k, "K_PADDED": triton.next_power_of_2(k)}
-    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "DIVIDED": divided}
+    padded = next_power_of_2(hidden)
+    choices = {"K": k, "K_PADDED": next_power_of_2(k)}
+    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": next_power_of_2(num_experts), "DIVIDED": divided}
     tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
-    programs = min(max(1, GATE_UP_PROGRAMS // k), triton.cdiv(size, tile_out))
+    programs = min(max(1, GATE_UP_PROGRAMS // k), cdiv(size, tile_out))
     inner, outer = biases or (None, None)
     _gate_up_kernel[(k, programs)](
         x, norm_or_x, logits, gate_up, gate_up if inner is None else inner, activated, scale, eps, SIZE_OUT=size,
@@ -124,7 +124,7 @@ def experts(
         ACTIVATION=activation, BIAS=inner is not None, **ranked, **norm, num_warps=GATE_UP.num_warps,
         **pdl_options(pdl),
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
+    _down_kernel[(cdiv(hidden, DOWN.tile_out),)](
         activated, logits, down, down if outer is None else outer, residual if residual is not None else x, scale, out,
         SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize,
         RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=DOWN.num_warps, **choices, **ranked,

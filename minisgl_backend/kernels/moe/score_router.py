@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 from minisgl_backend.kernels.plain import BEST_OF_GROUP, ExpertChoice
 
 MAX_EXPERTS = 1024  # a warp holds their scores in registers
@@ -29,9 +29,9 @@ def choose_experts(
         size = num_experts // choice.num_groups
         _score_router_kernel[(num_tokens,)](
             logits, logits if correction_bias is None else correction_bias, ids, shares, logits.stride(0),
-            EXPERTS=num_experts, GROUPS=choice.num_groups, GROUPS_PADDED=triton.next_power_of_2(choice.num_groups),
-            SIZE=size, SIZE_PADDED=triton.next_power_of_2(size), BEST_GROUPS=choice.groups_per_token,
-            PAIRS=correction_bias is not None, K=k, K_PADDED=triton.next_power_of_2(k),
+            EXPERTS=num_experts, GROUPS=choice.num_groups, GROUPS_PADDED=next_power_of_2(choice.num_groups),
+            SIZE=size, SIZE_PADDED=next_power_of_2(size), BEST_GROUPS=choice.groups_per_token,
+            PAIRS=correction_bias is not None, K=k, K_PADDED=next_power_of_2(k),
             SIGMOID=choice.scores == "sigmoid", BY_LOGITS=choice.by_logits, RENORMALIZE=choice.renormalize,
             SCALING=choice.scaling, num_warps=1, **pdl_options(pdl),
         )  # fmt: skip

@@ -30,10 +30,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kernels.sampling.common import NUM_FLOATS, NUM_LONGS
 from minisgl_backend.kernels.sampling.draw import sample_kernel
@@ -66,8 +65,8 @@ class SamplingWorkspace:
     ) -> None:
         self.vocab_size, self.slice, self.device = vocab_size, slice, device
         self.candidates, self.pivots, self.rounds, self.programs = candidates, pivots, rounds, programs
-        self.slices = slices = triton.cdiv(vocab_size, slice)
-        self.groups = min(slice // 2, triton.next_power_of_2(triton.cdiv(_GROUPS, slices)))  # of a slice
+        self.slices = slices = cdiv(vocab_size, slice)
+        self.groups = min(slice // 2, next_power_of_2(cdiv(_GROUPS, slices)))  # of a slice
         self.id_bits = max(1, (vocab_size - 1).bit_length())
 
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -87,7 +86,7 @@ class SamplingWorkspace:
 
     def programs_of_a_row(self, n: int) -> int:
         """Programs of each row where n rows are sampled together; they share the slices evenly."""
-        return triton.cdiv(self.slices, triton.cdiv(self.slices * n, self.programs))
+        return cdiv(self.slices, cdiv(self.slices * n, self.programs))
 
     def sizes(self) -> dict[str, int]:
         """Constants that the kernels are compiled for."""
@@ -95,7 +94,7 @@ class SamplingWorkspace:
             "VOCAB": self.vocab_size,
             "SLICE": self.slice,
             "SLICES": self.slices,
-            "SLICES_PADDED": triton.next_power_of_2(self.slices),
+            "SLICES_PADDED": next_power_of_2(self.slices),
         }
 
 
@@ -181,7 +180,7 @@ def sample_extended(
     if flags & layout.FILTERS:
         stats_kernel[grid](
             *common, w.maxima, w.minima, w.floats, w.longs, w.counters, *strides, **sizes, GROUPS=w.groups,
-            GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, **launch,
+            GROUPS_PADDED=next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, **launch,
         )  # fmt: skip
     if flags & layout.RANKED:
         wide = {**launch, "num_warps": 2 * num_warps}
@@ -234,7 +233,7 @@ def pack_logprobs(
         grid = (w.slices, part.shape[0])
         logprob_stats_kernel[grid](
             logits, part, w.maxima, w.values, w.minima, w.floats, w.counters, logits.stride(0), top, **w.sizes(),
-            GROUPS=w.groups, GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), num_warps=num_warps,
+            GROUPS=w.groups, GROUPS_PADDED=next_power_of_2(w.slices * w.groups), num_warps=num_warps,
         )  # fmt: skip
         logprob_collect_kernel[grid](
             logits, part, token_ids, w.tokens, w.keys, w.floats, w.counters, out_part, logits.stride(0),
