@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from minisgl_backend.config import EngineConfig, read_weights
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
-from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.engine.progress import StartPhases, start_progress
 from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
@@ -110,7 +110,7 @@ def build_engine(
     its own, when a step hangs or a tensor-parallel follower has died. `heartbeat`: this process's, if it has one
     already. `owns_process`: nothing else computes in this process, so the engine may set torch's number of threads.
     """
-    heartbeat = heartbeat or Heartbeat(environment.hang_s)
+    heartbeat, phases = heartbeat or Heartbeat(environment.hang_s), StartPhases()
     with contextlib.ExitStack() as undo:
         undo.callback(heartbeat.close)
         model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
@@ -127,7 +127,7 @@ def build_engine(
             if starts_early:
                 compilers.warm()
             built = _model_runner(
-                config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
+                config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process, phases
             )
             if has_grammars and not starts_early:
                 compilers.warm()
@@ -142,6 +142,8 @@ def build_engine(
         health_check = _health_check_plan(config) if computes else None
         core = EngineCore(scheduler, built.runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
+    phases.ended("scheduler")
+    log.debug("the engine started in %s", phases)
     welcome = Welcome(
         pid=os.getpid(),
         max_seq_len=scheduler.max_length,
@@ -174,15 +176,6 @@ def resolve_options(config: EngineConfig, environment: Environment) -> tuple[Run
     return resolve(config, model_dir, model, MachineFacts.detect(), environment), model
 
 
-def start_progress() -> Any:
-    """Progress reports of a rank's start."""
-    from minisgl_backend.runner.start.build import StartProgress
-
-    return StartProgress(
-        weights=ProgressReport("loading weights", mebibytes), graphs=ProgressReport("capturing graphs")
-    )
-
-
 def _model_runner(
     config: EngineConfig,
     environment: Environment,
@@ -192,25 +185,31 @@ def _model_runner(
     on_hang_or_death: Callable[[str], None],
     heartbeat: Heartbeat,
     owns_process: bool,
+    phases: StartPhases,
 ) -> _Built:
     if config.tp == 1:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
+        phases.ended("options, torch, device")
         _announce_compiling(runtime, heartbeat)
-        runner = _build_runner(runtime, model)
+        runner = _build_runner(runtime, model, phases)
         if owns_process:
             _share_cores(runtime, runner)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
-        return _Built(runner, _limits(runtime, model, runner), description, runtime.device != "cpu")
+        limits = _limits(runtime, model, runner)
+        phases.ended("timed steps")
+        return _Built(runner, limits, description, runtime.device != "cpu")
     model.check_tensor_parallel(config.tp)  # before any process is started in vain
     followers = Followers.start(config, environment, model_dir, dp_rank)
     try:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
         tp = followers.connect(runtime, _device(runtime), heartbeat)
         followers.watch(on_hang_or_death, heartbeat)
+        phases.ended("options, torch, device, ranks")
         _announce_compiling(runtime, heartbeat)
-        runner = _build_runner(runtime, model, tp)
+        runner = _build_runner(runtime, model, phases, tp)
         _share_cores(runtime, runner)
         limits = _limits(runtime, model, runner, tp)
+        phases.ended("timed steps")
         followers.note_ready()
         heartbeat.ready(on_cpu=runtime.device == "cpu")
     except BaseException:
@@ -282,10 +281,12 @@ def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
 
 
-def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:
+def _build_runner(
+    runtime: RuntimeConfig, model: ModelConfig, phases: StartPhases, tp: TensorParallel | None = None
+) -> ModelRunner:
     from minisgl_backend.runner.start.build import build_runner
 
-    return build_runner(runtime, model, tp, start_progress())
+    return build_runner(runtime, model, tp, start_progress(phases))
 
 
 def _share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:

@@ -1,10 +1,11 @@
-"""Progress of a start on stderr: a bar on a terminal, an occasional line in a log."""
+"""Progress of a start on stderr (a bar on a terminal, an occasional line in a log), and its seconds by phase."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -48,3 +49,32 @@ class ProgressReport:
 def mebibytes(count: int) -> str:
     """A number of bytes as text."""
     return f"{count / (1 << 20):.0f} MiB"
+
+
+class StartPhases:
+    """How long each phase of a start took, from when this is made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._started = clock, clock()
+        self._last = self._started
+        self._seconds: dict[str, float] = {}  # by phase, in the order in which they ended
+
+    def ended(self, phase: str) -> None:
+        """It began where the phase before it ended."""
+        now = self._clock()
+        self._seconds[phase], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._seconds.items())
+        return f"{self._last - self._started:.2f} s: {parts}"
+
+
+def start_progress(phases: StartPhases) -> Any:
+    """Progress reports of a rank's start."""
+    from minisgl_backend.runner.start.build import StartProgress  # imports torch
+
+    return StartProgress(
+        weights=ProgressReport("loading weights", mebibytes),
+        graphs=ProgressReport("capturing graphs"),
+        phase_ended=phases.ended,
+    )

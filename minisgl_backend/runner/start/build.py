@@ -56,16 +56,17 @@ from minisgl_backend.weights.kv_scales import read_kv_scales
 log = logging.getLogger(__name__)
 
 
-def _silent(done: int, total: int) -> None:
+def _silent(*_: object) -> None:
     pass
 
 
 @dataclass(frozen=True)
 class StartProgress:
-    """Progress that a start reports: bytes of weights read, graphs captured."""
+    """Progress that a start reports: bytes of weights read, graphs captured, names of phases that have ended."""
 
     weights: Progress = field(default=_silent)
     graphs: Progress = field(default=_silent)
+    phase_ended: Callable[[str], None] = field(default=_silent)
 
 
 def build_runner(
@@ -102,6 +103,7 @@ def _build(
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
     spec, layouts, attention, runner_with = _load(runtime, model_config, device, tp, progress, free_at_start)
+    progress.phase_ended("weights")
     max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
@@ -111,7 +113,9 @@ def _build(
         trial = runner_with(1)
         if tp.size == 1:  # ranks whose kernel caches differ would not execute the same steps
             compile_kernels(trial, *limits)
+        progress.phase_ended("kernels")
         steps = profile_run(trial, runtime, device)
+        progress.phase_ended("largest steps")
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
         captures = graph_max_bs > 0 and (runtime.eager_graphs or attention.supports_graphs)
@@ -129,8 +133,10 @@ def _build(
         longest_prefill=runtime.max_prefill_length,
         proposer_graphs=_proposer_graphs(sizes, runtime),
     )
+    progress.phase_ended("choice of kernels and graphs")
     if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, *limits)
+        progress.phase_ended("warm-up")
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
     groups = CacheGroups(spec.cache_windows, runtime.page_size)

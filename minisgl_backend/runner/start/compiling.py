@@ -8,9 +8,8 @@ import importlib.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,11 +47,16 @@ def name_kernels() -> None:
 
 
 class Compilations:
-    """Statistics of the compilations inside `compiling_ahead`."""
+    """Number of compilations inside `compiling_ahead`; kernels read from Triton's cache do not count."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.longest_s = 0.0  # of one kernel
+        self._lock = threading.Lock()
+
+    def note(self, *, cache_hit: bool, **_: Any) -> None:
+        """As a `triton.knobs.CompilationListener`, on any thread."""
+        with self._lock:
+            self.count += not cache_hit
 
 
 @contextmanager
@@ -78,12 +82,26 @@ def compiling_ahead() -> Iterator[Compilations]:
             run(kernel, *args, grid=grid, warmup=True, **options)
         return None
 
-    with _TimingPool(done) as pool, triton.AsyncCompileMode(pool), _Zeros():
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
+    with _listening(done), pool, triton.AsyncCompileMode(pool), _Zeros():
         JITFunction.run = compile_only
         try:
             yield done
         finally:
             JITFunction.run = run
+
+
+@contextmanager
+def _listening(done: Compilations) -> Iterator[None]:
+    """Has `done` note what Triton compiles, in place of a listener of this process that was there before."""
+    from triton import knobs
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = done.note
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 def _like(argument: Any) -> Any:
@@ -104,25 +122,6 @@ class _Zeros(TorchFunctionMode):
         elif func is torch.empty_like:
             func = torch.zeros_like
         return func(*args, **(kwargs or {}))
-
-
-class _TimingPool(ThreadPoolExecutor):
-    """Records how long its calls take."""
-
-    def __init__(self, done: Compilations) -> None:
-        super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
-        self._done = done
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def timed() -> Any:
-            started = time.monotonic()
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                self._done.longest_s = max(self._done.longest_s, time.monotonic() - started)
-
-        self._done.count += 1
-        return super().submit(timed)
 
 
 def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[], None]) -> None:

@@ -41,7 +41,10 @@ def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelCo
 
 def test_a_built_runner_runs(tiny_model_dir: Path) -> None:
     read: list[tuple[int, int]] = []
-    runner = build_runner(*runtime_for(tiny_model_dir), progress=StartProgress(weights=lambda *done: read.append(done)))
+    phases: list[str] = []
+    progress = StartProgress(weights=lambda *done: read.append(done), phase_ended=phases.append)
+    runner = build_runner(*runtime_for(tiny_model_dir), progress=progress)
+    assert phases == ["weights", "choice of kernels and graphs"]
     assert runner.num_pages == 2 * 4 * 256 // 16  # four sequences, and as much for prefixes
     assert read[-1][0] == read[-1][1] > 0
     driver = Driver(16)

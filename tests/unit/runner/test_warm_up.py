@@ -27,7 +27,7 @@ def test_kernels_are_compiled_with_the_steps_of_a_start(
 ) -> None:
     """Nothing but the first step is executed where the compiler's cache has its kernels."""
     runner, done, executed = make_runner(), Compilations(), []
-    done.longest_s = 0.01 if is_cached else 3.0
+    done.note(cache_hit=is_cached)
     prepare = runner.prepare
 
     def noted(plan: StepPlan) -> object:
