@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +23,13 @@ class ProgressReport:
         """`describe` formats amounts, for example bytes as MiB."""
         self._title = title
         self._describe = describe
-        self._console = Console(stderr=True)
+        self._is_terminal = sys.stderr.isatty()
         self._bar: Progress | None = None
         self._next_line = time.monotonic() + LINE_EVERY_S
 
     def __call__(self, done: int, total: int) -> None:
         amounts = f"{self._describe(done)} of {self._describe(total)}"
-        if self._console.is_terminal:
+        if self._is_terminal:
             self._show(done, total, amounts)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
@@ -36,8 +37,12 @@ class ProgressReport:
 
     def _show(self, done: int, total: int, amounts: str) -> None:
         if self._bar is None:
+            # Imported late: a server's log has no bars, and its engine starts sooner.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amounts]}"))
-            self._bar = Progress(*columns, console=self._console)
+            self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.add_task(self._title, amounts=amounts)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done, total=total, amounts=amounts)
