@@ -132,7 +132,7 @@ class LogitsRunner:
                 page_size,
                 self._num_groups * sum(self._counts),
                 self.device,
-                places=spec.kv_places,
+                page_parts=spec.page_parts,
             ),
             table=self._table,
             sampling=sampling,

@@ -82,5 +82,5 @@ def latent_group(
 
 
 def make_pool(spec: AttentionSpec, num_pages: int, scales: KVScales = ONE) -> KVPool:
-    places = spec.kv_places
-    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, [scales] * len(places), places)
+    parts = spec.page_parts
+    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, [scales] * len(parts), parts)

@@ -96,22 +96,22 @@ class AttentionSpec:
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
     @property
-    def kv_places(self) -> tuple[int, ...]:
+    def page_parts(self) -> tuple[int, ...]:
         """By layer: index of its part of a page. Layers of different cache groups may share one: their pages differ."""
         seen = [0] * len(self.cache_windows)
-        places = []
+        parts = []
         for index in self.group_of_layer:
             cache_group = self.groups[index].cache_group
-            places.append(seen[cache_group])
+            parts.append(seen[cache_group])
             seen[cache_group] += 1
-        return tuple(places)
+        return tuple(parts)
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
         """Layouts of the parts of a page."""
         of_layer = (self.groups[index].kv for index in self.group_of_layer)
-        by_place = dict(zip(self.kv_places, of_layer, strict=True))
-        return tuple(by_place[place] for place in range(len(by_place)))
+        by_part = dict(zip(self.page_parts, of_layer, strict=True))
+        return tuple(by_part[part] for part in range(len(by_part)))
 
     def layer(
         self,

@@ -30,23 +30,23 @@ class KVPool:
         num_pages: int,
         device: torch.device,
         scales: Sequence[KVScales] | None = None,
-        places: Sequence[int] | None = None,
+        page_parts: Sequence[int] | None = None,
     ) -> None:
-        """`layouts`: of the parts of a page. `places`: by layer, which of them is its; None: each layer has its own.
+        """`layouts`: of the parts of a page. `page_parts`: by layer, index of its part; None: each layer has its own.
         `scales`: by layer; None: all are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
-        # One piece of memory for each layout: many small ones would each be rounded up.
+        # One allocation per layout: many small ones would each be rounded up.
         unused = {
             layout: iter(layout.allocate(layouts.count(layout), num_pages + 1, page_size, device))
             for layout in set(layouts)
         }
         parts = [next(unused[layout]) for layout in layouts]
-        places = range(len(layouts)) if places is None else places
-        scales = scales or [ONE] * len(places)
+        page_parts = range(len(layouts)) if page_parts is None else page_parts
+        scales = scales or [ONE] * len(page_parts)
         self._parts = [layout.layer(part, ONE) for layout, part in zip(layouts, parts, strict=True)]
         self._layers = [
-            layouts[place].layer(parts[place], layer_scales) for place, layer_scales in zip(places, scales, strict=True)
+            layouts[index].layer(parts[index], of_layer) for index, of_layer in zip(page_parts, scales, strict=True)
         ]
 
     @staticmethod

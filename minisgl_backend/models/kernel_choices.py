@@ -307,7 +307,7 @@ def kernel_choices(
     spec = attention_spec(
         config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
     )
-    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, places=spec.kv_places))
+    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, page_parts=spec.page_parts))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
         hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), rehearses=True))
@@ -322,11 +322,11 @@ def table(choices: dict[Weight, dict[int, Choice]], rows: Sequence[int] = ROWS) 
     weights = sorted(choices, key=lambda weight: paths.index(weight.path))
     found = [choices[weight].get(count) for weight in weights for count in rows]
     numbers = {choice: number for number, choice in enumerate(dict.fromkeys(filter(None, found)), 1)}
-    lines = [["weight", "outputs x inputs", "format", "inside", *map(str, rows)]]
+    cells = [["weight", "outputs x inputs", "format", "inside", *map(str, rows)]]
     for weight in weights:
         chosen = [choices[weight].get(count) for count in rows]
-        cells = ["" if one is None else f"{one.kernel} [{numbers[one]}]" for one in chosen]
-        lines.append([weight.path, weight.shape, weight.weight_format, weight.inside or "-", *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        kernels = ["" if one is None else f"{one.kernel} [{numbers[one]}]" for one in chosen]
+        cells.append([weight.path, weight.shape, weight.weight_format, weight.inside or "-", *kernels])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([*text, "", *(f"[{number}] {choice.kernel}: {choice.why}" for choice, number in numbers.items())])

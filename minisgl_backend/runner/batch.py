@@ -154,7 +154,7 @@ class BatchBuilder:
         needs: SamplingMetadata,
         penalised: tuple[PenaltyReset, ...],
     ) -> HostBatch:
-        rows, positions, lines = sampled
+        rows, positions, indices = sampled
         arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
         checked_rows: tuple[int, ...] = ()
         pooled: tuple[PooledChunk, ...] = ()
@@ -175,7 +175,7 @@ class BatchBuilder:
                 "cu_seqlens": prefill.cu_seqlens,
                 "sampled_rows": rows,
                 "sampled_positions": positions,
-                "logits_indices": np.concatenate([lines, checked, *states]),
+                "logits_indices": np.concatenate([indices, checked, *states]),
             }
         arrays |= needs.arrays
         decode_rows, decode_lengths = self._padded(plan.decode_rows, plan.decode_lengths, decisions.graph_size)

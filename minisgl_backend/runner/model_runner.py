@@ -86,7 +86,7 @@ class ModelRunner:
         self._model = model
         self.attention = attention
         self._pool = pool
-        num_layers = len(attention.spec.kv_places)
+        num_layers = len(attention.spec.page_parts)
         model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()
@@ -102,7 +102,7 @@ class ModelRunner:
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
             if proposer is not None:  # before the model's captures, which may include `observe`
-                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_places)), self._builder)
+                proposer.bind(pool.part(num_layers, len(proposer.spec.page_parts)), self._builder)
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:

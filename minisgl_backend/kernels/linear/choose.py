@@ -228,8 +228,8 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
     # Not where a library is faster anyway: our kernel would be compiled for this many rows just to be measured.
-    alone = "vllm" not in facts.libraries or key.second_layout is None
-    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and alone
+    no_library = "vllm" not in facts.libraries or key.second_layout is None
+    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and no_library
 
 
 def _marlin(key: LinearKey, facts: DeviceFacts) -> bool:

@@ -113,8 +113,8 @@ class DraftModelProposer(DeviceProposer):
         if count == len(rows):
             return self._hidden_states(rows, positions, plan)
         first, count = (first, count) if count else (0, 1)
-        lines = torch.arange(first, first + count, dtype=torch.int32, device=self._table.device)
-        return self._hidden_states(rows, positions, plan, lines)
+        indices = torch.arange(first, first + count, dtype=torch.int32, device=self._table.device)
+        return self._hidden_states(rows, positions, plan, indices)
 
     def _next_pass(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """The next tokens of these rows; rows and lengths int32 [num_rows] as in the staging buffer."""

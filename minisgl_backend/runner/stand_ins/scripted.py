@@ -1,4 +1,4 @@
-"""A runner that returns given tokens, so that tests can script the model's output behind the real stack."""
+"""A runner that returns given tokens, so that tests can script the model's output under the real stack."""
 
 from __future__ import annotations
 

@@ -206,17 +206,17 @@ def _load(
         )
     )
     layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.spec.kv_layouts))
-    places = (*spec.kv_places, *range(len(spec.kv_layouts), len(layouts)))
+    page_parts = (*spec.page_parts, *range(len(spec.kv_layouts), len(layouts)))
     if device.type == "cuda" and isinstance(model, torch.nn.Module):
         add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, layouts, free_at_start)))
     if scales is not None:
-        scales += [ONE] * (len(places) - len(scales))
+        scales += [ONE] * (len(page_parts) - len(scales))
 
     def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(layouts, spec.page_size, num_pages, device, scales, places),
+            pool=KVPool(layouts, spec.page_size, num_pages, device, scales, page_parts),
             table=table,
             sampling=sampling,
             sampler=sampler,

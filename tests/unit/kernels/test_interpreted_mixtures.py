@@ -63,7 +63,7 @@ def test_choice_of_experts(experts, choice, corrected):
     torch.testing.assert_close(shares, expected_shares, atol=1e-6, rtol=1e-5)
 
 
-def test_choice_of_experts_by_what_is_no_number():
+def test_choice_of_experts_with_nan():
     choice = ExpertChoice(experts_per_token=4, scores="sigmoid", num_groups=4, groups_per_token=2)
     logits = torch.randn(3, 16)
     logits[0], logits[1, ::2], logits[2] = math.nan, math.inf, 0.0
@@ -143,17 +143,17 @@ def test_mixture_with_biases(num_tokens, outer):
 
 @pytest.mark.parametrize(("experts", "k", "size_in"), [(8, 2, 64), (5, 3, 200), (60, 8, 96)])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_mixture_whose_router_runs_beside_the_product_before(experts, k, size_in, renormalize):
+def test_mixture_whose_router_runs_in_parallel_with_o_proj(experts, k, size_in, renormalize):
     torch.manual_seed(experts)
     hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
     x, residual = torch.randn(1, size_in), torch.randn(1, hidden)
-    product, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
+    o_proj, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     norm = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6}
-    states = reference.linear(x, product, residual=residual)
+    states = reference.linear(x, o_proj, residual=residual)
     expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
-    early = early_router.early_router(router, norm["norm_weight"], product)
-    hidden_states, logits = early_router.output_and_logits(x, product, residual, early, k)
+    early = early_router.early_router(router, norm["norm_weight"], o_proj)
+    hidden_states, logits = early_router.output_and_logits(x, o_proj, residual, early, k)
     torch.testing.assert_close(hidden_states, states, atol=1e-5, rtol=1e-4)
     found = moe_one.experts(
         hidden_states, logits, gate_up, down, renormalize, divided=False, residual=hidden_states, **norm
@@ -162,8 +162,8 @@ def test_mixture_whose_router_runs_beside_the_product_before(experts, k, size_in
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_mixture_of_one_token_that_is_no_number(poison):
-    """It leads nowhere outside of the weights, and stays no number."""
+def test_mixture_of_one_token_with_nan(poison):
+    """No address outside of the weights is read, and the result stays NaN."""
     x = torch.full((1, 32), poison)
     router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
     found = moe_one.mixture(x, router, gate_up, down, 2, True, norm_weight=torch.ones(32), eps=1e-6)
@@ -205,7 +205,7 @@ def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_token_that_is_no_number_harms_no_other(num_tokens, poison):
+def test_a_token_with_nan_affects_no_other(num_tokens, poison):
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 32)
     router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)

@@ -20,13 +20,13 @@ import importlib, pkgutil
 from triton.runtime.jit import JITFunction
 import minisgl_backend.kernels
 
-# Integers that are the model's or the engine's for good, and whose divisors make loads wide: lines of matrices and
-# tables, which all have an even length in every step.
+# Integers that are constant for a model or an engine, and whose divisors make loads wide: row strides of matrices and
+# tables, which are even in every step.
 CONSTANT = {
-    "x_stride": "a line of hidden states, or of values between two products",
+    "x_stride": "a row of hidden states, or of activations between two GEMMs",
     "out_stride": "the same; where it is the rows of a step it must be unspecialised, see CHANGING",
-    "q_stride": "a line of queries", "q_stride_t": "a line of queries", "q_stride_h": "a head",
-    "qkv_stride": "a line of the projection", "stride": "a line of a table or of gate and up",
+    "q_stride": "a row of queries", "q_stride_t": "a row of queries", "q_stride_h": "a head",
+    "qkv_stride": "a row of the projection", "stride": "a row of a table or of gate and up",
     "size": "outputs of gate, or of up",
     "kv_stride_page": "the pool's", "kv_stride_head": "the pool's", "kv_stride_token": "the pool's",
     "table_stride": "pages of a row, at most", "tokens_stride": "tokens of a row, at most",

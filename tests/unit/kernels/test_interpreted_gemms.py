@@ -1,4 +1,4 @@
-"""Kernels of small products, norms and activations against their torch references.
+"""Kernels of small GEMMs, norms and activations against their torch references.
 
 In Triton's interpreter: no GPU needed. tests/gpu runs them compiled. In small shapes here, since the interpreter
 executes one program after the other.
@@ -52,7 +52,7 @@ def test_small_linear(num_rows, split):
 @pytest.mark.parametrize("early", [1, 3, 9])
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-def test_weights_that_are_there_before_the_inputs(early, split, gated):
+def test_weights_that_are_loaded_before_the_inputs(early, split, gated):
     """As many tiles as a part has, fewer, and more; the last one is not whole."""
     torch.manual_seed(early)
     x, weight, norm = torch.randn(5, 300), torch.randn(40, 300) / 17, torch.rand(300) + 0.5
@@ -66,7 +66,7 @@ def test_weights_that_are_there_before_the_inputs(early, split, gated):
 
 
 @pytest.mark.parametrize(("size_out", "size_in"), [(5120, 5120), (5120, 12800), (2048, 14336), (20480, 20480)])
-def test_long_products_are_cut_so_that_two_programs_fit_a_multiprocessor(size_out, size_in):
+def test_long_gemms_are_tiled_so_that_two_programs_fit_a_multiprocessor(size_out, size_in):
     shape = tiling.long_shape(size_out, size_in)
     assert shape.split == 1 or shape.split * size_out // shape.tile_out <= 2 * 132
     numbers = shape.tile_out + 16
@@ -76,7 +76,7 @@ def test_long_products_are_cut_so_that_two_programs_fit_a_multiprocessor(size_ou
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("num_rows", [3, 16, 17, 32, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (12800, 5120), (17408, 5120), (5120, 12800)])
-def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size_in, gated):
+def test_stages_of_a_small_gemm_fit_a_multiprocessor(num_rows, size_out, size_in, gated):
     shape = tiling.linear_shape(num_rows, size_out, size_in, gated)
     if shape.slices == 1:
         numbers = shape.tile_out * (2 if gated else 1) + max(16, num_rows)
@@ -87,7 +87,7 @@ def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size
 @pytest.mark.parametrize(
     ("size_out", "size_in"), [(4096, 1024), (1024, 2048), (1024, 3072), (5120, 2048), (2048, 4096)]
 )
-def test_a_product_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out, size_in, gated):
+def test_a_gemm_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out, size_in, gated):
     """99 KiB of shared memory for a block have GPUs of compute capability 8.6, 8.9 and 12."""
     for num_rows in range(2, tiling.MAX_SLICED_ROWS + 1):
         shape = tiling.linear_shape(num_rows, size_out, size_in, gated)
@@ -105,7 +105,7 @@ def test_one_row_of_many_inputs():
 
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
-def test_small_linear_with_activations_that_their_norm_weight_would_make_too_large(split, gated):
+def test_small_linear_with_activations_whose_norm_weight_overflows_float16(split, gated):
     """In float16, whose largest number is 65,504: 9,000 times 8 is more."""
     torch.manual_seed(0)
     x = torch.randn(5, 128).half()
