@@ -235,8 +235,8 @@ class EngineConfig:
     )
     background_slowdown: float = _option(
         2.0,
-        "how many times as long a step may take for requests below the default priority, as those of batches, while "
-        "others run; 1: they wait meanwhile",
+        "how many times as long as without them a step may take with requests below the default priority, as those of "
+        "batches, while others run; 1: they wait meanwhile",
         "1 to 1000",
         lambda value: 1 <= value <= 1000,
     )

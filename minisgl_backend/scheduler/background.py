@@ -3,21 +3,23 @@
 A step takes the longer the more rows decode in it and the more prompt tokens it has, and how much longer depends on the
 machine: where weights have to be read anyway a few more cost little, and on a CPU a row costs several times what a
 prompt token does. So the share is a time: background requests may lengthen a step to `slowdown` times what it takes
-without them, by what steps took when the engine started. Steps with prompts of others have none: first tokens come
-first.
+without them, by what steps take meanwhile (`StepEstimate`): one step of LEFT_OUT has none of them, to see what it takes
+then. Steps with prompts of others have none either: first tokens come first.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import deque
 
-import numpy as np
-
-from minisgl_backend.step import StepTimes
+from minisgl_backend.arrays import BoolArray
+from minisgl_backend.scheduler.step_estimate import StepEstimate, StepLoad
+from minisgl_backend.step import StepPlan, StepTimes
 
 UNLIMITED = sys.maxsize
 PASSED_OVER = 8  # steps with prompts of others, after which one has background tokens all the same
+# One of so many steps has nothing of background requests: at first, and once the estimate rests on several of them.
+LEFT_OUT_FIRST, LEFT_OUT = 4, 32
 
 
 class BackgroundShare:
@@ -27,10 +29,11 @@ class BackgroundShare:
         """`slowdown`: how many times as long a step may take, 1 or more. `times`: None where nothing is known, and the
         share has no bound."""
         self._slowdown = slowdown
-        self._prompts = _Curve(() if times is None else times.prompts)
-        # Of rows few are timed; one more costs at least what a prompt token does.
-        self._rows = _Curve(() if times is None else times.rows, least_slope=self._prompts.slope)
+        self._estimate = None if times is None else StepEstimate(times)
         self._passed_over = 0  # steps, one after the other
+        self._since_left_out = LEFT_OUT_FIRST  # steps
+        self.in_flight: deque[StepLoad] = deque()  # steps that are measured once they are committed
+        self._last_end = (-1, 0.0)  # the last step that has ended while any was in flight, and when
 
     def of_step(self, rows: int, prompts: int, background: int) -> tuple[int, int]:
         """How many background rows a step may have, and how many tokens of background prompts.
@@ -46,41 +49,43 @@ class BackgroundShare:
             self._passed_over += 1
             return 0, 0
         self._passed_over = 0
-        # Of a step without either: what rows and prompts cost is counted apart, on top of it.
-        taken = self._rows.seconds(rows) + self._prompts.seconds(prompts) - self._prompts.seconds(0)
-        left = (self._slowdown - 1) * taken
-        most_rows = self._rows.more(rows, left)
-        left -= self._rows.seconds(rows + min(most_rows, background)) - self._rows.seconds(rows)
-        most_tokens = self._prompts.more(prompts, left)
+        estimate = self._estimate
+        if estimate is None:
+            return UNLIMITED, UNLIMITED
+        if rows and not prompts and self._leaves_out(estimate):
+            return 0, 0
+        left = (self._slowdown - 1) * estimate.alone(rows, prompts)
+        most_rows = estimate.rows_within(rows, left)
+        most_tokens = estimate.tokens_within(prompts, left - estimate.row_part(rows, min(most_rows, background)))
         if most_rows or most_tokens:
             return most_rows, most_tokens
         return (1, 0) if background else (0, 1)  # background requests go on, however slow it is
 
+    def note_plan(self, plan: StepPlan, is_background: BoolArray) -> None:
+        """A step beside background requests has been planned. `is_background`: by row, bool [max_rows]."""
+        if self._estimate is None or self._slowdown <= 1:
+            return
+        tokens = [0, 0]
+        for chunk in plan.prefill:
+            tokens[int(is_background[chunk.row])] += len(chunk.token_ids)
+        rows = int(is_background.take(plan.decode_rows).sum())
+        is_plain = not (len(plan.draft_tokens) or plan.num_proposed)
+        self.in_flight.append(StepLoad(plan.step, len(plan.decode_rows) - rows, tokens[0], rows, tokens[1], is_plain))
 
-class _Curve:
-    """Seconds of steps by the number of something in them, which never fall: what says otherwise was disturbed."""
+    def note_end(self, step: int, now: float) -> None:
+        """A step has been committed at `now`, in seconds, while some are in flight here: it has taken the time since
+        the step before was, whether it was launched before that or after."""
+        before, end = self._last_end
+        self._last_end = step, now
+        if self.in_flight[0].step != step:
+            return
+        load = self.in_flight.popleft()
+        if before == step - 1 and self._estimate is not None:
+            self._estimate.note(load, now - end)
 
-    def __init__(self, times: Sequence[tuple[int, float]], least_slope: float = 0.0) -> None:
-        """`times`: (number, seconds), ascending. `least_slope`: what one more costs at least beyond the largest."""
-        self._counts = np.array([count for count, _ in times] or [0], dtype=np.float64)
-        seconds = np.array([taken for _, taken in times] or [0.0], dtype=np.float64)
-        self._seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        rise, run = self._seconds[-1] - self._seconds[0], self._counts[-1] - self._counts[0]
-        self.slope = max(least_slope, rise / run if run else 0.0)  # seconds of one more beyond the largest number
-
-    def seconds(self, count: int) -> float:
-        beyond = max(0.0, count - self._counts[-1])
-        return float(np.interp(count, self._counts, self._seconds)) + self.slope * beyond
-
-    def more(self, count: int, left: float) -> int:
-        """How many more than `count` there may be in a step that may take `left` seconds longer."""
-        until, known = self.seconds(count) + left, self._seconds
-        if until < known[-1]:
-            above = int(np.searchsorted(known, until, side="right"))
-            part = (until - known[above - 1]) / (known[above] - known[above - 1])
-            most = self._counts[above - 1] + part * (self._counts[above] - self._counts[above - 1])
-        elif self.slope > 0:
-            most = self._counts[-1] + (until - known[-1]) / self.slope
-        else:
-            return UNLIMITED
-        return max(0, int(most + 1e-6) - count)
+    def _leaves_out(self, estimate: StepEstimate) -> bool:
+        self._since_left_out += 1
+        if self._since_left_out < (LEFT_OUT if estimate.is_measured else LEFT_OUT_FIRST):
+            return False
+        self._since_left_out = 0
+        return True

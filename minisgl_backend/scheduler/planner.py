@@ -15,7 +15,7 @@ from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.prompt_budget import PromptBudget
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+from minisgl_backend.scheduler.sequence import Sequence, SequenceState, preempted_first
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
@@ -44,7 +44,7 @@ class Planner:
         self._queue = queue
         self._admission = admission
         self._prompts = PromptBudget(limits)
-        self._background = BackgroundShare(limits.background_slowdown, limits.step_times)
+        self.background = BackgroundShare(limits.background_slowdown, limits.step_times)
         self._forecast: Forecast | None = None  # for this step's admissions, made when first needed
         self._admits = True  # false in a step that preempted: pages freed so are not for the queue
         self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
@@ -61,7 +61,8 @@ class Planner:
             self._make_way(self._shares)
         if self._drafting is not None and not self.prompts_wait:
             self._drafting.plan_proposals(builder, step)
-        if builder.empty and self._mixes_background():
+        has_background = builder.empty and self._mixes_background()
+        if has_background:
             self._make_way_for_others()
             self._plan_with_background(builder, step)
         if builder.empty:
@@ -71,7 +72,10 @@ class Planner:
                 self._running.send_entries_again(builder.entries)
             return None
         self._running.send_page_changes(builder)
-        return builder.build(step)
+        plan = builder.build(step)
+        if has_background:
+            self.background.note_plan(plan, self._running.rows.background)
+        return plan
 
     def _plan_uniform(self, builder: StepPlanBuilder, step: int) -> None:
         """A step without background requests, or with nothing else: all sequences are treated alike."""
@@ -96,7 +100,7 @@ class Planner:
             self._plan_prefill(builder, budget, step, background=False)
             if not builder.empty:
                 return
-        most_rows, most = self._background.of_step(decoding, min(budget, prompts), in_background)
+        most_rows, most = self.background.of_step(decoding, min(budget, prompts), in_background)
         self._plan_decode(builder, step, most_rows)
         self._plan_prefill(builder, budget, step, background=False)
         left = min(most, budget - builder.num_prefill_tokens)
@@ -122,7 +126,7 @@ class Planner:
         if running.rows.num_free and self._fits(head, pages):
             return
         missing = pages - running.kv.num_available
-        for victim in sorted((one for one in running.active() if one.is_background), key=_preempted_first)[::-1]:
+        for victim in sorted((one for one in running.active() if one.is_background), key=preempted_first)[::-1]:
             self.num_preemptions += 1
             running.preempt(victim)
             missing -= running.kv.num_private(victim.lease) if victim.lease is not None else 0
@@ -211,8 +215,8 @@ class Planner:
             active = running.active()
             if len(active) <= 1:
                 break  # only pages that steps in flight still hold are missing
-            self._preempt(max(active, key=_preempted_first))
-        served = sorted((running.rows.sequences[row] for row in needing), key=_preempted_first)  # type: ignore[type-var]
+            self._preempt(max(active, key=preempted_first))
+        served = sorted((running.rows.sequences[row] for row in needing), key=preempted_first)  # type: ignore[type-var]
         waiting = [one.row for one in served[running.kv.num_available // num_groups :] if one is not None]
         keep = running.rows.active[index]
         keep[np.isin(index, waiting)] = False
@@ -292,7 +296,7 @@ class Planner:
         while True:
             if (reached := min(end, kv.reach(sequence.row))) > start:
                 return reached
-            victim = max(running.active(), key=_preempted_first)
+            victim = max(running.active(), key=preempted_first)
             if victim is sequence or kv.num_available + running.num_releasing_pages() >= needed:
                 return start
             self._preempt(victim)
@@ -393,8 +397,3 @@ class Planner:
         return Forecast(
             remaining, kv.freed_pages(index), self._limits.page_size, kv.groups.num_full, window_growth=growth
         )
-
-
-def _preempted_first(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of victims, the largest is preempted first: the least urgent level, then the latest admission."""
-    return sequence.level, sequence.admission

@@ -225,6 +225,11 @@ class Group:
         return None
 
 
+def preempted_first(sequence: Sequence) -> tuple[int, int]:
+    """Sort key of victims, the largest is preempted first: the least urgent level, then the latest admission."""
+    return sequence.level, sequence.admission
+
+
 def with_seed_of(params: SamplingParams, seed: int, index: int) -> SamplingParams:
     """The parameters of a request's sequence number `index`; `seed` is that of the first one."""
     return params.with_seed((seed + index * SEED_STRIDE) % SEED_RANGE)

@@ -15,10 +15,7 @@ from minisgl_backend.step import StepPlan, StepTimes
 from minisgl_backend.tensor_parallel import TensorParallel
 
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
-# What background requests have of a step is the difference of two small ones: these have more rounds, where they are
-# short, too.
-SMALL_TOKENS, SHORT_S = 32, 0.01
-TIMED_ROWS = (1, SMALL_TOKENS)
+TIMED_ROWS = (1, 32)
 CONTEXT = 128  # tokens of each row that decodes
 
 
@@ -45,7 +42,7 @@ class StepTimer:
     def time_prompts(self, num_tokens: int) -> float:
         """Seconds of a step of so many prompt tokens, beside one row that decodes."""
         plan = prompt_plan(self._ids[:num_tokens], self._max_running, self._runtime.max_seq_len, beside=self._beside)
-        seconds = self._prompts[num_tokens] = self._time(plan, is_small=num_tokens <= SMALL_TOKENS)
+        seconds = self._prompts[num_tokens] = self._time(plan)
         return seconds
 
     def times(self) -> StepTimes:
@@ -57,14 +54,10 @@ class StepTimer:
     def _time_rows(self, num_rows: int) -> float:
         plan = padding_plan((), (), np.arange(num_rows, dtype=np.int32))
         lengths = np.full(num_rows, min(CONTEXT, self._runtime.max_seq_len - 1), dtype=np.int32)
-        return self._time(msgspec.structs.replace(plan, decode_lengths=lengths), is_small=True)
+        return self._time(msgspec.structs.replace(plan, decode_lengths=lengths))
 
-    def _time(self, plan: StepPlan, *, is_small: bool) -> float:
-        best = self._fastest(plan)
-        return min(best, self._fastest(plan)) if is_small and best < SHORT_S else best
-
-    def _fastest(self, plan: StepPlan) -> float:
-        """Of ROUNDS, on all ranks: they must agree on what comes next."""
+    def _time(self, plan: StepPlan) -> float:
+        """The fastest of ROUNDS, on all ranks: they must agree on what comes next."""
         best = float("inf")
         for _ in range(ROUNDS):
             self._synchronize()

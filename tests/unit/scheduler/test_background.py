@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from minisgl_backend.request import Request
 from minisgl_backend.scheduler.background import PASSED_OVER, UNLIMITED, BackgroundShare
-from minisgl_backend.step import StepPlan, StepTimes
-from tests.fakes import Loop, make_request
-from tests.unit.scheduler.test_scheduler import assert_same_as_alone, limits, make_loop
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.scheduler.step_estimate import REMEMBERED
+from minisgl_backend.step import StepPlan, StepResult, StepTimes
+from tests.fakes import FakePending, FakeRunner, Loop, make_request
+from tests.unit.scheduler.test_scheduler import assert_same_as_alone, limits
 
 # 10 ms, 1 ms for each prompt token, and 2 for each row more that decodes
 READS_WEIGHTS = StepTimes(prompts=((0, 0.010), (32, 0.042)), rows=((1, 0.010), (16, 0.040)))
@@ -29,9 +34,9 @@ BATCH = 1000
         (1.5, READS_WEIGHTS, 6, 3, (5, 4)),  # rows come first
         (1.5, READS_WEIGHTS, 6, 9, (5, 0)),
         (3.0, READS_WEIGHTS, 16, 0, (40, 80)),  # beyond what was timed
-        (1.5, FREE_TOKENS, 6, 9, (5, UNLIMITED)),
-        (1.5, FREE, 6, 9, (UNLIMITED, UNLIMITED)),
-        (1.5, FIRST_DISTURBED, 4, 0, (3, 38)),  # 6 ms on top of 12, whatever a step of a row was said to take
+        (1.5, FREE_TOKENS, 6, 3, (5, 102)),  # what seems to cost nothing is taken for a 256th of a step
+        (1.5, FREE, 6, 9, (130, 121)),
+        (1.5, FIRST_DISTURBED, 4, 0, (3, 36)),  # 6 ms on top of 12, whatever a step of a row was said to take
         (1.5, BEYOND, 2, 0, (5, 5)),  # a row costs no less than a token
         (1.5, LONELY, 1, 0, (5, 5)),
         (1.3, SLOW, 1, 3, (1, 0)),  # never none
@@ -42,13 +47,40 @@ BATCH = 1000
 def test_the_share_is_a_time(
     slowdown: float, times: StepTimes | None, others: int, background: int, share: tuple[int, int]
 ) -> None:
-    assert BackgroundShare(slowdown, times).of_step(others, 0, background) == share
+    found = BackgroundShare(slowdown, times)
+    found.of_step(others, 0, background)  # the first has nothing, and shows what a step takes without
+    assert found.of_step(others, 0, background) == share
 
 
 def test_first_tokens_come_first_but_not_for_ever() -> None:
     share = BackgroundShare(1.5, READS_WEIGHTS)
     found = [share.of_step(1, 8, 0) for _ in range(2 * (PASSED_OVER + 1))]
     assert found == [*[(0, 0)] * PASSED_OVER, (4, 9)] * 2, "half of 18 ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedPending(FakePending):
+    runner: TimedRunner
+    seconds: float
+
+    def result(self) -> StepResult:
+        self.runner.now += self.seconds
+        return super().result()
+
+
+class TimedRunner(FakeRunner):
+    """Steps take what READS_WEIGHTS says."""
+
+    now = 0.0  # seconds
+
+    def execute(self, batch: StepPlan) -> TimedPending:
+        seconds = 0.008 + sum(cost_ms(batch)) / 1000
+        return TimedPending(super().execute(batch).value, runner=self, seconds=seconds)
+
+
+def timed_loop(bounds: SchedulerLimits, overlap: bool = False) -> Loop:
+    runner = TimedRunner(bounds)
+    return Loop(Scheduler(bounds, seed=0, clock=lambda: runner.now), runner, overlap)
 
 
 def streams_and_batch(overlap: bool = False, batch: int = 12, **changes: object) -> Loop:
@@ -59,7 +91,7 @@ def streams_and_batch(overlap: bool = False, batch: int = 12, **changes: object)
         "max_running_requests": 20,
         **changes,
     }
-    loop = make_loop(limits(num_pages=400, **values), overlap)
+    loop = timed_loop(limits(num_pages=400, **values), overlap)
     for uid in range(2):
         loop.scheduler.add(make_request(uid, [uid] * 5, max_tokens=60, ignore_eos=True))
     loop.step()
@@ -74,10 +106,15 @@ def batch_of(count: int) -> list[Request]:
     ]
 
 
-def background_ms(plan: StepPlan) -> int:
-    """By READS_WEIGHTS."""
+def cost_ms(plan: StepPlan) -> tuple[int, int]:
+    """By READS_WEIGHTS, what rows of streams cost of a step, and all prompts and rows of a batch."""
+    in_background = int((plan.decode_uids >= 10).sum())
     prompts = sum(len(chunk.token_ids) for chunk in plan.prefill)
-    return prompts + 2 * int((plan.decode_uids >= 10).sum())
+    return 2 * (len(plan.decode_uids) - in_background), prompts + 2 * in_background
+
+
+def background_ms(plan: StepPlan) -> int:
+    return cost_ms(plan)[1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -91,7 +128,9 @@ def test_streams_go_on_in_every_step_and_the_batch_has_its_share(overlap: bool, 
     assert len(beside) >= 57, "each step has a token of the streams"
     shares = [background_ms(plan) for plan in beside]
     assert max(shares) == 6  # 18 instead of 12 ms
-    assert sum(shares) >= 5.4 * len(shares), "no part of it is left unused"
+    without = shares.count(0)
+    assert REMEMBERED <= without <= REMEMBERED + 4, "some steps show what one takes without"
+    assert sum(shares) >= 5.4 * (len(shares) - without), "no part of it is left unused"
     alone = [plan for plan in plans[len(beside) :] if len(plan.decode_uids)]
     assert max(map(background_ms, alone)) > 6, "alone it has all"
     assert_same_as_alone(loop, batch_of(30), 200)
@@ -107,7 +146,8 @@ def test_with_a_slowdown_of_1_a_batch_waits() -> None:
 
 
 def test_where_nothing_is_in_the_background_no_share_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(BackgroundShare, "of_step")
+    for name in ("of_step", "note_plan", "note_end"):
+        monkeypatch.delattr(BackgroundShare, name)
     loop = streams_and_batch(batch=0)
     loop.scheduler.add(make_request(5, [3] * 10, max_tokens=3, ignore_eos=True))
     loop.run()
@@ -126,7 +166,7 @@ def test_a_prompt_of_a_stream_overtakes_those_of_a_batch() -> None:
 
 
 def test_a_batch_gives_rows_back() -> None:
-    loop = make_loop(limits(max_running_requests=4, step_times=READS_WEIGHTS, background_slowdown=1.5))
+    loop = timed_loop(limits(max_running_requests=4, step_times=READS_WEIGHTS, background_slowdown=1.5))
     for uid in range(10, 14):
         loop.scheduler.add(make_request(uid, [uid] * 5, max_tokens=100, ignore_eos=True, priority=BATCH))
     loop.step()
@@ -141,7 +181,7 @@ def test_a_batch_gives_rows_back() -> None:
 
 def test_a_batch_gives_pages_back() -> None:
     bounds = limits(num_pages=30, max_seq_len=110, step_times=READS_WEIGHTS, background_slowdown=1.5)
-    loop = make_loop(bounds)
+    loop = timed_loop(bounds)
     for uid in range(10, 13):
         loop.scheduler.add(make_request(uid, [uid] * 30, max_tokens=10, ignore_eos=True, priority=BATCH))
     for _ in range(6):
