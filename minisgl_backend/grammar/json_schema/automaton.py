@@ -22,7 +22,7 @@ MINIMIZED_STATES = 256  # what has more keeps states that do the same
 
 
 class TooManyStatesError(Exception):
-    """A regular expression has an automaton of more than MAX_STATES states."""
+    """A regular expression, or all numbers of a grammar, have automata of more states than are allowed."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ class Rules:
         self._ends_tokens: set[str] = set()
         self._spare: dict[str, Callable[[], list[Choice]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._choices)
+
     def __contains__(self, name: str) -> bool:
         return name in self._choices
 

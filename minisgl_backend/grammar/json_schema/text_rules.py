@@ -28,6 +28,7 @@ from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, char_c
 UNROLLED = 48  # longer ones are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
 BLOCK = 24  # characters
 MAX_COUNTED = 1 << 16  # characters of a string whose length is bounded
+MAX_NUMBER_STATES = 2500  # of all numbers of a grammar: with 3,500 its compilation exceeds the compiler's memory limit
 _NOT_RAW: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 _ANY_NUMBER: tuple[Choice, ...] = (
     (
@@ -52,6 +53,7 @@ class TextRules:
         self._quote = literal(notation.quote)
         self._not_raw = _NOT_RAW if notation.has_escapes else ((ord(notation.quote[0]),) * 2,)
         self._known: dict[object, str] = {}
+        self._number_states = 0
 
     def string(self, regex: Regex, *, key: bool = False) -> str:
         """The rule of strings whose text is one of the regex's; `key`: names of properties, in which only what must
@@ -62,9 +64,18 @@ class TextRules:
 
     def bare(self, regex: Regex, behind: str) -> str:
         """The rule of texts without quotes, and what stands behind each."""
-        return self.number(rx.cat(regex, rx.literals([behind])))
+        return self._bare(rx.cat(regex, rx.literals([behind])))
 
     def number(self, regex: Regex) -> str:
+        """The rule of numbers whose text is one of the regex's. Raises TooManyStatesError."""
+        before = len(self._rules)
+        rule = self._bare(regex)
+        self._number_states += len(self._rules) - before
+        if self._number_states > MAX_NUMBER_STATES:
+            raise TooManyStatesError
+        return rule
+
+    def _bare(self, regex: Regex) -> str:
         if (regex, "number") not in self._known:
             if regex.kind is Kind.LITERALS:
                 name = self._rules.new("number")
