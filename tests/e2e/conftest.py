@@ -118,9 +118,9 @@ class RunningServer:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             pytest.fail(f"tritonserver did not end: {self._tail()}")
-        # A request that Triton never finished keeps it from ending in time.
-        left = [line for line in self._log.read_text(errors="replace").splitlines() if "in-flight inferences" in line]
-        assert not any("(version" in line for line in left), left[-3:]
+        # A request that Triton never finished keeps it from ending in time. One may just be ending at the first look.
+        looks = [line for line in self._log.read_text(errors="replace").splitlines() if "model versions that" in line]
+        assert not looks or "Found 0" in looks[-1], looks[-3:]
 
     def _wait_ready(self, server: Server) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -14,7 +14,7 @@ ROOMS = (
     *("cache", "delivery", "engine", "grammar", "ipc", "kv", "layers", "models", "parsers", "runner", "sampling"),
     *("scheduler", "serving", "text", "weights"),
 )
-FOREIGN = {"_replace", "compile", "meta_path", "modules", "run", "writeable"}  # of Triton, Python and NumPy
+FOREIGN = {"_replace", "compile", "listener", "meta_path", "modules", "run", "writeable"}  # of Triton, Python and NumPy
 MUTATORS = {"append", "appendleft", "clear", "discard", "insert", "pop", "popleft", "sort", "update"}
 FALLBACK = PACKAGE / "models" / "fallback"  # which adapts transformers' modules by their attributes
 FILES = [path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py")) if not path.is_relative_to(FALLBACK)]
