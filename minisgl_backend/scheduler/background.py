@@ -18,7 +18,7 @@ from minisgl_backend.step import StepPlan, StepTimes
 
 UNLIMITED = sys.maxsize
 PASSED_OVER = 8  # steps with prompts of others, after which one has background tokens all the same
-# One of so many steps has nothing of background requests: at first, and once the estimate rests on several of them.
+# One step in that many leaves background requests out: until the estimate has REMEMBERED of them, and from then on.
 LEFT_OUT_FIRST, LEFT_OUT = 4, 32
 
 

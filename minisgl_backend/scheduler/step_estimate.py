@@ -56,27 +56,27 @@ class StepEstimate:
         return len(self._ratios) == REMEMBERED
 
     def alone(self, rows: int, prompts: int) -> float:
-        """Of a step without background requests, in which so many rows decode, with so many tokens of prompts."""
+        """Seconds of a step without background requests: `rows` decode, `prompts` prompt tokens are computed."""
         return self._factor * self._rows.seconds(rows) + self.prompt_part(prompts)
 
     def row_part(self, rows: int, more: int) -> float:
-        """What `more` background rows add to it."""
+        """Seconds that `more` background rows add to a step in which `rows` decode."""
         return self._row_factor * (self._rows.seconds(rows + more) - self._rows.seconds(rows))
 
     def prompt_part(self, tokens: int) -> float:
-        """What so many prompt tokens add to it."""
+        """Seconds that `tokens` prompt tokens add to a step."""
         return self._token_factor * (self._prompts.seconds(tokens) - self._prompts.seconds(0))
 
     def rows_within(self, rows: int, seconds: float) -> int:
-        """How many background rows add so much to it."""
+        """How many background rows add at most `seconds` to such a step."""
         return self._rows.more(rows, seconds / self._row_factor)
 
     def tokens_within(self, prompts: int, seconds: float) -> int:
-        """How many tokens of background prompts add so much to it."""
+        """How many background prompt tokens add at most `seconds` to a step of `prompts` prompt tokens."""
         return self._prompts.more(prompts, seconds / self._token_factor)
 
     def note(self, load: StepLoad, seconds: float) -> None:
-        """A step has taken so long."""
+        """Learns from a step that has taken `seconds`."""
         if load.prompts or not load.rows or not load.is_plain:
             return
         if not (load.background_rows or load.background_tokens):

@@ -48,7 +48,7 @@ def refusal(schema: Any) -> str:
 
 
 def check(group: Any, answers: list[str | None], needed: float) -> None:
-    """At least so many of the answers ended (None: did not), and all that did are valid."""
+    """At least `needed` of the answers ended (None: did not), and all that did are valid."""
     schema = group["schema"]
     ended = [answer for answer in answers if answer is not None]
     assert len(ended) >= needed, f"{len(ended)} of {len(answers)} ended: {answers}"
@@ -120,7 +120,7 @@ def ask_demo_model(cases: list[Case], count: int, *most_tokens: int) -> None:
 
 
 def answers_of(llm: LLM, cases: list[Case], count: int, most_tokens: int) -> Iterator[tuple[Case, list[str | None]]]:
-    """Each schema with its answers; None for one that did not end. So many schemas together as fill a step."""
+    """Each schema with its answers; None for one that did not end. As many schemas at a time as fill a step."""
     for start in range(0, len(cases), MOST_ROWS // count):
         some = cases[start : start + MOST_ROWS // count]
         params = [
