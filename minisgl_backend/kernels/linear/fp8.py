@@ -162,7 +162,8 @@ def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tenso
     12.9 or later on Hopper. Both sizes of the weight are whole blocks; x_scale's columns are contiguous."""
     from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
 
-    scale = F.pad(scale, (0, -scale.shape[1] % _BLOCKS_ALIGNMENT))  # nothing to do for most models
+    if missing := -scale.shape[1] % _BLOCKS_ALIGNMENT:  # in few models; F.pad copies even where nothing is missing
+        scale = F.pad(scale, (0, missing))
     out: torch.Tensor = scaled_mm(
         x, weight.t(), x_scale, ScalingType.BlockWise1x128, scale.t(), ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -95,6 +96,23 @@ def scaled_mm(
     """x [rows, size_in], weight [size_in, size_out], scales [rows, 1] and [size_out, 1]."""
     out = (x.float() * x_scale) @ (weight.float() * scale.t())
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def test_scales_of_blocks_are_copied_only_where_some_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def scaled_mm(x: Any, weight: Any, x_scale: Any, how: Any, scale: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        given.append(scale.t())
+        return x
+
+    monkeypatch.setattr("torch.nn.functional.scaled_mm", scaled_mm, raising=False)
+    monkeypatch.setattr("torch.nn.functional.ScalingType", MagicMock(), raising=False)
+    x = torch.ones(16, 512).to(FP8)
+    aligned, short = torch.ones(4, 4), torch.ones(4, 3)
+    for scale in (aligned, short):
+        linear_fp8.scaled_mm_blocks(x, torch.ones(16, 4), x, scale)
+    assert given[0].data_ptr() == aligned.data_ptr()
+    assert [tuple(scale.shape) for scale in given] == [(4, 4)] * 2
 
 
 @pytest.mark.parametrize(
