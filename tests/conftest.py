@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -114,6 +115,15 @@ def files_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> I
         del os.environ["XDG_STATE_HOME"]
     else:
         os.environ["XDG_STATE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def logging_stays_as_it_is() -> Iterator[None]:
+    """A command that runs in the tests' process logs to the stderr of its test, which is closed after it."""
+    package = logging.getLogger("minisgl_backend")
+    handlers, level, propagate = list(package.handlers), package.level, package.propagate
+    yield
+    package.handlers, package.level, package.propagate = handlers, level, propagate
 
 
 @pytest.fixture(scope="session")

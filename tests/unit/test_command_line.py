@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,6 @@ from minisgl_backend.host.repository import render_repository
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "engine" / "demo_model"
 HEADS = "tp is 3; allowed: a divisor of the model's num_attention_heads, which is 8"
-
-
-@pytest.fixture(autouse=True)
-def _keep_logging() -> Iterator[None]:
-    """The commands log to the stderr of the moment, which ends with the test."""
-    package = logging.getLogger("minisgl_backend")
-    state = (list(package.handlers), package.level, package.propagate)
-    yield
-    package.handlers, package.level, package.propagate = state
 
 
 def run(*arguments: str) -> Result:
