@@ -38,7 +38,7 @@ class ForwardContext(ABC):
 
     slots: tuple[torch.Tensor, ...]  # by cache group, int [num_tokens] on the device: slots of the tokens in the pool
     logits_indices: torch.Tensor | None = None  # int [num_logits], tokens to return; None: all of them
-    rehearses: bool = False  # warm-up: runs only layers that launch new kernels, and its output is meaningless
+    is_warm_up: bool = False  # runs only the layers of `decoder.warm_up_layers`; the output is meaningless
     # The pass is captured, or warms up one that is: it launches the same kernels in each replay.
     captured: bool = False
     aux: AuxStates | None = None

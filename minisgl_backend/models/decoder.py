@@ -191,7 +191,7 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, "embed_tokens", layer_context, config.embedding_multiplier
         )
         self.layers = nn.ModuleList(layers)
-        self._rehearsal = rehearsal(config)
+        self._warm_up_layers = warm_up_layers(config)
         self._tp = layer_context.tp
         self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)
 
@@ -203,8 +203,8 @@ class Decoder(nn.Module):
         """
         micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
         layers = cast("Sequence[DecoderLayer]", self.layers)
-        *earlier, last = (layers[index] for index in self._rehearsal) if ctx.rehearses else layers
-        kept = {} if ctx.aux is None or ctx.rehearses else ctx.aux.by_layer()
+        *earlier, last = (layers[index] for index in self._warm_up_layers) if ctx.is_warm_up else layers
+        kept = {} if ctx.aux is None or ctx.is_warm_up else ctx.aux.by_layer()
         for index, layer in enumerate(earlier):
             if index in kept:
                 micro_batches = layer.keep_input(micro_batches, kept[index])
@@ -303,7 +303,7 @@ class CausalLM(nn.Module):
         self.lm_head.method.prepare([self.lm_head.method], batch_sizes)
 
 
-def rehearsal(config: ModelConfig) -> tuple[int, ...]:
+def warm_up_layers(config: ModelConfig) -> tuple[int, ...]:
     """Layers, ascending, that launch every kernel of a forward pass: the first, for which nothing is left to add, the
     first of each kind after it, and the last, which may only compute the rows of `logits_indices`."""
     later = {kind: index for index, kind in reversed(list(enumerate(config.layers))) if index > 0}

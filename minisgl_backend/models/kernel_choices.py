@@ -310,7 +310,7 @@ def kernel_choices(
     model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, page_parts=spec.page_parts))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
-        hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), rehearses=True))
+        hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), is_warm_up=True))
         if notes.rows <= MOST_LOGITS:
             model.decode_logits(hidden)
     return notes.choices

@@ -106,8 +106,8 @@ class ModelRunner:
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:
-                plain, rehearsed = self._decode_plain, partial(self._decode_plain, rehearses=True)
-                graphs.capture(DecodeSteps(plain, rehearsed, self._decode_extended), self._builder, attention)
+                plain, warm_up = self._decode_plain, partial(self._decode_plain, is_warm_up=True)
+                graphs.capture(DecodeSteps(plain, warm_up, self._decode_extended), self._builder, attention)
                 self._graphs = graphs
             if pieces is not None:
                 pieces.capture(model.forward, attention, self._builder.prompt_tensors, self._aux_states)
@@ -261,7 +261,7 @@ class ModelRunner:
         plan: PairPlan,
         logits_indices: torch.Tensor | None = None,
         *,
-        rehearses: bool = False,
+        is_warm_up: bool = False,
         captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
@@ -270,7 +270,7 @@ class ModelRunner:
             attention=self.attention,
             plan=plan,
             logits_indices=logits_indices,
-            rehearses=rehearses,
+            is_warm_up=is_warm_up,
             captured=captured,
             aux=self._aux_states(len(rows)),
         )
@@ -350,9 +350,9 @@ class ModelRunner:
             self._masks.clear()  # the graph reads them
         self._graphs.replay_sampling(step.decisions.graph_size, step.decisions.sampling_graph)
 
-    def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False) -> DecodeOutputs:
+    def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=True)
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, is_warm_up=is_warm_up, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)

@@ -164,7 +164,7 @@ class PiecewiseRunner(ABC):
     def _replay(self, size: int, at_attention: AtAttention) -> None:
         """Runs the pass of one size, and attention between its pieces."""
 
-    def _prompt_pass(self, inputs: PromptTensors, rehearses: bool = False) -> None:
+    def _prompt_pass(self, inputs: PromptTensors, is_warm_up: bool = False) -> None:
         """The model's own forward pass over a single prompt; the last token's hidden state goes to a static buffer."""
         attended = self._attended[: len(inputs.token_ids)]
         attended.zero_()  # NaN in the rows of padding would reach the padding page
@@ -174,12 +174,12 @@ class PiecewiseRunner(ABC):
             attended=attended,
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
-            rehearses=rehearses,
+            is_warm_up=is_warm_up,
             aux=self._aux_of(len(inputs.token_ids)),
         )
         self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
 
-    def _pass(self, size: int, at_attention: AtAttention, rehearses: bool = False) -> None:
+    def _pass(self, size: int, at_attention: AtAttention, is_warm_up: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, *slots = self._inputs[:, :size]
         context = PiecewiseContext(
@@ -187,7 +187,7 @@ class PiecewiseRunner(ABC):
             queries=self._queries[:size],
             attended=self._attended[:size],
             at_attention=at_attention,
-            rehearses=rehearses,
+            is_warm_up=is_warm_up,
             aux=self._aux_of(size),
         )
         self._hidden[:size].copy_(self._forward(token_ids, positions, context))
@@ -220,14 +220,14 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         # The inputs are filled on this stream, in uninitialised memory.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._pass(size, lambda layer: None, rehearses=True)  # libraries choose kernels, not under capture
+            self._pass(size, lambda layer: None, is_warm_up=True)  # libraries choose kernels, not under capture
             self._stream.synchronize()
             with self._pieces() as (pieces, cut):
                 self._pass(size, cut)
             if size in self.prompt_sizes:
                 inputs = self._prompt_inputs(size)
                 if not self._prompts:  # the other sizes use the same kernels, or those of the pieces above
-                    self._prompt_pass(inputs, rehearses=True)
+                    self._prompt_pass(inputs, is_warm_up=True)
                 self._stream.synchronize()
                 with captured(self._memory) as whole:
                     self._prompt_pass(inputs)
@@ -281,7 +281,7 @@ class EagerPieces(PiecewiseRunner):
         self._prompts: dict[int, PromptTensors] = {}
 
     def _capture(self, size: int) -> None:
-        self._pass(size, lambda layer: None, rehearses=True)
+        self._pass(size, lambda layer: None, is_warm_up=True)
         if size in self.prompt_sizes:
             self._prompts[size] = self._prompt_inputs(size)
 

@@ -44,7 +44,7 @@ class DecodeSteps:
     """The functions that are captured for each size."""
 
     decode: DecodeStep
-    rehearse: DecodeStep  # every kernel of `decode` once, through few of its layers
+    warm_up: DecodeStep  # every kernel of `decode` once, through few of its layers
     # Samples the rows that need more than temperature again, into these outputs; with one of SAMPLING_GRAPHS. None:
     # there are no sampling graphs.
     sample: SampleStep | None
@@ -118,10 +118,10 @@ class CudaGraphRunner(GraphRunner):
     def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
         # Libraries choose kernels and allocate workspaces now, not during the capture. The last sampling graph has all
         # kernels of the others.
-        rehearsed = steps.rehearse(inputs, plan)
+        warmed_up = steps.warm_up(inputs, plan)
         sample = steps.sample if size in self.sampling_sizes else None
         if sample is not None:
-            sample(inputs, rehearsed, SAMPLING_GRAPHS[-1])
+            sample(inputs, warmed_up, SAMPLING_GRAPHS[-1])
         torch.cuda.current_stream().synchronize()
         with captured(self._memory) as graph:
             outputs = steps.decode(inputs, plan)
@@ -135,7 +135,7 @@ class CudaGraphRunner(GraphRunner):
     def _capture_drafts(self, size: int, steps: DecodeSteps, inputs: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
         plan = self._attention.plan_capture(inputs)
-        steps.rehearse(inputs, plan)
+        steps.warm_up(inputs, plan)
         torch.cuda.current_stream().synchronize()
         with captured(self._memory) as graph:
             outputs = steps.decode(inputs, plan)
@@ -176,7 +176,7 @@ class EagerGraphRunner(GraphRunner):
         self._steps, self._attention = steps, attention
         for size in self.sizes:
             inputs = builder.padding_inputs(size)
-            outputs = steps.rehearse(inputs, attention.plan(None, inputs))
+            outputs = steps.warm_up(inputs, attention.plan(None, inputs))
             if steps.sample is not None and size in self.sampling_sizes:
                 for kernels in SAMPLING_GRAPHS:
                     steps.sample(inputs, outputs, kernels)

@@ -63,7 +63,7 @@ class DraftModelProposer(DeviceProposer):
     def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
         self._model.prepare(() if graphs is None else graphs.sizes, longest_prefill)
         if graphs is not None:
-            steps = DecodeSteps(self._decode, partial(self._decode, rehearses=True), None)
+            steps = DecodeSteps(self._decode, partial(self._decode, is_warm_up=True), None)
             graphs.capture(steps, self._builder, self._attention)
             self._graphs = graphs
 
@@ -130,10 +130,10 @@ class DraftModelProposer(DeviceProposer):
         return self._graphs.replay(decode.batch_size, has_drafts=decode.has_drafts).token_ids
 
     def _decode(
-        self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False, captured: bool = True
+        self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False, captured: bool = True
     ) -> DecodeOutputs:
         """One pass that only decodes, as captured: from the token table to tokens."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=captured)
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, is_warm_up=is_warm_up, captured=captured)
         logits = self._model.decode_logits(hidden) if captured else self._model.logits(hidden)
         return DecodeOutputs(logits, self._sample(logits, decode.rows, decode.kv_lens))
 
@@ -144,7 +144,7 @@ class DraftModelProposer(DeviceProposer):
         plan: PairPlan,
         logits_indices: torch.Tensor | None = None,
         *,
-        rehearses: bool = False,
+        is_warm_up: bool = False,
         captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
@@ -153,7 +153,7 @@ class DraftModelProposer(DeviceProposer):
             attention=self._attention,
             plan=plan,
             logits_indices=logits_indices,
-            rehearses=rehearses,
+            is_warm_up=is_warm_up,
             captured=captured,
         )
         return self._model.forward(token_ids, positions, ctx)

@@ -1,4 +1,4 @@
-"""A rehearsal goes through few layers, and launches all that a whole forward pass launches."""
+"""A warm-up pass runs few layers, and launches every kernel of a whole forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.decoder import rehearsal
+from minisgl_backend.models.decoder import warm_up_layers
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -58,7 +58,7 @@ SIX_LAYERS: dict[str, dict[str, Any]] = {  # what tells layers apart
 
 @pytest.mark.parametrize("name", SIX_LAYERS)
 @pytest.mark.parametrize("last_only", [False, True])
-def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
     layers: set[int] = set()
@@ -74,8 +74,8 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
     monkeypatch.setattr(build, "select_plain_kernels", lambda *args: Recorder(select_plain(*args), launches))
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
-    def launched(rehearses: bool) -> set[Launch]:
-        monkeypatch.setattr("tests.parity.paged.EagerContext", lambda **fields: step(**fields, rehearses=rehearses))
+    def launched(is_warm_up: bool) -> set[Launch]:
+        monkeypatch.setattr("tests.parity.paged.EagerContext", lambda **fields: step(**fields, is_warm_up=is_warm_up))
         paged = PagedModel(tmp_path, page_size=16)
         launches.clear()
         layers.clear()
@@ -83,20 +83,20 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
         paged.step({2: [7, 8, 9]}, {1: 7}, last_only=last_only)
         return set(launches)
 
-    rehearsed = launched(rehearses=True)
+    warmed_up = launched(is_warm_up=True)
     assert len(layers) < 6
-    assert rehearsed == launched(rehearses=False)
+    assert warmed_up == launched(is_warm_up=False)
     assert len(layers) == 6
 
 
-def test_few_layers_are_rehearsed(tmp_path: Path) -> None:
-    """Of 28 equal layers three: the first, which nothing is before, the next, and the last."""
+def test_few_layers_are_warmed_up(tmp_path: Path) -> None:
+    """Three of 28 equal layers: the first, which has none before it, the next, and the last."""
     save_checkpoint("qwen3-windows-between", tmp_path)
     config = ModelConfig.load(tmp_path)
     sliding, full = config.layers[:2]
 
     def layers(*kinds: LayerConfig) -> tuple[int, ...]:
-        return rehearsal(dataclasses.replace(config, layers=kinds))
+        return warm_up_layers(dataclasses.replace(config, layers=kinds))
 
     assert layers(*[full] * 28) == (0, 1, 27)
     assert layers(full) == (0,)
