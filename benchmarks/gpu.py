@@ -181,7 +181,7 @@ from pathlib import Path
 from benchmarks.driver import Driver
 from minisgl_backend.grammar.compilers import GrammarCompilers
 if not {warm}:
-    GrammarCompilers.warm = lambda self: None
+    GrammarCompilers.warm_up = lambda self: None
 driver = Driver(Path({str(folder)!r}), owns_process=True)
 print(driver.start_seconds)
 driver.close()

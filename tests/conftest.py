@@ -40,7 +40,7 @@ SERIAL = (
     "unit/client/test_ctrl_c.py",
     "unit/client/test_load_generator.py",
     "unit/grammar/test_grammar_compilers.py",
-    "unit/grammar/test_grammar_pace.py",
+    "unit/grammar/test_time_budget.py",
     "unit/process/test_stop_signals.py",
     "unit/test_steal_watch.py",
 )

@@ -29,8 +29,8 @@ from minisgl_backend.engine.progress import StartPhases, start_progress
 from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.grammar.jobs import Limits
+from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource, complete_backend
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
@@ -125,15 +125,15 @@ def build_engine(
             # On a small machine the compilers would take the processors that the loading of weights needs.
             starts_early = has_grammars and len(os.sched_getaffinity(0)) >= EARLY_COMPILER_CORES
             if starts_early:
-                compilers.warm()
+                compilers.warm_up()
             built = _model_runner(
                 config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process, phases
             )
             if has_grammars and not starts_early:
-                compilers.warm()
+                compilers.warm_up()
         undo.callback(built.close)
         overlap = built.is_asynchronous if environment.overlap is None else environment.overlap
-        grammars = Grammars(compilers)
+        grammars = GrammarManager(compilers)
         computes = config.runner != "null"
         proposer = create_proposer(config.speculation)
         if isinstance(proposer, DeviceProposals) and not computes:
@@ -162,8 +162,8 @@ def _grammar_compilers(
     source = TokenizerSource(str(model_dir), config.trust_remote_code, model.vocab_size, list(model.eos_token_ids))
     # An engine core does not use transformers; other threads of a program that embeds an engine may.
     limits = Limits(max_quick=min(MAX_QUICK_COMPILERS, max(1, len(os.sched_getaffinity(0)) // 4)))
-    without = ["transformers"] if owns_process else []
-    return GrammarCompilers(source, without=without, limits=limits, cuts_text=config.speculation is not None)
+    stubbed = ["transformers"] if owns_process else []
+    return GrammarCompilers(source, stubbed=stubbed, limits=limits, jump_forward=config.speculation is not None)
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:

@@ -15,7 +15,7 @@ from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.engine.partial_steps import failed_result, masks_of, rows_of, with_left_out
 from minisgl_backend.engine.stages import PendingStep, StepRunner, StepScheduler
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
-from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.fairness import TenantStats
@@ -64,7 +64,7 @@ class EngineCore:
         runner: StepRunner,
         *,
         overlap: bool,
-        grammars: Grammars | None = None,
+        grammars: GrammarManager | None = None,
         health_check_plan: StepPlan | None = None,
     ) -> None:
         """`health_check_plan`: a step of the padding row only, which distinguishes a broken engine from requests that
@@ -95,7 +95,7 @@ class EngineCore:
             elif request.params.grammar is None:
                 self._guides = True
                 self._scheduler.add(request)
-                self._grammars.follow_thoughts(request)
+                self._grammars.track_thinking(request)
             else:
                 self._guides = True
                 self._grammars.submit(request, request.params.grammar)
@@ -193,7 +193,7 @@ class EngineCore:
         if self._grammars is None or not self._guides or not self._grammars.num_compiling:
             return
         self.abort(self._grammars.overdue(time.monotonic()), FinishReason.CANCELLED)
-        for compiled in self._grammars.take_compiled():
+        for compiled in self._grammars.drain_compiled():
             try:
                 if compiled.error is not None:
                     raise compiled.error
@@ -282,7 +282,7 @@ class EngineCore:
     def _end_guided(self) -> None:
         """Ends the sequences whose grammar is complete."""
         if self._grammars is not None and self._guides:
-            for ended in self._grammars.take_ended():
+            for ended in self._grammars.drain_ended():
                 self._scheduler.abort(ended.uid, ended.reason, ended.detail)
 
     def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:

@@ -33,7 +33,7 @@ class StepRunner(Protocol):
     def execute(self, batch: Any) -> PendingStep: ...
 
     def sample(self, pending: Any, masks: tuple[Int32Array, Int32Array] | None) -> None:
-        """Continues a step that waits for it; for `masks` see Grammars.masks."""
+        """Continues a step that waits for it; for `masks` see GrammarManager.masks."""
         ...
 
     def grammar_bitmask(self, count: int) -> Int32Array:

@@ -21,19 +21,19 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.answer import Answer, compile_translated
+from minisgl_backend.grammar.compiler_reply import CompilerReply, compile_translated
 from minisgl_backend.grammar.helper import begin_helper
-from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
-from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
-from minisgl_backend.grammar.translate import translated
+from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
+from minisgl_backend.grammar.time_budget import CALL_LIMIT_S, TOO_SLOW
+from minisgl_backend.grammar.translate import translate
 from minisgl_backend.request import Grammar
 
-SENT_FROM_S = 0.02  # of processor time, over all threads: what takes longer is sent as JSON, unless that is slower
-SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
-MOST_BYTES = 512 << 20  # of a compiled grammar
-MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
+SERIALIZED_FROM_S = 0.02  # CPU time of all threads: a longer compilation is sent as JSON, unless that is slower
+SERIALIZE_S_PER_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
+MAX_COMPILED_BYTES = 512 << 20  # of a compiled grammar
+MAX_ADDED_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
 MAX_THREADS = 4  # of one grammar
-PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
+DRY_RUN_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
 
 
@@ -42,9 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compiles grammars for an engine core, which starts it.")
     helper = begin_helper(parser, arguments)
     connection = helper.connection
-    with helper.or_else_whole():
-        xgrammar = import_xgrammar(helper.without(UNUSED))
-        _try_library(xgrammar)
+    with helper.or_retry_with_all_imports():
+        xgrammar = import_xgrammar(helper.stubbed(UNUSED_PACKAGES))
+        _check_library(xgrammar)
     with contextlib.suppress(EOFError, BrokenPipeError):
         connection.send_bytes(READY)
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
@@ -55,15 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
         connection.send_bytes(READY)
         while True:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
-            connection.send_bytes(msgspec.msgpack.encode(_answer(compiler, lengths, grammar)))
+            connection.send_bytes(msgspec.msgpack.encode(_compile(compiler, lengths, grammar)))
     return 0
 
 
-def _try_library(xgrammar: Any) -> None:
+def _check_library(xgrammar: Any) -> None:
     """All that compiling needs is there. Raises whatever is wrong."""
     info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    try_answer(compile_grammar(compiler, Grammar(kind="json_schema", text='{"enum": ["a"]}')), text_lengths(info))
+    dry_run(compile_grammar(compiler, Grammar(kind="json_schema", text='{"enum": ["a"]}')), text_lengths(info))
 
 
 def _num_threads() -> int:
@@ -74,38 +74,38 @@ def _num_threads() -> int:
 def _limit_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as statm:
         pages = int(statm.read().split()[0])
-    limit = pages * resource.getpagesize() + MORE_BYTES
+    limit = pages * resource.getpagesize() + MAX_ADDED_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
+def _compile(compiler: Any, lengths: Int32Array, grammar: Grammar) -> CompilerReply:
     try:
-        plain = translated(grammar)
+        translated = translate(grammar)
         started = time.process_time()
-        compiled = compile_translated(compiler, plain)
+        compiled = compile_translated(compiler, translated)
         seconds, size = time.process_time() - started, compiled.memory_size_bytes
-        try_answer(compiled, lengths)
-        if size > MOST_BYTES:
+        dry_run(compiled, lengths)
+        if size > MAX_COMPILED_BYTES:
             raise MemoryError
-        if seconds < max(SENT_FROM_S, size * SECONDS_A_BYTE):
-            return Answer(plain=plain)
-        return Answer(compiled=compiled.serialize_json())
+        if seconds < max(SERIALIZED_FROM_S, size * SERIALIZE_S_PER_BYTE):
+            return CompilerReply(translated=translated)
+        return CompilerReply(compiled=compiled.serialize_json())
     except InvalidRequestError as refused:
-        return Answer(error=str(refused))
+        return CompilerReply(error=str(refused))
     except Exception as failure:
         if isinstance(failure, MemoryError) or "bad_alloc" in str(failure):
-            return Answer(error="guided_decoding_guide takes too much memory to compile; allowed: a simpler one")
-        return Answer(error=f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
+            return CompilerReply(error="guided_decoding_guide takes too much memory to compile; allowed: a simpler one")
+        return CompilerReply(error=f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
 
 
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
     """By xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
-    return compile_translated(compiler, translated(grammar))
+    return compile_translated(compiler, translate(grammar))
 
 
-def try_answer(compiled: Any, lengths: Int32Array) -> None:
+def dry_run(compiled: Any, lengths: Int32Array) -> None:
     """Writes the beginning of an answer, always with the longest token that is allowed: of ambiguous grammars each
     character multiplies the work. Raises InvalidRequestError for a grammar that allows no first token, and for one
     that takes long to follow: the step of all sequences would wait for it.
@@ -115,11 +115,11 @@ def try_answer(compiled: Any, lengths: Int32Array) -> None:
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(compiled)
-    bits = np.zeros((1, -(-len(lengths) // 32)), dtype=np.int32)
-    for number in range(PACE_TOKENS):
+    bitmask = np.zeros((1, -(-len(lengths) // 32)), dtype=np.int32)
+    for number in range(DRY_RUN_TOKENS):
         started = time.thread_time()
-        if matcher.fill_next_token_bitmask(bits, 0):
-            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(lengths)]
+        if matcher.fill_next_token_bitmask(bitmask, 0):
+            allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: len(lengths)]
             if not allowed.any():
                 if number == 0:
                     raise InvalidRequestError("guided_decoding_guide accepts no text that this model could write")
@@ -128,7 +128,7 @@ def try_answer(compiled: Any, lengths: Int32Array) -> None:
         else:
             token = int(np.argmax(lengths))
         goes_on = matcher.accept_token(token) and not matcher.is_terminated()
-        if time.thread_time() - started > LATE_S:
+        if time.thread_time() - started > CALL_LIMIT_S:
             raise InvalidRequestError(TOO_SLOW)
         if not goes_on:
             return

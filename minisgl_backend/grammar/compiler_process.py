@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from minisgl_backend.grammar.answer import Answer
+from minisgl_backend.grammar.compiler_reply import CompilerReply
 from minisgl_backend.grammar.light_import import ENVIRONMENT
 from minisgl_backend.grammar.tokenizer_info import Description, TokenizerSource
 from minisgl_backend.process.spawn import start_child
@@ -86,10 +86,10 @@ class CompilerProcess(HelperProcess):
         """Raises OSError where the process has died."""
         self._connection.send_bytes(msgspec.msgpack.encode(grammar))
 
-    def answers_within(self, seconds: float) -> bool:
+    def replies_within(self, seconds: float) -> bool:
         """True as well where it has died."""
         return self._connection.poll(seconds)
 
-    def answer(self) -> Answer:
+    def reply(self) -> CompilerReply:
         """Raises EOFError or OSError where the process has died."""
-        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Answer)
+        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=CompilerReply)

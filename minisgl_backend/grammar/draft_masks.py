@@ -13,7 +13,7 @@ from typing import Any
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.request import Grammar
 
-MOST_S = 0.02  # that masks behind drafts may take of a step, all together
+MAX_DRAFT_MASKS_S = 0.02  # that masks behind drafts may take of a step, all together
 
 
 class DraftMasks:
@@ -32,7 +32,7 @@ class DraftMasks:
         drafted: list[tuple[int, int, int]],
         matchers: Mapping[int, Any],
         grammars: Mapping[int, Grammar],
-        bits: Int32Array,
+        bitmask: Int32Array,
     ) -> list[int]:
         """drafted: (result index, uid, the draft that the result is behind), those of a row in order. matchers and
         grammars: by uid. bits [len(drafted) or more, ceil(vocab / 32)]: its first lines are filled.
@@ -40,31 +40,31 @@ class DraftMasks:
         Returns the result indices of these lines. The matchers follow the drafts and are rolled back.
         """
         indices: list[int] = []
-        followed: dict[int, int] = {}  # uid -> drafts that its matcher has accepted
-        left: set[int] = set()  # uids of which no further draft is followed
-        end = self._clock() + MOST_S
+        accepted: dict[int, int] = {}  # uid -> drafts that its matcher has accepted
+        stopped: set[int] = set()  # uids of which no further draft is followed
+        end = self._clock() + MAX_DRAFT_MASKS_S
         for index, uid, draft in drafted:
             matcher = matchers.get(uid)
-            if matcher is None or uid in left:
+            if matcher is None or uid in stopped:
                 self.unmasked.append(index)
                 continue
             try:
-                if self._clock() < end and not counts_tokens(grammars[uid]) and matcher.accept_token(draft):
-                    followed[uid] = followed.get(uid, 0) + 1
+                if self._clock() < end and not has_token_limit(grammars[uid]) and matcher.accept_token(draft):
+                    accepted[uid] = accepted.get(uid, 0) + 1
                     if not matcher.is_terminated():
-                        matcher.fill_next_token_bitmask(bits, len(indices))
+                        matcher.fill_next_token_bitmask(bitmask, len(indices))
                         indices.append(index)
                         continue
             except Exception:  # whatever the library raises; if the draft is right, it raises it again without one
                 pass
-            left.add(uid)
+            stopped.add(uid)
             self.unmasked.append(index)
-        for uid, count in followed.items():
+        for uid, count in accepted.items():
             matchers[uid].rollback(count)
         return indices
 
 
-def counts_tokens(grammar: Grammar) -> bool:
+def has_token_limit(grammar: Grammar) -> bool:
     """xgrammar's matcher notes while it fills a mask that such a text must end with the next token; rolled back, it
     has lost the note."""
     return grammar.kind == "structural_tag" and '"max_tokens"' in grammar.text

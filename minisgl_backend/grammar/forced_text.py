@@ -17,7 +17,7 @@ from minisgl_backend.arrays import NO_INT32, Int32Array
 LONGEST_TOKEN = 24  # bytes; of text that is forced hardly any token is longer
 
 
-class TokenCutter:
+class GreedyTokenizer:
     """Cuts bytes into tokens of one vocabulary."""
 
     def __init__(self, tokenizer_info: Any) -> None:
@@ -25,7 +25,7 @@ class TokenCutter:
         self._ids = _ids_of(tokenizer_info)
         self._longest = max(map(len, self._ids), default=0)
 
-    def cut(self, text: bytes, most: int) -> Int32Array:
+    def encode(self, text: bytes, most: int) -> Int32Array:
         """The first tokens of the text, int32 [at most `most`]; fewer where no token fits."""
         tokens: list[int] = []
         start = 0

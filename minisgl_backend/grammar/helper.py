@@ -14,7 +14,7 @@ from pathlib import Path
 from minisgl_backend.process.spawn import TIED, begin_child
 
 NICENESS = 10  # two that take long would take both processors of a small machine from the engine
-WHOLE = "--whole"
+ALL_IMPORTS = "--all-imports"
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,29 @@ class Helper:
     connection: Connection
     options: argparse.Namespace
 
-    def without(self, packages: Sequence[str]) -> Sequence[str]:
+    def stubbed(self, packages: Sequence[str]) -> Sequence[str]:
         """Those of the packages that are left out."""
-        return () if self.options.whole else packages
+        return () if self.options.all_imports else packages
 
     @contextlib.contextmanager
-    def or_else_whole(self) -> Iterator[None]:
+    def or_retry_with_all_imports(self) -> Iterator[None]:
         """What fails where packages are left out is done with all of them: the process begins anew."""
         try:
             yield
         except Exception:
-            if self.options.whole:
+            if self.options.all_imports:
                 raise
-            os.execv(sys.executable, [*sys.orig_argv, WHOLE])
+            os.execv(sys.executable, [*sys.orig_argv, ALL_IMPORTS])
 
 
 def begin_helper(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Helper:
     """First thing in such a process. `parser` knows the options that are its own."""
     parser.add_argument("--fd", type=int, required=True, help="a connection to the engine core")
     parser.add_argument(TIED, action="store_true")
-    parser.add_argument(WHOLE, action="store_true", help="with all packages that are left out otherwise")
+    parser.add_argument(ALL_IMPORTS, action="store_true", help="with all packages that are left out otherwise")
     options = parser.parse_args(arguments)
     begin_child("grammars", "WARNING", tied=options.tied)
-    if not options.whole:  # else this has been done
+    if not options.all_imports:  # else this has been done
         os.nice(NICENESS)
     with contextlib.suppress(OSError):
         # Where memory runs out, a helper is what can be done without.

@@ -18,7 +18,7 @@ class Job:
     """A grammar to be compiled. Both functions are called on a compiler's thread, or on that of `submit`."""
 
     grammar: Grammar
-    is_wanted: Callable[[], bool]  # False: somebody has cancelled it
+    is_awaited: Callable[[], bool]  # False: somebody has cancelled it
     done: Callable[[Any, MinisglError | None], None]  # of an Outcome
 
 
@@ -28,9 +28,9 @@ class Limits:
 
     quick_s: float = 1.0  # what takes longer is slow
     deadline_s: float = 30.0  # for one that is slow, beyond the quick_s after which it is
-    look_s: float = 0.2  # between looks whether somebody still waits for a slow one
+    poll_s: float = 0.2  # between looks whether somebody still waits for a slow one
     idle_s: float = 60.0  # after which all workers but one end
     max_quick: int = 1  # workers for those that are not known to be slow, where many wait
-    many: int = 8  # that wait for a worker: then another one starts
+    queue_per_worker: int = 8  # that wait for a worker: then another one starts
     max_slow: int = 2  # at a time, each of which takes a processor
     max_slow_waiting: int = 16

@@ -1,7 +1,7 @@
-"""xgrammar without torch and transformers, which it imports and compiling never calls: 0.4 s instead of 2 to 15.
+"""Imports xgrammar without torch and transformers, which it imports but does not need to compile: 0.4 s, not 2 to 15.
 
-While xgrammar is imported, the packages that are to be left out are modules whose every attribute is an empty class:
-enough for the annotations, base classes and constants of its modules. What is imported later is real.
+While xgrammar is imported, stub modules replace these packages. Every attribute of a stub is an empty class, which is
+enough for annotations, base classes and constants. Later imports get the real packages.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 from minisgl_backend.process.absent import absent
 
-UNUSED = ("torch", "transformers")
-# tvm-ffi, through which xgrammar calls its library, is to build nothing for torch, and transformers needs none.
+UNUSED_PACKAGES = ("torch", "transformers")
+# tvm-ffi, through which xgrammar calls its library, must not build its torch extension; transformers must not warn.
 ENVIRONMENT = {"TVM_FFI_DISABLE_TORCH_C_DLPACK": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
-def import_xgrammar(without: Sequence[str]) -> ModuleType:
-    """xgrammar, imported without those of the packages `without` that nobody has imported yet. Meanwhile no other
-    thread may import them. Raises whatever xgrammar's modules do with what is not there."""
+def import_xgrammar(stubbed: Sequence[str]) -> ModuleType:
+    """xgrammar, imported with stubs for the packages `stubbed`, except those that are already imported. Meanwhile no
+    other thread may import them. Raises whatever xgrammar's modules raise if a stub does not suffice."""
     if "xgrammar" in sys.modules:
         return sys.modules["xgrammar"]
-    missing = [name for name in without if name not in sys.modules]
-    # tvm-ffi, which older versions have not, can do without; a class that is no tensor's would mislead it.
+    missing = [name for name in stubbed if name not in sys.modules]
+    # tvm-ffi, which older versions do not use, handles missing packages itself; a stub class would mislead it.
     with absent(missing), contextlib.suppress(ImportError):
         importlib.import_module("tvm_ffi")
-    finder = _StandIns(missing)
+    finder = _StubFinder(missing)
     sys.meta_path.insert(0, finder)
     try:
         return importlib.import_module("xgrammar")
@@ -41,8 +41,8 @@ def import_xgrammar(without: Sequence[str]) -> ModuleType:
             del sys.modules[name]
 
 
-class _StandIns(MetaPathFinder, Loader):
-    """Finds packages and all that is below them, none of which is looked for."""
+class _StubFinder(MetaPathFinder, Loader):
+    """Finds stubs for packages and all their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -51,28 +51,28 @@ class _StandIns(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class _StandIn(ModuleType):
+class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return _empty_class(name)
+        return _stub_class(name)
 
 
-class _Attributes(type):
+class _StubMeta(type):
     def __getattr__(cls, name: str) -> Any:
-        return _empty_class(name)
+        return _stub_class(name)
 
 
-def _empty_class(name: str) -> Any:
-    if name.startswith("__"):  # what Python asks of every module and class
+def _stub_class(name: str) -> Any:
+    if name.startswith("__"):  # Python looks these up in every module and class
         raise AttributeError(name)
-    return _Attributes(name, (_Empty,), {})
+    return _StubMeta(name, (_StubClass,), {})
 
 
-class _Empty(metaclass=_Attributes):
+class _StubClass(metaclass=_StubMeta):
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __call__(self, decorated: Any = None, *_: Any, **__: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from minisgl_backend.grammar.helper import Helper, begin_helper
-from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
+from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
 from minisgl_backend.process.absent import absent_torch
 
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     helper = begin_helper(parser, arguments)
     source = msgspec.json.decode(helper.options.source, type=TokenizerSource)
     try:
-        with helper.or_else_whole():
+        with helper.or_retry_with_all_imports():
             description = Description(info=describe(source, helper))
     except Exception as error:
         description = Description(error=f"{error}" or type(error).__name__)
@@ -54,11 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
 def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     """As xgrammar's JSON. Raises what transformers and xgrammar raise. `helper`: the process, which may do without
     torch."""
-    if helper is None or helper.options.whole:
+    if helper is None or helper.options.all_imports:
         return _info(_load(source), source)
     backend = complete_backend(Path(source.folder))
     if backend is not None:
-        import_xgrammar(UNUSED)
+        import_xgrammar(UNUSED_PACKAGES)
         return _info(_fast_tokenizer(backend), source)
     with absent_torch():
         tokenizer = _load(source)

@@ -16,7 +16,7 @@ import msgspec
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.json_schema import schema_grammar
 from minisgl_backend.grammar.json_schema.notation import NOTATIONS
-from minisgl_backend.grammar.json_schema.xml_styles import check_kept
+from minisgl_backend.grammar.json_schema.xml_styles import check_supported
 from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema
@@ -27,7 +27,7 @@ _LARK_RULE = re.compile(r"^[ \t]*[?!]?[a-zA-Z_]\w*(?:\.-?\d+)?[ \t]*:(?!:=)", re
 _LARK_JSON = re.compile(r"^(?:[^\"/\n]|\"(?:\\.|[^\"\\\n])*\")*%json\b", re.MULTILINE)
 
 
-def translated(grammar: Grammar) -> Grammar:
+def translate(grammar: Grammar) -> Grammar:
     """Of kind `ebnf_grammar`, `regex`, or `structural_tag`, whose JSON schemas are grammars then.
 
     Raises InvalidRequestError, and what xgrammar raises.
@@ -64,9 +64,9 @@ def _tags(node: Any) -> Any:
         if style in NOTATIONS:
             _check_options(node)
             return {"type": "grammar", "grammar": schema_grammar(schema, NOTATIONS[style])}
-        check_kept(schema, str(style), excludes=bool(node.get("excludes")))
+        check_supported(schema, str(style), excludes=bool(node.get("excludes")))
     if node.get("type") == "qwen_xml_parameter":
-        check_kept(_read(json.dumps(node.get("json_schema"))), "qwen_xml")
+        check_supported(_read(json.dumps(node.get("json_schema"))), "qwen_xml")
     return {key: value if key == "json_schema" else _tags(value) for key, value in node.items()}
 
 

@@ -23,7 +23,7 @@ class Worker:
 
     def __init__(self, compilers: GrammarCompilers) -> None:
         self._compilers = compilers
-        self._memory = compilers.memory
+        self._cache = compilers.cache
         self._process: CompilerProcess | None = None
         self._ended = False  # it had a process
 
@@ -32,11 +32,11 @@ class Worker:
         self._start_process()
         try:
             while (job := self._compilers.next_job()) is not None:
-                self._work(job, self._compile)
+                self._run(job, self._compile)
                 self._replace_process()
                 while (slow := self._compilers.next_slow_job()) is not None:
                     try:
-                        self._work(slow, self._compile_slowly)
+                        self._run(slow, self._compile_slowly)
                     finally:
                         self._compilers.slow_job_ended()
                     self._replace_process()
@@ -56,28 +56,28 @@ class Worker:
             if not self._compilers.closed:
                 log.warning("%s", error)
 
-    def _work(self, job: Job, compile_: Callable[[Job], Any]) -> None:
+    def _run(self, job: Job, compile_: Callable[[Job], Any]) -> None:
         """Tells what came of it, unless it was put off."""
         outcome: Outcome | None = None
-        is_put_off = False
+        is_postponed = False
         try:
-            if self._compilers.is_wanted(job.grammar):
+            if self._compilers.is_awaited(job.grammar):
                 outcome = self._outcome(job, compile_)
                 job.done(*outcome)
-        except PutOffError:
-            is_put_off = True
-        except UnwantedError as error:  # whoever came since may want it
+        except PostponedError:
+            is_postponed = True
+        except AbandonedError as error:  # whoever came since may want it
             job.done(None, InvalidRequestError(str(error)))
         finally:
-            if not is_put_off:
-                self._compilers.land(job, outcome)
+            if not is_postponed:
+                self._compilers.finish(job, outcome)
 
     def _outcome(self, job: Job, compile_: Callable[[Job], Any]) -> Outcome:
         """Raises PutOffError and UnwantedError."""
         try:
-            compiled = self._memory.recall(job.grammar)
+            compiled = self._cache.get(job.grammar)
             return (compile_(job) if compiled is None else compiled), None
-        except (PutOffError, UnwantedError):
+        except (PostponedError, AbandonedError):
             raise
         except MinisglError as error:
             return None, error
@@ -93,16 +93,16 @@ class Worker:
     def _compile(self, job: Job) -> Any:
         """Raises PutOffError where it takes long and as many as may do so."""
         process = None
-        if not self._memory.is_slow(job.grammar):
+        if not self._cache.is_slow(job.grammar):
             process = self._begin(job)
-            if process.answers_within(self._compilers.limits.quick_s):
-                return self._take(process, job)
-            self._memory.note_slow(job.grammar, True)
+            if process.replies_within(self._compilers.limits.quick_s):
+                return self._receive(process, job)
+            self._cache.note_slow(job.grammar, True)
         if not self._compilers.begin_slow_job():
             if process is not None:
                 self._end_process()
-            self._compilers.put_off(job)
-            raise PutOffError
+            self._compilers.postpone(job)
+            raise PostponedError
         try:
             return self._compile_slowly(job, process)
         finally:
@@ -112,15 +112,15 @@ class Worker:
         """`process`: what is at it already."""
         if process is None:
             process = self._begin(job)
-            self._memory.note_slow(job.grammar, not process.answers_within(self._compilers.limits.quick_s))
+            self._cache.note_slow(job.grammar, not process.replies_within(self._compilers.limits.quick_s))
         self._wait_slowly(process, job)
-        return self._take(process, job)
+        return self._receive(process, job)
 
     def _begin(self, job: Job) -> CompilerProcess:
         process = self._send(job)
         try:
             # While the process compiles: the first time, this takes most of a second.
-            self._compilers.take_tokenizer()
+            self._compilers.load_tokenizer()
         except Exception:
             self._end_process()  # else its answer would be taken for that of the next grammar
             raise
@@ -143,21 +143,21 @@ class Worker:
         limits = self._compilers.limits
         deadline = time.monotonic() + limits.deadline_s
         reason = f"guided_decoding_guide takes longer than {limits.deadline_s:g} s to compile; allowed: a simpler one"
-        while not process.answers_within(limits.look_s):
+        while not process.replies_within(limits.poll_s):
             if time.monotonic() > deadline:
                 self._end_process()
-                self._memory.note_refused(job.grammar, reason)
+                self._cache.note_refused(job.grammar, reason)
                 raise InvalidRequestError(reason)
-            if not self._compilers.is_wanted(job.grammar):
+            if not self._compilers.is_awaited(job.grammar):
                 self._end_process()
-                raise UnwantedError(reason)
+                raise AbandonedError(reason)
 
-    def _take(self, process: CompilerProcess, job: Job) -> Any:
-        answer = process.answer()
-        if answer.error:
-            self._memory.note_refused(job.grammar, answer.error)
-            raise InvalidRequestError(answer.error)
-        return self._compilers.load(job.grammar, answer)
+    def _receive(self, process: CompilerProcess, job: Job) -> Any:
+        reply = process.reply()
+        if reply.error:
+            self._cache.note_refused(job.grammar, reply.error)
+            raise InvalidRequestError(reply.error)
+        return self._compilers.load(job.grammar, reply)
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -167,9 +167,9 @@ class Worker:
                 self._compilers.end_process(process)
 
 
-class PutOffError(Exception):
+class PostponedError(Exception):
     """The job waits in another line; nothing is told."""
 
 
-class UnwantedError(Exception):
+class AbandonedError(Exception):
     """Nobody waits for the grammar any more; the message is for whoever asked first."""

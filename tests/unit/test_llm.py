@@ -382,7 +382,7 @@ def test_a_stream_is_checked_before_it_begins(llm: LLM) -> None:
 
 
 def test_a_batch_may_have_more_grammars_than_wait_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.grammar.grammars.MAX_COMPILING", 3)
+    monkeypatch.setattr("minisgl_backend.grammar.manager.MAX_COMPILING", 3)
     guides = [Grammar(kind="regex", text=f"[a-c]{{{length}}}") for length in range(1, 9)]
     params = [SamplingParams(max_tokens=16, grammar=guide) for guide in guides]
     answers = llm.generate(["a"] * len(guides), params)
@@ -397,7 +397,7 @@ def test_a_grammar_that_is_found_slow_midway_costs_no_other_answer() -> None:
     with LLM("demo", max_waiting_requests=2, max_running_requests=2) as llm:
         grammars = llm.engine.core._grammars
         assert grammars is not None
-        grammars._pace.late_s = 0.02  # instead of 0.25, which takes longer to reach
+        grammars._budget.call_limit_s = 0.02  # instead of 0.25, which takes longer to reach
         llm.generate([5, 6, 7], SamplingParams(temperature=1.0, seed=1, max_tokens=5, grammar=ambiguous))  # compiles it
         params = [plain, slow, *[plain] * 6, slow, plain]
         outputs = llm.generate([[5, 6, 7]] * len(params), params)

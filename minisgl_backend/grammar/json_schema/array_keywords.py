@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from minisgl_backend.grammar.json_schema.document import Node, shown
+from minisgl_backend.grammar.json_schema.document import Node, preview
 from minisgl_backend.grammar.json_schema.formula import (
     TRUE,
     Branch,
@@ -24,67 +24,69 @@ from minisgl_backend.grammar.json_schema.formula import (
 from minisgl_backend.grammar.json_schema.values import count_of, list_of
 
 if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.meaning import Meanings
+    from minisgl_backend.grammar.json_schema.constraints import Constraints
 
-Handler = Callable[["Meanings", Node], Formula]
+Handler = Callable[["Constraints", Node], Formula]
 
 
-def _items(meanings: Meanings, node: Node) -> Formula:
+def _items(constraints: Constraints, node: Node) -> Formula:
     """`prefixItems` and `items`; of draft 7 `items` with a list, and `additionalItems`."""
     keyword = "items" if isinstance(node["items"], list) else "prefixItems"
     prefix = list_of(node, keyword) if keyword in node.schema else []
-    facts: list[Formula] = [Item(number, meanings.below(node, keyword, number)) for number in range(len(prefix))]
+    facts: list[Formula] = [Item(number, constraints.subschema(node, keyword, number)) for number in range(len(prefix))]
     rest = "additionalItems" if keyword == "items" else "items"
     if rest in node.schema:
-        return all_of([*facts, Items(len(prefix), meanings.below(node, rest))])
+        return all_of([*facts, Items(len(prefix), constraints.subschema(node, rest))])
     return all_of([*facts, Closed(len(prefix))]) if prefix and "unevaluatedItems" not in node.schema else all_of(facts)
 
 
-def _once(meanings: Meanings, node: Node) -> Formula:
-    return TRUE if "prefixItems" in node.schema else _items(meanings, node)
+def _once(constraints: Constraints, node: Node) -> Formula:
+    return TRUE if "prefixItems" in node.schema else _items(constraints, node)
 
 
-def _min_items(meanings: Meanings, node: Node) -> Formula:
+def _min_items(constraints: Constraints, node: Node) -> Formula:
     least = count_of(node, "minItems")
     return Size(least) if least else TRUE
 
 
-def _max_items(meanings: Meanings, node: Node) -> Formula:
+def _max_items(constraints: Constraints, node: Node) -> Formula:
     return Size(0, count_of(node, "maxItems"))
 
 
-def _contains(meanings: Meanings, node: Node) -> Formula:
+def _contains(constraints: Constraints, node: Node) -> Formula:
     least = count_of(node, "minContains", 1)
     most = count_of(node, "maxContains") if "maxContains" in node.schema else None
     if least == 0 and most is None:
         return TRUE
-    return Contains(0, meanings.below(node, "contains"), least, most)
+    return Contains(0, constraints.subschema(node, "contains"), least, most)
 
 
-def _unique_items(meanings: Meanings, node: Node) -> Formula:
+def _unique_items(constraints: Constraints, node: Node) -> Formula:
     if not isinstance(node["uniqueItems"], bool):
-        raise node.error("uniqueItems", f"is {shown(node['uniqueItems'])}; allowed: true, false")
+        raise node.error("uniqueItems", f"is {preview(node['uniqueItems'])}; allowed: true, false")
     return Unique(node) if node["uniqueItems"] else TRUE
 
 
-def unevaluated_items(meanings: Meanings, node: Node, formula: Formula) -> Formula:
+def unevaluated_items(constraints: Constraints, node: Node, formula: Formula) -> Formula:
     """The formula of all other keywords, and what becomes of items that none of them looked at."""
-    rest = meanings.below(node, "unevaluatedItems")
+    rest = constraints.subschema(node, "unevaluatedItems")
     found = []
     for branch in branches(formula, lambda: node.error("unevaluatedItems", "is beside too many alternatives")):
         looked_at = 1 + max((fact.number for fact in branch if isinstance(fact, Item) and fact.evaluates), default=-1)
         all_are = any(isinstance(fact, Items) and fact.evaluates and fact.first <= looked_at for fact in branch)
-        found.append(all_of(branch if all_are else [*branch, Items(looked_at, _or_contained(meanings, rest, branch))]))
+        found.append(
+            all_of(branch if all_are else [*branch, Items(looked_at, _or_contained(constraints, rest, branch))])
+        )
     return any_of(found)
 
 
-def _or_contained(meanings: Meanings, rest: Term, branch: Branch) -> Term:
+def _or_contained(constraints: Constraints, rest: Term, branch: Branch) -> Term:
     """An item that `contains` matched is looked at as well."""
     seen = [fact.term.node for fact in branch if isinstance(fact, Contains) and fact.term.positive and fact.least]
     if not seen:
         return rest
     schema = {"anyOf": [rest.node.schema, *(node.schema for node in seen)]}
-    return Term(meanings.document.made(schema, rest.node.place, key=("contained", rest.node, *seen)))
+    return Term(constraints.document.synthetic(schema, rest.node.pointer, key=("contained", rest.node, *seen)))
 
 
 ARRAY_KEYWORDS: Mapping[str, Handler] = {
@@ -94,5 +96,5 @@ ARRAY_KEYWORDS: Mapping[str, Handler] = {
     "maxItems": _max_items,
     "contains": _contains,
     "uniqueItems": _unique_items,
-    "unevaluatedItems": lambda meanings, node: TRUE,
+    "unevaluatedItems": lambda constraints, node: TRUE,
 }

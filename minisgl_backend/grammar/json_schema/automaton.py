@@ -11,9 +11,9 @@ from minisgl_backend.grammar.json_schema.regex import (
     TEXT,
     Ranges,
     Regex,
-    common,
-    cuts,
+    boundaries,
     derivative,
+    intersect,
     merged,
 )
 
@@ -41,14 +41,14 @@ def automaton(regex: Regex) -> Automaton:
     todo = [regex]
     for one in todo:  # grows meanwhile
         found: dict[Regex, list[tuple[int, int]]] = {}
-        ends = sorted({0, MAX_CHAR + 1} | {cut for cut in cuts(one) if cut <= MAX_CHAR})
+        ends = sorted({0, MAX_CHAR + 1} | {cut for cut in boundaries(one) if cut <= MAX_CHAR})
         for low, high in pairwise(ends):
             following = derivative(one, low)
             if following is not NOTHING:
                 found.setdefault(following, []).append((low, high - 1))
         moves.append({})
         for following, ranges in found.items():
-            allowed = common(merged(ranges), TEXT)
+            allowed = intersect(merged(ranges), TEXT)
             if not allowed:
                 continue
             if following not in numbers:

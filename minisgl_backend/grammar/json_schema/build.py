@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from minisgl_backend.grammar.json_schema import numbers
 from minisgl_backend.grammar.json_schema import regex as rx
 from minisgl_backend.grammar.json_schema.automaton import TooManyStatesError, automaton
-from minisgl_backend.grammar.json_schema.containers import Counter, Named, Others, Outcome, array_choice, object_choice
+from minisgl_backend.grammar.json_schema.constraints import Constraints
+from minisgl_backend.grammar.json_schema.containers import (
+    Counter,
+    NamedProperty,
+    OtherProperties,
+    Outcome,
+    array_choice,
+    object_choice,
+)
 from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError
 from minisgl_backend.grammar.json_schema.emptiness import terms_of_item, terms_of_property
 from minisgl_backend.grammar.json_schema.formula import (
@@ -34,7 +42,6 @@ from minisgl_backend.grammar.json_schema.formula import (
     evaluate,
     regex_of,
 )
-from minisgl_backend.grammar.json_schema.meaning import Meanings
 from minisgl_backend.grammar.json_schema.notation import ARGUMENT, Notation
 from minisgl_backend.grammar.json_schema.regex import Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, literal
@@ -53,7 +60,7 @@ class Builder:
     def __init__(self, document: Document, notation: Notation) -> None:
         self._document = document
         self._notation = notation
-        self._meanings = Meanings(document)
+        self._constraints = Constraints(document)
         self._rules = Rules()
         self._texts = TextRules(self._rules, notation)
         self._values: dict[frozenset[Term], str] = {}
@@ -66,7 +73,7 @@ class Builder:
             root = self._value(terms)
         else:
             root = self._rules.new("root_value")
-            formula = self._meanings.of(terms[0], self._notation.root)
+            formula = self._constraints.of(terms[0], self._notation.root)
             self._rules.put(root, self._choices(terms, self._notation.root, formula, is_root=True))
         self._finish()
         return self._rules.text(root)
@@ -86,14 +93,14 @@ class Builder:
         return self._values[key]
 
     def _fill(self, name: str, terms: Terms) -> None:
-        formulas = {kind: all_of([self._meanings.of(term, kind) for term in terms]) for kind in KINDS}
+        formulas = {kind: all_of([self._constraints.of(term, kind) for term in terms]) for kind in KINDS}
         kinds = [kind for kind in KINDS if formulas[kind] != FALSE]
         if len(kinds) == len(KINDS):
-            implied = set[Kind]().union(*(self._meanings.implied(term) for term in terms))
-            spare = [kind for kind in kinds if kind not in implied]
-            if implied and spare:
+            implied = set[Kind]().union(*(self._constraints.implied(term) for term in terms))
+            other_kinds = [kind for kind in kinds if kind not in implied]
+            if implied and other_kinds:
                 kinds = [kind for kind in kinds if kind in implied]
-                self._rules.put_spare(name, lambda: self._all_choices(terms, formulas, spare, finish=True))
+                self._rules.put_fallback(name, lambda: self._all_choices(terms, formulas, other_kinds, finish=True))
         self._rules.put(name, self._all_choices(terms, formulas, kinds))
 
     def _all_choices(
@@ -141,16 +148,18 @@ class Builder:
         names += [name for name in needed if name not in names]
         named = []
         for name in names:
-            before, behind = self._notation.pair(name, is_argument=is_call)
+            prefix, suffix = self._notation.pair(name, is_argument=is_call)
             can_be = self._notation.can_write(name)
             value = self._value(terms_of_property(branch, name)) if can_be else self._rules.new("nothing")
-            named.append(Named(before, value, behind, name in needed))
+            named.append(NamedProperty(prefix, value, suffix, name in needed))
         least, most = _size(branch)
         others = self._others(branch, names, terms, max(least - len(needed), 0), is_call)
         signs = ("" if is_call else "{", self._notation.comma, "" if is_call else "}")
         return object_choice(self._rules, named, others, least, most, signs)
 
-    def _others(self, branch: Branch, names: list[str], terms: Terms, different: int, is_call: bool) -> Others | None:
+    def _others(
+        self, branch: Branch, names: list[str], terms: Terms, different: int, is_call: bool
+    ) -> OtherProperties | None:
         """Properties beside those that have names. `different`: how many of them an object may need."""
         if different > MAX_DIFFERENT:
             what = f"asks for {different} more properties than have names; allowed: at most {MAX_DIFFERENT}"
@@ -168,7 +177,7 @@ class Builder:
                 self._rules.put(made[number], choices)
             return made[number]
 
-        return Others(pairs, different)
+        return OtherProperties(pairs, different)
 
     def _pair(self, names: Regex, value: str, terms: Terms, is_call: bool) -> Choice:
         """A property of one of the names."""
@@ -205,7 +214,7 @@ class Builder:
         return hinted and different <= len(can_be) and bool(can_be or not names)
 
     def _is_never(self, terms: list[Term]) -> bool:
-        return any(all(self._meanings.of(term, kind) == FALSE for kind in KINDS) for term in terms)
+        return any(all(self._constraints.of(term, kind) == FALSE for kind in KINDS) for term in terms)
 
     def _has_text(self, regex: Regex, terms: Terms) -> bool:
         if regex is rx.NOTHING:
@@ -216,7 +225,7 @@ class Builder:
             raise self._too_much(terms, "object") from None
 
     def _too_much(self, terms: Terms, kind: Kind) -> SchemaError:
-        keywords = " with ".join(self._meanings.keywords(terms, kind)) or "schemas"
+        keywords = " with ".join(self._constraints.keywords(terms, kind)) or "schemas"
         return _node_of(terms).error(keywords, "takes too much to keep; allowed: simpler patterns, or shorter texts")
 
     # Arrays.

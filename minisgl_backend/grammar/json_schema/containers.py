@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, Times, literal
 
-COUNTED = 64  # more items of one kind are counted by the matcher
-SKIPPED = 16  # items that may come before those that `contains` asks for, or between them
+MAX_UNROLLED_ITEMS = 64  # more items of one kind are counted by the matcher
+MAX_SKIPPED_ITEMS = 16  # items that may come before those that `contains` asks for, or between them
 Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedProperty:
     """A property: the rule of its value, what stands before and behind that, and whether it must be there."""
 
-    before: str
+    prefix: str
     value: str
-    behind: str
+    suffix: str
     required: bool
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherProperties:
     """Properties that are not named: for each key of a needed one, `pairs(number)` gives the rule of name and value,
     such that pairs of different numbers have different names; `pairs(None)` is any."""
 
@@ -31,10 +31,10 @@ class Others:
     different: int  # so many numbers there are
 
 
-class Machine:
+class StateMachine:
     """Rules that follow one another: each state is a rule, which ends with the rule of the next state."""
 
-    def __init__(self, rules: Rules, prefix: str, choices: Callable[[Machine, Key], list[Choice]]) -> None:
+    def __init__(self, rules: Rules, prefix: str, choices: Callable[[StateMachine, Key], list[Choice]]) -> None:
         self._rules = rules
         self._prefix = prefix
         self._choices = choices
@@ -56,8 +56,8 @@ class Machine:
 
 def object_choice(
     rules: Rules,
-    named: list[Named],
-    others: Others | None,
+    named: list[NamedProperty],
+    others: OtherProperties | None,
     least: int,
     most: int | None,
     signs: tuple[str, str, str] = ("{", ", ", "}"),
@@ -74,7 +74,7 @@ def object_choice(
     cap = max(1, least, 0 if most is None else most)
     begin, separator, end = signs
 
-    def choices(machine: Machine, key: Key) -> list[Choice]:
+    def choices(machine: StateMachine, key: Key) -> list[Choice]:
         number, count, further = key
         comma = [literal(separator)] if count else []
         found: list[Choice] = []
@@ -82,7 +82,7 @@ def object_choice(
         if number < len(named):
             one = named[number]
             if not is_full:
-                value = (literal(one.before), Ref(one.value), *_sign(one.behind))
+                value = (literal(one.prefix), Ref(one.value), *_sign(one.suffix))
                 found.append((*comma, *value, machine.at(number + 1, min(count + 1, cap), 0)))
             if not one.required:
                 found.append((machine.at(number + 1, count, 0),))
@@ -101,7 +101,7 @@ def object_choice(
             found.append((*comma, Ref(pair_rule), after))
         return found
 
-    machine = Machine(rules, "object", choices)
+    machine = StateMachine(rules, "object", choices)
     first = machine.at(0, 0, 0)
     machine.finish()
     return (*_sign(begin), first)
@@ -136,11 +136,13 @@ def array_choice(
     """What an array looks like. `item` gives the rule of an item by its number, which does not matter from
     `uniform_from` on."""
     same = max(uniform_from, 1)
-    are_counted = not counters and max(least, most or 0) - same > COUNTED
-    needed_by = sum(counter.least for counter in counters) + max((one.first for one in counters), default=0) + SKIPPED
+    are_counted = not counters and max(least, most or 0) - same > MAX_UNROLLED_ITEMS
+    needed_by = (
+        sum(counter.least for counter in counters) + max((one.first for one in counters), default=0) + MAX_SKIPPED_ITEMS
+    )
     last = same if are_counted else max(same, least, most or 0, needed_by if counters else 0)
 
-    def choices(machine: Machine, key: Key) -> list[Choice]:
+    def choices(machine: StateMachine, key: Key) -> list[Choice]:
         number, *counts = key
         if are_counted and number == same:
             more = rules.new("more")
@@ -161,7 +163,7 @@ def array_choice(
             found.append((*before, rule, machine.at(min(number + 1, last), *following)))
         return found
 
-    machine = Machine(rules, "array", choices)
+    machine = StateMachine(rules, "array", choices)
     first = machine.at(0, *[0] * len(counters))
     machine.finish()
     return (literal("["), first)

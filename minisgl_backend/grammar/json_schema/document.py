@@ -11,33 +11,33 @@ from urllib.parse import unquote, urldefrag, urljoin
 from minisgl_backend.errors import InvalidRequestError
 
 MAX_NODES = 50_000  # schemas of a document
-IN_ONE = (
+SCHEMA_KEYWORDS = (
     *("additionalProperties", "additionalItems", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
 )
-IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-IN_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SCHEMA_MAP_KEYWORDS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 
 
 class SchemaError(InvalidRequestError):
     """A keyword that is wrong or cannot be kept."""
 
-    def __init__(self, keyword: str, place: str, what: str) -> None:
-        """`place`: a JSON pointer of the schema that has the keyword."""
-        super().__init__(f"guided_decoding_guide: the schema's {keyword} at {place or '/'} {what}")
+    def __init__(self, keyword: str, pointer: str, what: str) -> None:
+        """`pointer`: a JSON pointer of the schema that has the keyword."""
+        super().__init__(f"guided_decoding_guide: the schema's {keyword} at {pointer or '/'} {what}")
 
 
 class Node:
     """A schema at a place: an object, true or false. Compared by identity."""
 
-    __slots__ = ("base", "place", "schema")
+    __slots__ = ("base", "pointer", "schema")
 
-    def __init__(self, schema: Any, base: str, place: str) -> None:
-        """`base`: the address that its references start from; `place`: a JSON pointer."""
-        self.schema, self.base, self.place = schema, base, place
+    def __init__(self, schema: Any, base: str, pointer: str) -> None:
+        """`base`: the address that its references start from; `pointer`: a JSON pointer."""
+        self.schema, self.base, self.pointer = schema, base, pointer
 
     def error(self, keyword: str, what: str) -> SchemaError:
-        return SchemaError(keyword, self.place, what)
+        return SchemaError(keyword, self.pointer, what)
 
     def __getitem__(self, keyword: str) -> Any:
         return self.schema.get(keyword) if isinstance(self.schema, dict) else None
@@ -51,7 +51,7 @@ class Document:
         self._nodes: dict[int, Node] = {}  # by id of the schema, which the document keeps alive
         self._resources: dict[str, Node] = {}  # by address
         self._anchors: dict[tuple[str, str], Node] = {}  # by the address that has them, and their name
-        self._made: dict[Any, Node] = {}
+        self._synthetic: dict[Any, Node] = {}
         self.dynamic: dict[str, int] = {}  # $dynamicAnchor -> how many there are
         self.root = self._add(schema, "", "")
         self._resources.setdefault("", self.root)
@@ -61,56 +61,58 @@ class Document:
         schema = parent.schema
         for key in path:
             schema = schema[key]
-        place = parent.place + "".join(f"/{escaped(str(key))}" for key in path)
+        pointer = parent.pointer + "".join(f"/{escaped(str(key))}" for key in path)
         if isinstance(schema, bool):
-            return self.made(schema, place)
+            return self.synthetic(schema, pointer)
         if not isinstance(schema, dict):
-            raise SchemaError(str(path[0]), parent.place, f"is {shown(schema)}; allowed: a schema")
-        return self._nodes.get(id(schema)) or self._add(schema, parent.base, place)
+            raise SchemaError(str(path[0]), parent.pointer, f"is {preview(schema)}; allowed: a schema")
+        return self._nodes.get(id(schema)) or self._add(schema, parent.base, pointer)
 
-    def made(self, schema: Any, place: str, *, key: Any = None) -> Node:
+    def synthetic(self, schema: Any, pointer: str, *, key: Any = None) -> Node:
         """One that no text has; the same for the same key."""
-        key = (schema, place) if key is None else key
-        if key not in self._made:
-            self._made[key] = Node(schema, "", place)
-        return self._made[key]
+        key = (schema, pointer) if key is None else key
+        if key not in self._synthetic:
+            self._synthetic[key] = Node(schema, "", pointer)
+        return self._synthetic[key]
 
     def target(self, node: Node, keyword: str = "$ref") -> Node:
         """What the reference of a schema leads to. Raises SchemaError."""
         reference = node[keyword]
         if not isinstance(reference, str):
-            raise node.error(keyword, f"is {shown(reference)}; allowed: a text")
+            raise node.error(keyword, f"is {preview(reference)}; allowed: a text")
         address, fragment = urldefrag(_joined(node.base, reference))
         resource = self._resources.get(address)
         if resource is None:
-            raise node.error(keyword, f"is {shown(reference)}, which this schema does not hold; allowed: its own parts")
+            raise node.error(
+                keyword, f"is {preview(reference)}, which this schema does not hold; allowed: its own parts"
+            )
         if not fragment or fragment.startswith("/"):
             return self._at(resource, unquote(fragment), node, keyword)
         anchor = self._anchors.get((address, unquote(fragment)))
         if anchor is None:
-            raise node.error(keyword, f"is {shown(reference)}: there is no such anchor")
+            raise node.error(keyword, f"is {preview(reference)}: there is no such anchor")
         return anchor
 
-    def _at(self, node: Node, pointer: str, source: Node, keyword: str) -> Node:
-        schema, base, place = node.schema, node.base, node.place
-        for key in map(_unescaped, pointer.split("/")[1:]):
+    def _at(self, node: Node, fragment: str, source: Node, keyword: str) -> Node:
+        schema, base, pointer = node.schema, node.base, node.pointer
+        for key in map(_unescaped, fragment.split("/")[1:]):
             if isinstance(schema, dict) and key in schema:
                 schema = schema[key]
             elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
                 schema = schema[int(key)]
             else:
-                raise source.error(keyword, f"is {shown(source[keyword])}: there is no {shown(key)}")
-            place += f"/{escaped(key)}"
+                raise source.error(keyword, f"is {preview(source[keyword])}: there is no {preview(key)}")
+            pointer += f"/{escaped(key)}"
             base = self._nodes[id(schema)].base if id(schema) in self._nodes else base
         if isinstance(schema, bool):
-            return self.made(schema, place)
+            return self.synthetic(schema, pointer)
         if not isinstance(schema, dict):
-            raise source.error(keyword, f"is {shown(source[keyword])}, where no schema is but {shown(schema)}")
-        return self._nodes.get(id(schema)) or self._add(schema, base, place)
+            raise source.error(keyword, f"is {preview(source[keyword])}, where no schema is but {preview(schema)}")
+        return self._nodes.get(id(schema)) or self._add(schema, base, pointer)
 
-    def _add(self, schema: Any, base: str, place: str) -> Node:
+    def _add(self, schema: Any, base: str, pointer: str) -> Node:
         """It and all below it."""
-        first = Node(schema, base, place)
+        first = Node(schema, base, pointer)
         todo = [first]
         while todo:
             node = todo.pop()
@@ -122,7 +124,7 @@ class Document:
             self._name(node)
             for path, child in _children(node.schema):
                 below = "".join(f"/{escaped(key)}" for key in path)
-                todo.append(Node(child, node.base, node.place + below))
+                todo.append(Node(child, node.base, node.pointer + below))
         return first
 
     def _name(self, node: Node) -> None:
@@ -132,7 +134,7 @@ class Document:
             node.base = urldefrag(_joined(node.base, own)).url
             known = self._resources.setdefault(node.base, node)
             if known.schema != node.schema:
-                raise node.error("$id", f"is {shown(own)}, as is that of {known.place or '/'}")
+                raise node.error("$id", f"is {preview(own)}, as is that of {known.pointer or '/'}")
         elif isinstance(own, str):  # draft 7 writes anchors so
             self._anchors.setdefault((node.base, own[1:]), node)
         for keyword in ("$anchor", "$dynamicAnchor"):
@@ -144,14 +146,14 @@ class Document:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for keyword in IN_ONE:
+    for keyword in SCHEMA_KEYWORDS:
         if isinstance(schema.get(keyword), dict):
             yield (keyword,), schema[keyword]
-    for keyword in IN_LISTS:
+    for keyword in SCHEMA_LIST_KEYWORDS:
         if isinstance(schema.get(keyword), list):
             for number, one in enumerate(schema[keyword]):
                 yield (keyword, str(number)), one
-    for keyword in IN_MAPS:
+    for keyword in SCHEMA_MAP_KEYWORDS:
         if isinstance(schema.get(keyword), dict):
             for name, one in schema[keyword].items():
                 yield (keyword, name), one
@@ -175,7 +177,7 @@ def _unescaped(key: str) -> str:
     return key.replace("~1", "/").replace("~0", "~")
 
 
-def shown(value: Any) -> str:
+def preview(value: Any) -> str:
     """The value as JSON, shortened."""
     text = json_text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -26,16 +26,16 @@ from minisgl_backend.grammar.json_schema.formula import (
 )
 
 if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.meaning import Meanings
+    from minisgl_backend.grammar.json_schema.constraints import Constraints
 
 DEPTH = 3  # levels that are looked into
 ITEMS = 8  # the first of an array
 
 
-def is_empty(meanings: Meanings, terms: tuple[Term, ...], kind: Kind, depth: int = DEPTH) -> bool:
+def is_empty(constraints: Constraints, terms: tuple[Term, ...], kind: Kind, depth: int = DEPTH) -> bool:
     """No value of that type matches all of them. False as well where that is not plain to see."""
     try:
-        formula = all_of([meanings.of(term, kind) for term in terms])
+        formula = all_of([constraints.of(term, kind) for term in terms])
         if kind in ("string", "number"):
             return not automaton(regex_of(formula))
         if kind in ("null", "boolean"):
@@ -44,16 +44,16 @@ def is_empty(meanings: Meanings, terms: tuple[Term, ...], kind: Kind, depth: int
     except (SchemaError, TooManyStatesError):  # it leads back to what is looked into, or is too much
         return False
     lacks = _lacks_property if kind == "object" else _lacks_item
-    return all(depth > 0 and lacks(meanings, branch, depth) for branch in found)
+    return all(depth > 0 and lacks(constraints, branch, depth) for branch in found)
 
 
-def _nothing(meanings: Meanings, terms: list[Term], depth: int) -> bool:
-    return all(is_empty(meanings, tuple(dict.fromkeys(terms)), kind, depth - 1) for kind in KINDS)
+def _nothing(constraints: Constraints, terms: list[Term], depth: int) -> bool:
+    return all(is_empty(constraints, tuple(dict.fromkeys(terms)), kind, depth - 1) for kind in KINDS)
 
 
-def _lacks_property(meanings: Meanings, branch: Branch, depth: int) -> bool:
+def _lacks_property(constraints: Constraints, branch: Branch, depth: int) -> bool:
     for needed in branch:
-        if isinstance(needed, Required) and _nothing(meanings, terms_of_property(branch, needed.name), depth):
+        if isinstance(needed, Required) and _nothing(constraints, terms_of_property(branch, needed.name), depth):
             return True
     return False
 
@@ -64,9 +64,9 @@ def terms_of_property(branch: Branch, name: str) -> list[Term]:
     return own + [fact.term for fact in branch if isinstance(fact, Properties) and rx.matches(fact.names, name)]
 
 
-def _lacks_item(meanings: Meanings, branch: Branch, depth: int) -> bool:
+def _lacks_item(constraints: Constraints, branch: Branch, depth: int) -> bool:
     least = max((fact.least for fact in branch if isinstance(fact, Size)), default=0)
-    return any(_nothing(meanings, terms_of_item(branch, number), depth) for number in range(min(least, ITEMS)))
+    return any(_nothing(constraints, terms_of_item(branch, number), depth) for number in range(min(least, ITEMS)))
 
 
 def terms_of_item(branch: Branch, number: int) -> list[Term]:

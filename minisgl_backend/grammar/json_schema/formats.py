@@ -61,4 +61,4 @@ FORMATS: Mapping[str, str] = {
     "json-pointer": rf"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9]\d{{0,8}})(?:#|{_POINTER})$",
 }
-NOT_KEPT = ("regex", "uri-template")
+UNSUPPORTED_FORMATS = ("regex", "uri-template")

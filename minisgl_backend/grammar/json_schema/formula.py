@@ -102,7 +102,7 @@ class And(_Joined):
             if more is None or joined is None:
                 return None
             both = [tuple(dict.fromkeys(one + other)) for one in joined for other in more]
-            joined = _least([one for one in both if not _contradicts(one)])
+            joined = _minimal([one for one in both if not _contradicts(one)])
         return joined
 
     @cached_property
@@ -124,7 +124,7 @@ class Or(_Joined):
             if more is None:
                 return None
             found += more
-        return _least(found)
+        return _minimal(found)
 
     @cached_property
     def regex(self) -> Regex:
@@ -147,7 +147,7 @@ class Text(Fact):
 
 
 @dataclass(frozen=True)
-class Among(Text):
+class NumberIn(Text):
     """The text of a number stands for one of some values; `others`: all texts that do not, however they are written."""
 
     others: Regex
@@ -327,7 +327,7 @@ def _alternatives(formula: Formula) -> tuple[Branch, ...] | None:
     return ((formula,),) if isinstance(formula, Fact) else formula.alternatives
 
 
-def _least(found: list[Branch]) -> tuple[Branch, ...] | None:
+def _minimal(found: list[Branch]) -> tuple[Branch, ...] | None:
     """Without those that ask for more than another one does; None: more than MAX_BRANCHES."""
     if len(found) < 2:
         return tuple(found)

@@ -22,24 +22,24 @@ from minisgl_backend.grammar.json_schema.formula import (
 from minisgl_backend.grammar.json_schema.values import count_of, map_of, names_of
 
 if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.meaning import Meanings
+    from minisgl_backend.grammar.json_schema.constraints import Constraints
 
-Handler = Callable[["Meanings", Node], Formula]
+Handler = Callable[["Constraints", Node], Formula]
 _ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties")
 
 
-def _properties(meanings: Meanings, node: Node) -> Formula:
+def _properties(constraints: Constraints, node: Node) -> Formula:
     names = list(map_of(node, "properties")) if "properties" in node.schema else []
-    facts: list[Formula] = [Property(name, meanings.below(node, "properties", name)) for name in names]
+    facts: list[Formula] = [Property(name, constraints.subschema(node, "properties", name)) for name in names]
     known = [rx.literals(names)]
     for pattern in map_of(node, "patternProperties") if "patternProperties" in node.schema else ():
-        regex = meanings.pattern(node, "patternProperties", pattern)
+        regex = constraints.pattern(node, "patternProperties", pattern)
         known.append(regex)
-        term = meanings.below(node, "patternProperties", pattern)
+        term = constraints.subschema(node, "patternProperties", pattern)
         facts.append(Properties(regex, term, node, "patternProperties"))
     if "additionalProperties" in node.schema:
         rest = rx.complement(rx.either(known))
-        term = meanings.below(node, "additionalProperties")
+        term = constraints.subschema(node, "additionalProperties")
         facts.append(Properties(rest, term, node, "additionalProperties"))
     elif "unevaluatedProperties" not in node.schema:
         facts.append(Closed())
@@ -49,66 +49,66 @@ def _properties(meanings: Meanings, node: Node) -> Formula:
 def _once(keyword: str) -> Handler:
     """The keywords of _ABOUT_NAMES have one meaning together."""
 
-    def handler(meanings: Meanings, node: Node) -> Formula:
+    def handler(constraints: Constraints, node: Node) -> Formula:
         first = next(one for one in _ABOUT_NAMES if one in node.schema)
-        return _properties(meanings, node) if keyword == first else TRUE
+        return _properties(constraints, node) if keyword == first else TRUE
 
     return handler
 
 
-def _required(meanings: Meanings, node: Node) -> Formula:
+def _required(constraints: Constraints, node: Node) -> Formula:
     return all_of(Required(name) for name in names_of(node, "required", node["required"]))
 
 
-def _min_properties(meanings: Meanings, node: Node) -> Formula:
+def _min_properties(constraints: Constraints, node: Node) -> Formula:
     least = count_of(node, "minProperties")
     return Size(least) if least else TRUE
 
 
-def _max_properties(meanings: Meanings, node: Node) -> Formula:
+def _max_properties(constraints: Constraints, node: Node) -> Formula:
     return Size(0, count_of(node, "maxProperties"))
 
 
-def _property_names(meanings: Meanings, node: Node) -> Formula:
-    allowed = meanings.strings(meanings.below(node, "propertyNames"))
+def _property_names(constraints: Constraints, node: Node) -> Formula:
+    allowed = constraints.strings(constraints.subschema(node, "propertyNames"))
     if allowed is rx.ALL:
         return TRUE
     return Properties(rx.complement(allowed), Required.never, node, "propertyNames", False)
 
 
-def _dependent_required(meanings: Meanings, node: Node) -> Formula:
+def _dependent_required(constraints: Constraints, node: Node) -> Formula:
     return all_of(
-        _where_there(name, all_of(Required(other) for other in names_of(node, "dependentRequired", others)))
+        _if_present(name, all_of(Required(other) for other in names_of(node, "dependentRequired", others)))
         for name, others in map_of(node, "dependentRequired").items()
     )
 
 
-def _dependent_schemas(meanings: Meanings, node: Node) -> Formula:
+def _dependent_schemas(constraints: Constraints, node: Node) -> Formula:
     return all_of(
-        _where_there(name, meanings.of(meanings.below(node, "dependentSchemas", name), "object"))
+        _if_present(name, constraints.of(constraints.subschema(node, "dependentSchemas", name), "object"))
         for name in map_of(node, "dependentSchemas")
     )
 
 
-def _dependencies(meanings: Meanings, node: Node) -> Formula:
+def _dependencies(constraints: Constraints, node: Node) -> Formula:
     """Draft 7's name for both."""
     found = []
     for name, value in map_of(node, "dependencies").items():
         if isinstance(value, list):
             needed = all_of(Required(other) for other in names_of(node, "dependencies", value))
         else:
-            needed = meanings.of(meanings.below(node, "dependencies", name), "object")
-        found.append(_where_there(name, needed))
+            needed = constraints.of(constraints.subschema(node, "dependencies", name), "object")
+        found.append(_if_present(name, needed))
     return all_of(found)
 
 
-def _where_there(name: str, needed: Formula) -> Formula:
+def _if_present(name: str, needed: Formula) -> Formula:
     return any_of([all_of([Required(name), needed]), Property(name, Required.never, False)])
 
 
-def unevaluated_properties(meanings: Meanings, node: Node, formula: Formula) -> Formula:
+def unevaluated_properties(constraints: Constraints, node: Node, formula: Formula) -> Formula:
     """The formula of all other keywords, and what becomes of properties that none of them looked at."""
-    rest = meanings.below(node, "unevaluatedProperties")
+    rest = constraints.subschema(node, "unevaluatedProperties")
     found = []
     for branch in branches(formula, lambda: node.error("unevaluatedProperties", "is beside too many alternatives")):
         names = [fact.name for fact in branch if isinstance(fact, Property) and fact.evaluates]
@@ -129,5 +129,5 @@ OBJECT_KEYWORDS: Mapping[str, Handler] = {
     "dependentRequired": _dependent_required,
     "dependentSchemas": _dependent_schemas,
     "dependencies": _dependencies,
-    "unevaluatedProperties": lambda meanings, node: TRUE,
+    "unevaluatedProperties": lambda constraints, node: TRUE,
 }

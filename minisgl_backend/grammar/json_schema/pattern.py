@@ -42,7 +42,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Group:
-    """Alternatives that hold a lookahead somewhere, which concerns what comes behind the group as well."""
+    """Alternatives that hold a lookahead somewhere, which concerns what comes following the group as well."""
 
     choices: tuple[tuple[_Item, ...], ...]
 
@@ -63,16 +63,16 @@ def pattern_regex(pattern: str) -> Regex:
 def _joined(choices: tuple[tuple[_Item, ...], ...], rest: Regex) -> Regex:
     found = []
     for choice in choices:
-        behind = rest
+        following = rest
         for item in reversed(choice):
             if isinstance(item, Regex):
-                behind = rx.cat(item, behind)
+                following = rx.cat(item, following)
             elif isinstance(item, _Group):
-                behind = _joined(item.choices, behind)
+                following = _joined(item.choices, following)
             else:
                 ahead = rx.cat(item.regex, _AROUND)
-                behind = rx.both(ahead if item.positive else rx.complement(ahead), behind)
-        found.append(behind)
+                following = rx.both(ahead if item.positive else rx.complement(ahead), following)
+        found.append(following)
     return rx.either(found)
 
 
@@ -203,7 +203,7 @@ class _Parser:
             else:
                 found.extend(low)
         ranges = rx.merged(found)
-        return rx.without(rx.TEXT, ranges) if negated else rx.common(ranges, rx.TEXT)
+        return rx.without(rx.TEXT, ranges) if negated else rx.intersect(ranges, rx.TEXT)
 
     def _member(self) -> Ranges:
         char = self._next()
@@ -284,4 +284,4 @@ def _category(name: str) -> Ranges:
     found = [(code, code) for code in range(rx.MAX_CHAR + 1) if unicodedata.category(chr(code)).startswith(short)]
     if not short or not found:
         raise PatternError(f"\\p{{{name}}} is not known; allowed: general categories, such as \\p{{L}} or \\p{{Lu}}")
-    return rx.common(rx.merged(found), rx.TEXT)
+    return rx.intersect(rx.merged(found), rx.TEXT)

@@ -30,8 +30,8 @@ class Kind(IntEnum):
     AND = 6
     NOT = 7
     LITERALS = 8  # one of some texts, sorted
-    ANCHORED = 9  # texts that the regex matches between BEGIN, which is behind us, and END
-    MULTIPLE = 10  # numbers: (period, remainder, decimals, decimals behind us or -1), see `multiple_of`
+    ANCHORED = 9  # texts that the regex matches between BEGIN, which is consumed us, and END
+    MULTIPLE = 10  # numbers: (period, remainder, decimals, decimals consumed us or -1), see `multiple_of`
 
 
 class Regex:
@@ -79,7 +79,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(found)
 
 
-def common(one: Ranges, other: Ranges) -> Ranges:
+def intersect(one: Ranges, other: Ranges) -> Ranges:
     """What is in both."""
     return merged(
         (max(low, least), min(high, most))
@@ -95,7 +95,7 @@ def without(ranges: Ranges, taken: Ranges) -> Ranges:
     for low, high in merged(taken):
         rest.append((begin, low - 1))
         begin = high + 1
-    return common(ranges, merged([*rest, (begin, MAX_CHAR)]))
+    return intersect(ranges, merged([*rest, (begin, MAX_CHAR)]))
 
 
 def chars(ranges: Ranges) -> Regex:
@@ -111,7 +111,7 @@ def literals(texts: Iterable[str]) -> Regex:
 
 
 def anchored(regex: Regex) -> Regex:
-    """Texts that come between BEGIN and END in the regex's; BEGIN is behind us."""
+    """Texts that come between BEGIN and END in the regex's; BEGIN is consumed us."""
     return _node(Kind.ANCHORED, (regex,), derivative(regex, END).nullable)
 
 
@@ -197,15 +197,15 @@ def multiple_of(period: int, decimals: int) -> Regex:
     return _multiple(period, 0, decimals, -1)
 
 
-def _multiple(period: int, remainder: int, decimals: int, behind: int) -> Regex:
-    accepts = remainder * 10 ** (decimals - max(behind, 0)) % period == 0
-    return _node(Kind.MULTIPLE, (period, remainder, decimals, behind), accepts)
+def _multiple(period: int, remainder: int, decimals: int, consumed: int) -> Regex:
+    accepts = remainder * 10 ** (decimals - max(consumed, 0)) % period == 0
+    return _node(Kind.MULTIPLE, (period, remainder, decimals, consumed), accepts)
 
 
 def _common_multiple(one: Regex, other: Regex) -> Regex:
-    """The remainders of both as one of their least common multiple; both are equally far behind the point."""
-    (period, remainder, decimals, behind), (period2, remainder2, decimals2, behind2) = one.parts, other.parts
-    if (remainder, behind) != (0, -1) or (remainder2, behind2) != (0, -1):
+    """The remainders of both as one of their least common multiple; both are equally far consumed the point."""
+    (period, remainder, decimals, consumed), (period2, remainder2, decimals2, consumed2) = one.parts, other.parts
+    if (remainder, consumed) != (0, -1) or (remainder2, consumed2) != (0, -1):
         return _node(Kind.AND, (one, other), one.nullable and other.nullable)
     most = max(decimals, decimals2)
     return multiple_of(lcm(period * 10 ** (most - decimals), period2 * 10 ** (most - decimals2)), most)
@@ -259,31 +259,31 @@ def derivative(regex: Regex, char: int) -> Regex:
             return _next_digit(*parts, char=chr(char))
 
 
-def _next_digit(period: int, remainder: int, decimals: int, behind: int, *, char: str) -> Regex:
+def _next_digit(period: int, remainder: int, decimals: int, consumed: int, *, char: str) -> Regex:
     if char == "-":
-        return _multiple(period, remainder, decimals, behind)
-    if char == "." and behind < 0:
+        return _multiple(period, remainder, decimals, consumed)
+    if char == "." and consumed < 0:
         return _multiple(period, remainder, decimals, 0)
     if char not in "0123456789":
         return NOTHING
-    if behind == decimals:
-        return _multiple(period, remainder, decimals, behind) if char == "0" else NOTHING
-    return _multiple(period, (remainder * 10 + int(char)) % period, decimals, behind + (behind >= 0))
+    if consumed == decimals:
+        return _multiple(period, remainder, decimals, consumed) if char == "0" else NOTHING
+    return _multiple(period, (remainder * 10 + int(char)) % period, decimals, consumed + (consumed >= 0))
 
 
 @lru_cache(maxsize=1 << 14)
-def cuts(regex: Regex) -> frozenset[int]:
+def boundaries(regex: Regex) -> frozenset[int]:
     """Characters before which the derivative may become another one."""
     parts = regex.parts
     match regex.kind:
         case Kind.CHARS:
             return frozenset(end for low, high in parts for end in (low, high + 1))
         case Kind.CAT:
-            return cuts(parts[0]) | cuts(parts[1]) if parts[0].nullable else cuts(parts[0])
+            return boundaries(parts[0]) | boundaries(parts[1]) if parts[0].nullable else boundaries(parts[0])
         case Kind.REPEAT | Kind.NOT | Kind.ANCHORED:
-            return cuts(parts[0])
+            return boundaries(parts[0])
         case Kind.OR | Kind.AND:
-            return frozenset().union(*map(cuts, parts))
+            return frozenset().union(*map(boundaries, parts))
         case Kind.LITERALS:
             return frozenset(end for text in parts if text for end in (ord(text[0]), ord(text[0]) + 1))
         case Kind.MULTIPLE:

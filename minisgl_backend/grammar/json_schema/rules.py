@@ -40,7 +40,7 @@ class Rules:
     def __init__(self) -> None:
         self._choices: dict[str, list[Choice]] = {}
         self._ends_tokens: set[str] = set()
-        self._spare: dict[str, Callable[[], list[Choice]]] = {}
+        self._fallbacks: dict[str, Callable[[], list[Choice]]] = {}
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -59,9 +59,9 @@ class Rules:
     def put(self, name: str, choices: Iterable[Choice]) -> None:
         self._choices[name] = list(dict.fromkeys(choices))
 
-    def put_spare(self, name: str, choices: Callable[[], list[Choice]]) -> None:
+    def put_fallback(self, name: str, choices: Callable[[], list[Choice]]) -> None:
         """What the rule is where its choices lead nowhere; it may put further rules."""
-        self._spare[name] = choices
+        self._fallbacks[name] = choices
 
     def end_tokens(self, name: str) -> None:
         """No token goes on behind the rule's end."""
@@ -71,11 +71,11 @@ class Rules:
         """As EBNF; empty where no text follows from the root."""
         while True:
             productive = self._productive()
-            poor = [name for name in self._reached(root, None) if name in self._spare and name not in productive]
+            poor = [name for name in self._reached(root, None) if name in self._fallbacks and name not in productive]
             if not poor:
                 break
             for name in poor:
-                self.put(name, self._spare.pop(name)())
+                self.put(name, self._fallbacks.pop(name)())
         if root not in productive:
             return ""
         lines = [f"root ::= {root}", *(self._line(name, productive) for name in self._reached(root, productive))]

@@ -1,17 +1,17 @@
-"""Rules of strings and numbers, made of automata.
+"""Grammar rules of strings and numbers, made of automata.
 
-A string's rules hold its closing quote: a rule that ends before leaves open what may follow, and then all tokens that
-are longer than what is left of the string, most of a vocabulary, are tried one by one whenever a mask is filled (1 to
-4 ms instead of 2 us with xgrammar 0.2.8).
+A string's rules include its closing quote. After a rule that ends before it anything might follow, so xgrammar would
+test all tokens that are longer than the rest of the string, most of the vocabulary, one by one in every mask (1 to 4 ms
+instead of 2 us with xgrammar 0.2.8).
 
     text  ::= "\\"" rest2
     rest2 ::= "\\"" | character rest1
     rest1 ::= "\\"" | character rest0
     rest0 ::= "\\""
 
-A character is itself or an escape, such as a backslash and n, or \\u and four digits, beyond U+FFFF two
-times four; both count as one. What JSON does not take raw, U+0000 to U+001F, is only ever escaped. A notation may
-have no escapes (`Notation`).
+A character is written raw or as an escape, such as a backslash and n, or \\u and four hex digits (beyond U+FFFF a
+surrogate pair); each counts as one character. U+0000 to U+001F are always escaped, as in JSON. A notation may have no
+escapes (`Notation`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from minisgl_backend.grammar.json_schema.numbers import MAX_EXPONENT_DIGITS, MAX
 from minisgl_backend.grammar.json_schema.regex import Kind, Ranges, Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, char_class, literal
 
-UNROLLED = 48  # longer ones are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
+UNROLLED = 48  # longer runs are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
 BLOCK = 24  # characters
-MAX_COUNTED = 1 << 16  # characters of a string whose length is bounded
-MAX_NUMBER_STATES = 2500  # of all numbers of a grammar: with 3,500 its compilation exceeds the compiler's memory limit
+MAX_COUNTED = 1 << 16  # characters of a string with a length limit
+MAX_NUMBER_STATES = 2500  # for all numbers of a grammar: with 3,500 its compilation exceeds the compiler's memory limit
 _NOT_RAW: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 _ANY_NUMBER: tuple[Choice, ...] = (
     (
@@ -40,12 +40,12 @@ _ANY_NUMBER: tuple[Choice, ...] = (
 _HEX = "[0-9a-fA-F]"
 _ASTRAL = (0x10000, rx.MAX_CHAR)
 _PAIR = ("[dD]", "[89abAB]", _HEX, _HEX, literal("\\u"), "[dD]", "[c-fC-F]", _HEX, _HEX)
-# Of what ranges of characters \u is written one by one; beyond, only of what has no other form.
+# Up to this number of ranges, characters may be written as \u; with more, only those without another form.
 MAX_ESCAPED_RANGES = 8
 
 
 class TextRules:
-    """Of one grammar; equal ones are made once."""
+    """The string and number rules of one grammar; equal ones are shared."""
 
     def __init__(self, rules: Rules, notation: Notation) -> None:
         self._rules = rules
@@ -56,18 +56,18 @@ class TextRules:
         self._number_states = 0
 
     def string(self, regex: Regex, *, key: bool = False) -> str:
-        """The rule of strings whose text is one of the regex's; `key`: names of properties, in which only what must
-        be escaped is. Raises TooManyStatesError."""
+        """The rule of strings whose content matches the regex. `key`: property names, which only use escapes where
+        necessary. Raises TooManyStatesError."""
         if (regex, key) not in self._known:
             self._known[regex, key] = self._string(regex, key)
         return self._known[regex, key]
 
-    def bare(self, regex: Regex, behind: str) -> str:
-        """The rule of texts without quotes, and what stands behind each."""
-        return self._bare(rx.cat(regex, rx.literals([behind])))
+    def bare(self, regex: Regex, suffix: str) -> str:
+        """The rule of texts without quotes, each followed by the text `suffix`."""
+        return self._bare(rx.cat(regex, rx.literals([suffix])))
 
     def number(self, regex: Regex) -> str:
-        """The rule of numbers whose text is one of the regex's. Raises TooManyStatesError."""
+        """The rule of numbers whose text matches the regex. Raises TooManyStatesError."""
         before = len(self._rules)
         rule = self._bare(regex)
         self._number_states += len(self._rules) - before
@@ -98,19 +98,19 @@ class TextRules:
         if lengths is not None:
             self._rules.put(name, [(self._quote, self._long(*lengths))])
             return name
-        behind = self._escaped(regex, key) if self._notation.has_escapes else self._unescaped(regex)
-        if behind is not None:
-            self._rules.put(name, [(self._quote, Ref(behind))])
+        following = self._escaped(regex, key) if self._notation.has_escapes else self._unescaped(regex)
+        if following is not None:
+            self._rules.put(name, [(self._quote, Ref(following))])
         return name
 
     def _escaped(self, regex: Regex, key: bool) -> str | None:
-        """The rule of what follows the opening quote; None where no text is of the regex."""
+        """The rule of the text after the opening quote; None if the regex matches nothing."""
         states = automaton(regex)
         return self._right_linear(states, key) if states else None
 
     def _unescaped(self, regex: Regex) -> str | None:
-        """The same of texts that may hold anything but the closing quote. Where they have many states, which a part of
-        a quote behind them would multiply, they do not hold its first character."""
+        """As `_escaped`, for a notation without escapes, whose strings contain anything but the closing quote. If that
+        takes many states, which the parts of a quote multiply, strings do not contain its first character either."""
         quote = rx.literals([self._notation.quote])
         whole = rx.cat(rx.both(regex, rx.complement(rx.cat(rx.ALL, quote, rx.ALL))), quote)
         with contextlib.suppress(TooManyStatesError):
@@ -120,7 +120,7 @@ class TextRules:
         return self._escaped(rx.both(regex, plain), False) or self._right_linear(automaton(whole), None)
 
     def _right_linear(self, states: Automaton, key: bool | None) -> str:
-        """The rule of the first state; `key` None: of numbers, which have no quotes."""
+        """The rule of the start state; `key` None: for numbers, which have no quotes."""
         names: list[str] = []
         for number, state in enumerate(states):
             is_any = key is not None and state.accepts and state.moves == ((rx.TEXT, number),)
@@ -134,14 +134,14 @@ class TextRules:
         return names[0] if names else self._rules.new("number")
 
     def _counted(self, states: Automaton, number: int, run: int, names: list[str], key: bool) -> list[Choice]:
-        """Those of a state from which `run` equal steps lead on, in blocks; empty where they are too few."""
-        behind = number
+        """Choices of a state with a run of `run` equal transitions, counted in blocks; empty if the run is short."""
+        following = number
         for _ in range(min(run, BLOCK)):
-            ((characters, behind),) = states[behind].moves
+            ((characters, following),) = states[following].moves
         if run >= BLOCK:
             ends = [(self._at_most(BLOCK - 1, characters, key),)] if states[number].accepts else []
-            return [*ends, (self._block(characters, key), Ref(names[behind]))]
-        if run and states[number].accepts and states[behind] == State(True, ()):
+            return [*ends, (self._block(characters, key), Ref(names[following]))]
+        if run and states[number].accepts and states[following] == State(True, ()):
             return [(self._at_most(run, characters, key),)]
         return []
 
@@ -156,7 +156,7 @@ class TextRules:
         return choices
 
     def _rest(self) -> str:
-        """Any characters, and the quote."""
+        """The rule of any characters and the closing quote."""
         if "rest" not in self._known:
             if not self._notation.has_escapes:
                 self._known["rest"] = self._unescaped(rx.ALL) or ""
@@ -169,7 +169,7 @@ class TextRules:
         return self._known["rest"]
 
     def _long(self, least: int, most: int | None) -> Ref:
-        """The rule of what follows the opening quote: characters that only their count constrains, in blocks."""
+        """The rule after the opening quote of strings that are only constrained in length, counted in blocks."""
         if most is None:
             found = Ref(self._rest())
         else:
@@ -189,14 +189,14 @@ class TextRules:
         return Ref(name)
 
     def _one(self, characters: Ranges, key: bool, rest: Ref | None) -> list[Choice]:
-        """A character, and what follows it."""
-        behind = () if rest is None else (rest,)
+        """The choices of one character, followed by `rest`."""
+        following = () if rest is None else (rest,)
         raw, escape = rx.without(characters, self._not_raw), self._escape(characters, key)
-        choices: list[Choice] = [(char_class(raw), *behind)] if raw else []
-        return choices if escape is None else [*choices, (literal("\\"), Ref(escape), *behind)]
+        choices: list[Choice] = [(char_class(raw), *following)] if raw else []
+        return choices if escape is None else [*choices, (literal("\\"), Ref(escape), *following)]
 
     def _at_most(self, most: int, characters: Ranges = rx.TEXT, key: bool = False) -> Ref:
-        """So many characters, and the quote."""
+        """Up to `most` characters, and the closing quote."""
         known = ("at most", most, characters, key)
         if known not in self._known:
             rest = [] if most == 0 else self._one(characters, key, self._at_most(most - 1, characters, key))
@@ -204,8 +204,8 @@ class TextRules:
         return Ref(self._known[known])
 
     def _block(self, characters: Ranges = rx.TEXT, key: bool = False) -> Ref:
-        """BLOCK characters. What it says of what follows is never true, so no token reaches beyond its end: such
-        tokens would be tried one by one as well."""
+        """BLOCK characters. A lookahead that never matches prevents tokens that extend beyond the block, since xgrammar
+        would test those one by one in masks."""
         known = ("block", characters, key)
         if known not in self._known:
             found: Ref | None = None
@@ -217,23 +217,23 @@ class TextRules:
         return Ref(self._known[known])
 
     def _escape(self, ranges: Ranges, key: bool) -> str | None:
-        """The rule of what follows a backslash to stand for one of the characters; None: nothing does."""
+        """The rule of the text after the backslash of escapes of these characters; None: there are none."""
         if not self._notation.has_escapes:
             return None
         known = ("escape", ranges, key)
         if known not in self._known:
-            short = [char for code, char in self._notation.escapes.items() if rx.common(ranges, ((code, code),))]
+            short = [char for code, char in self._notation.escapes.items() if rx.intersect(ranges, ((code, code),))]
             if key:
                 short = [char for char in short if char != "/"]
-            spelt = rx.common(ranges, ((0, 0xFFFF),))
+            spelt = rx.intersect(ranges, ((0, 0xFFFF),))
             if key or len(spelt) > MAX_ESCAPED_RANGES:
-                spelt = rx.common(ranges, ((0, 7), (11, 11), (14, 31)))  # those without a short one
+                spelt = rx.intersect(ranges, ((0, 7), (11, 11), (14, 31)))  # control characters without a short escape
             choices: list[Choice] = []
             if short:
                 choices.append((char_class(rx.merged((ord(char), ord(char)) for char in short)),))
             for low, high in spelt:
                 choices += [(literal("u"), *digits) for digits in _hexadecimal(low, high)]
-            if not key and self._notation.has_pairs and _ASTRAL in rx.common(ranges, (_ASTRAL,)):
+            if not key and self._notation.has_pairs and _ASTRAL in rx.intersect(ranges, (_ASTRAL,)):
                 choices.append((literal("u"), *_PAIR))
             if not choices:
                 return None
@@ -243,8 +243,8 @@ class TextRules:
 
 
 def _runs(states: Automaton) -> list[int]:
-    """Of each state, how many characters may follow one another of which the next are of the same kind, and behind each
-    of which, but for the last, the text may end or may not as it may here: counted repetitions."""
+    """The length of the run of equal transitions from each state: the same characters each time, and states of which,
+    except the last, all accept or none does. Such runs are counted repetitions."""
     runs = [0] * len(states)
     for begin in range(len(states)):
         path: list[int] = []
@@ -252,7 +252,7 @@ def _runs(states: Automaton) -> list[int]:
         while not runs[number] and number not in path and len(states[number].moves) == 1:
             path.append(number)
             ((_, number),) = states[number].moves
-        if number in path:  # in a circle nothing is counted
+        if number in path:  # a cycle is not counted
             path = path[: path.index(number)]
         for number in reversed(path):
             ((characters, following),) = states[number].moves
@@ -265,7 +265,7 @@ def _runs(states: Automaton) -> list[int]:
 
 
 def _long_lengths(regex: Regex) -> tuple[int, int | None] | None:
-    """Least and most characters, where nothing else is asked of strings, and they are too many to unroll."""
+    """(least, most) characters, if the regex only constrains the length, and they are too many to unroll."""
     parts = regex.parts if regex.kind is Kind.AND else (regex,)
     least, most = 0, None
     for part in parts:
@@ -280,7 +280,7 @@ def _long_lengths(regex: Regex) -> tuple[int, int | None] | None:
 
 
 def _hexadecimal(low: int, high: int, digits: int = 4) -> list[tuple[str, ...]]:
-    """Classes of hexadecimal digits whose numbers are those from `low` to `high`."""
+    """Sequences of hex digit classes that match the numbers from `low` to `high`."""
     if digits == 0:
         return [()]
     unit = 16 ** (digits - 1)

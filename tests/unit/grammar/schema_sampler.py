@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from minisgl_backend.grammar.translate import translated
+from minisgl_backend.grammar.translate import translate
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import Grammar
 
@@ -29,7 +29,7 @@ def demo_compiler() -> tuple[Any, tuple[bytes, ...]]:
 
 def ebnf(schema: Any) -> str:
     """Raises InvalidRequestError for what is refused."""
-    return translated(Grammar(kind="json_schema", text=json.dumps(schema))).text
+    return translate(Grammar(kind="json_schema", text=json.dumps(schema))).text
 
 
 def accepts(schema: Any, text: str) -> bool:
@@ -48,12 +48,12 @@ def samples(schema: Any, count: int) -> list[str | None]:
 
 def _sample(compiled: Any, texts: tuple[bytes, ...], chance: random.Random) -> str | None:
     matcher = xgrammar.GrammarMatcher(compiled)
-    bits = np.zeros((1, -(-len(texts) // 32)), dtype=np.int32)
+    bitmask = np.zeros((1, -(-len(texts) // 32)), dtype=np.int32)
     written = b""
     for _ in range(MOST_TOKENS):
-        matcher.fill_next_token_bitmask(bits, 0)
+        matcher.fill_next_token_bitmask(bitmask, 0)
         by_byte: dict[bytes, list[int]] = {}
-        for token in np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(texts)].nonzero()[0].tolist():
+        for token in np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: len(texts)].nonzero()[0].tolist():
             by_byte.setdefault(texts[token][:1], []).append(token)
         assert by_byte, f"nothing may follow {written!r}"
         token = chance.choice(by_byte[chance.choice(list(by_byte))])

@@ -8,7 +8,7 @@ import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.grammar.draft_masks import DraftMasks
-from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.request import Grammar
 from minisgl_backend.step import StepPlan, StepResult
 
@@ -30,10 +30,10 @@ class Matcher:
     def is_terminated(self) -> bool:
         return self.tokens[-1:] == [9]
 
-    def fill_next_token_bitmask(self, bits: Int32Array, line: int) -> None:
+    def fill_next_token_bitmask(self, bitmask: Int32Array, index: int) -> None:
         if self.tokens[-1] == 7:
             raise RuntimeError("too many states")
-        bits[line] = len(self.tokens)
+        bitmask[index] = len(self.tokens)
 
     def rollback(self, count: int) -> None:
         del self.tokens[-count:]
@@ -44,12 +44,12 @@ def filled(
 ) -> tuple[list[int], list[int], list[int]]:
     """Result indices that have a mask, what stands in it, and those that have none; nothing is left of the drafts."""
     masks, matcher = masks or DraftMasks(lambda: 0.0), Matcher()
-    bits = np.zeros((len(drafts), 1), dtype=np.int32)
+    bitmask = np.zeros((len(drafts), 1), dtype=np.int32)
     masks.begin()
     drafted = [(5 + index, 1, draft) for index, draft in enumerate(drafts)]
-    indices = masks.fill(drafted, {1: matcher}, {1: grammar}, bits)
+    indices = masks.fill(drafted, {1: matcher}, {1: grammar}, bitmask)
     assert matcher.tokens == []
-    return indices, bits[: len(indices), 0].tolist(), masks.unmasked
+    return indices, bitmask[: len(indices), 0].tolist(), masks.unmasked
 
 
 def test_matchers_follow_drafts_as_far_as_they_go() -> None:
@@ -81,7 +81,7 @@ class NoCompilers:
 
 def test_a_step_that_asks_for_no_masks_has_left_none_out() -> None:
     """Its rows have no grammar; a sequence that waits has one, and the step before has left some out."""
-    grammars = Grammars(NoCompilers())  # type: ignore[arg-type]
+    grammars = GrammarManager(NoCompilers())  # type: ignore[arg-type]
     grammars._matchers[1], grammars._grammars[1], grammars._draft_masks.unmasked = Matcher(), REGEX, [0, 7]
     rows, drafts = np.array([2, 2], dtype=np.int32), np.array([-1, 5], dtype=np.int32)
     plan = StepPlan(

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from minisgl_backend.grammar.forced_text import TokenCutter
+from minisgl_backend.grammar.forced_text import GreedyTokenizer
 
 VOCABULARY = [b"{", b'"', b"na", b"name", b'":', b" ", b"<end>", b"", b" ", b"\xe4\xb8"]
-CUTTER = TokenCutter(SimpleNamespace(decoded_vocab=VOCABULARY, special_token_ids=[], stop_token_ids=[6]))
+TOKENIZER = GreedyTokenizer(SimpleNamespace(decoded_vocab=VOCABULARY, special_token_ids=[], stop_token_ids=[6]))
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ CUTTER = TokenCutter(SimpleNamespace(decoded_vocab=VOCABULARY, special_token_ids
         (b"", 9, []),
     ],
 )
-def test_text_is_cut_into_the_longest_tokens(text: bytes, most: int, expected: list[int]) -> None:
-    assert CUTTER.cut(text, most).tolist() == expected
+def test_text_is_tokenized_greedily(text: bytes, most: int, expected: list[int]) -> None:
+    assert TOKENIZER.encode(text, most).tolist() == expected

@@ -17,12 +17,12 @@ import pytest
 
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.grammar import grammars as grammar_module
+from minisgl_backend.grammar import manager as grammar_module
+from minisgl_backend.grammar.cache import GrammarCache
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.grammar.jobs import Job
-from minisgl_backend.grammar.memory import GrammarMemory
-from minisgl_backend.grammar.pace import Pace
+from minisgl_backend.grammar.manager import GrammarManager
+from minisgl_backend.grammar.time_budget import TimeBudget
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -95,19 +95,19 @@ class RandomRunner:
         return MaskedPending(plan, tokens, bool(guided))
 
     def grammar_bitmask(self, count: int) -> np.ndarray:
-        self.lines = np.full((count, -(-self._vocab_size // 32)), 0x5A5A5A5A, dtype=np.int32)
-        return self.lines
+        self.bitmask_rows = np.full((count, -(-self._vocab_size // 32)), 0x5A5A5A5A, dtype=np.int32)
+        return self.bitmask_rows
 
     def sample(self, pending: MaskedPending, masks: Any) -> None:
-        assert masks is None or masks[1] is self.lines
+        assert masks is None or masks[1] is self.bitmask_rows
         self._unsampled = False
         if self.fails_sample:
             raise RuntimeError("no memory for that")
         pending.unsampled = None
         if masks is not None:
             self.masked_steps += 1
-            for index, bits in zip(masks[0].tolist(), masks[1], strict=True):
-                allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
+            for index, bitmask in zip(masks[0].tolist(), masks[1], strict=True):
+                allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
                 if len(allowed):
                     pending.tokens[index] = self._random.choice(allowed.tolist())
                 else:
@@ -118,7 +118,7 @@ class SharedCompilers:
     """For many tests: a process takes seconds to start."""
 
     def __init__(self, compilers: GrammarCompilers) -> None:
-        self.submit, self.memory = compilers.submit, compilers.memory
+        self.submit, self.cache = compilers.submit, compilers.cache
         self.num_waiting = 0
 
     def close(self) -> None:
@@ -134,10 +134,10 @@ def compilers(source: TokenizerSource) -> Iterator[GrammarCompilers]:
 
 class Harness:
     def __init__(
-        self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool, pace: Pace | None = None
+        self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool, budget: TimeBudget | None = None
     ) -> None:
         shared: Any = SharedCompilers(compilers)
-        self.grammars = Grammars(shared, pace)
+        self.grammars = GrammarManager(shared, budget)
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
@@ -257,17 +257,17 @@ def test_what_is_known_needs_no_room(harness: Harness, monkeypatch: pytest.Monke
 
 def test_what_is_known_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     class Compilers:
-        memory = GrammarMemory(most_bytes=1 << 20)
+        cache = GrammarCache(max_bytes=1 << 20)
         num_waiting = 0
 
         def submit(self, job: Job) -> None:
-            if (compiled := self.memory.recall(job.grammar)) is not None:
+            if (compiled := self.cache.get(job.grammar)) is not None:
                 job.done(compiled, None)
 
     monkeypatch.setattr(grammar_module, "MAX_COMPILING", 3)
-    grammars = Grammars(Compilers())  # type: ignore[arg-type]
+    grammars = GrammarManager(Compilers())  # type: ignore[arg-type]
     known = Grammar(kind="regex", text="known")
-    Compilers.memory.note_compiled(known, "compiled", 1)
+    Compilers.cache.note_compiled(known, "compiled", 1)
     for uid in range(5):
         grammars.submit(make_request(uid, [5], grammar=known), known)
     assert (grammars.num_ready, grammars.room) == (5, 3)
@@ -389,7 +389,7 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
         """Has taken the first job only."""
 
         jobs: ClassVar[list[Job]] = []
-        memory = GrammarMemory(most_bytes=0)
+        cache = GrammarCache(max_bytes=0)
 
         @property
         def num_waiting(self) -> int:
@@ -403,7 +403,7 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
         grammars.submit(make_request(number, [5], grammar=grammar), grammar)
 
     compilers = Compilers()
-    grammars = Grammars(compilers)  # type: ignore[arg-type]
+    grammars = GrammarManager(compilers)  # type: ignore[arg-type]
     monkeypatch.setattr(grammar_module, "MAX_COMPILING", 10)
     for number in range(10):
         submit(number)
@@ -412,13 +412,13 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
     submit(10)
     with pytest.raises(CapacityError):
         submit(11)
-    assert [number for number, job in enumerate(compilers.jobs) if job.is_wanted()] == [9, 10]
+    assert [number for number, job in enumerate(compilers.jobs) if job.is_awaited()] == [9, 10]
 
 
 def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, source: TokenizerSource) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     compilers = GrammarCompilers(source)
-    grammars = Grammars(compilers)
+    grammars = GrammarManager(compilers)
     request = guided(1, "json")
     with pytest.raises(InvalidRequestError, match="pip install"):
         grammars.submit(request, request.params.grammar)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.grammar import cache as grammar_cache
 from minisgl_backend.grammar import compiler as grammar_process
 from minisgl_backend.grammar import compilers as grammar_compilers
-from minisgl_backend.grammar import memory as grammar_memory
-from minisgl_backend.grammar.answer import Answer
+from minisgl_backend.grammar.compiler_reply import CompilerReply
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.jobs import Job, Limits
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
@@ -40,7 +40,7 @@ class Outcomes:
     def __init__(self, compilers: GrammarCompilers) -> None:
         self.compilers = compilers
         self.of: dict[str, tuple[Any, MinisglError | None]] = {}
-        self.unwanted: set[str] = set()
+        self.abandoned: set[str] = set()
 
     def limit(self, **changes: Any) -> Limits:
         self.compilers.limits = dataclasses.replace(self.compilers.limits, **changes)
@@ -51,7 +51,7 @@ class Outcomes:
             self.of[text] = compiled, error
 
         grammar = Grammar(kind="regex", text=text)
-        self.compilers.submit(Job(grammar=grammar, is_wanted=lambda: text not in self.unwanted, done=done))
+        self.compilers.submit(Job(grammar=grammar, is_awaited=lambda: text not in self.abandoned, done=done))
 
     def wait(self, *texts: str) -> None:
         wait_for(lambda: all(text in self.of for text in texts))
@@ -105,7 +105,7 @@ def test_a_grammar_that_never_ends_holds_nobody_up(compilers: GrammarCompilers) 
     outcomes.wait("[a-c]{3}")
     assert ENDLESS not in outcomes.of
     assert outcomes.of["[a-c]{3}"][1] is None
-    outcomes.unwanted.add(ENDLESS)  # its client leaves
+    outcomes.abandoned.add(ENDLESS)  # its client leaves
     assert outcomes.error(ENDLESS) == (
         "InvalidRequestError: guided_decoding_guide takes longer than 30 s to compile; allowed: a simpler one"
     )
@@ -146,14 +146,14 @@ def test_a_compiler_that_dies_idle_is_replaced_once(compilers: GrammarCompilers)
 def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(grammar_process, "SENT_FROM_S", seconds)
-    tokenizer = compilers.take_tokenizer()
+    monkeypatch.setattr(grammar_process, "SERIALIZED_FROM_S", seconds)
+    tokenizer = compilers.load_tokenizer()
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
     grammar = Grammar(kind="json_schema", text=text)
-    answer = grammar_process._answer(compiler, grammar_process.text_lengths(tokenizer.info), grammar)
-    assert (answer.error, bool(answer.compiled)) == ("", seconds == 0.0)
-    found = compilers.load(grammar, answer)
+    reply = grammar_process._compile(compiler, grammar_process.text_lengths(tokenizer.info), grammar)
+    assert (reply.error, bool(reply.compiled)) == ("", seconds == 0.0)
+    found = compilers.load(grammar, reply)
     masks = np.zeros((2, -(-tokenizer.info.vocab_size // 32)), dtype=np.int32)
     for mask, one in zip(masks, (found, grammar_process.compile_grammar(compiler, grammar)), strict=True):
         matcher = xgrammar.GrammarMatcher(one)
@@ -165,9 +165,9 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
 
 def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) -> None:
     """Those that are remembered are: its cache counts no texts."""
-    plain = Grammar(kind="ebnf_grammar", text="root ::= [0-9]+ # of its own")
-    compilers.load(plain, Answer(plain=plain))
-    assert compilers.take_tokenizer().compiler.get_cache_size_bytes() == 0
+    translated = Grammar(kind="ebnf_grammar", text="root ::= [0-9]+ # of its own")
+    compilers.load(translated, CompilerReply(translated=translated))
+    assert compilers.load_tokenizer().compiler.get_cache_size_bytes() == 0
 
 
 def test_a_compiler_has_a_bound_on_its_memory() -> None:
@@ -176,12 +176,12 @@ import xgrammar
 from minisgl_backend.grammar import compiler as module
 from minisgl_backend.request import Grammar
 
-module.MORE_BYTES = 64 << 20
+module.MAX_ADDED_BYTES = 64 << 20
 info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
 compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 module._limit_memory()
 for text in ("a?" * 20_000 + "a" * 20_000, "[a-c]{3}"):
-    print(module._answer(compiler, module.text_lengths(info), Grammar(kind="regex", text=text)).error)
+    print(module._compile(compiler, module.text_lengths(info), Grammar(kind="regex", text=text)).error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "guided_decoding_guide takes too much memory to compile; allowed: a simpler one\n\n"
@@ -194,8 +194,8 @@ class FakeProcess:
     most_at_work = 0
     fails = False
     compiled: list[str]
-    may_answer = threading.Event()
-    may_answer.set()
+    may_reply = threading.Event()
+    may_reply.set()
 
     def __init__(self) -> None:
         if type(self).fails:
@@ -212,17 +212,17 @@ class FakeProcess:
         seconds = float(grammar.text.split()[0]) if grammar.text[0].isdigit() else 0.0
         self._due = time.monotonic() + seconds
 
-    def answers_within(self, seconds: float) -> bool:
-        self.may_answer.wait()
+    def replies_within(self, seconds: float) -> bool:
+        self.may_reply.wait()
         left = self._due - time.monotonic()
         if self._ended.wait(max(0.0, min(seconds, left))):
             return True
         return left <= seconds
 
-    def answer(self) -> Answer:
+    def reply(self) -> CompilerReply:
         if self._ended.is_set():
             raise EOFError
-        return Answer(error="too hard") if self._text == "wrong" else Answer(compiled=self._text)
+        return CompilerReply(error="too hard") if self._text == "wrong" else CompilerReply(compiled=self._text)
 
     def kill(self) -> None:
         self._ended.set()
@@ -235,11 +235,11 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
     """With processes that only pretend, and a hundredth of the times."""
     monkeypatch.setattr(grammar_compilers, "CompilerProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "compiled", [], raising=False)
-    limits = Limits(quick_s=0.05, deadline_s=0.4, look_s=0.01)
+    limits = Limits(quick_s=0.05, deadline_s=0.4, poll_s=0.01)
     compilers = GrammarCompilers(TokenizerSource("", False, 8, []), limits=limits)
-    monkeypatch.setattr(compilers, "_describe", lambda: "")
-    monkeypatch.setattr(compilers, "take_tokenizer", lambda: None)
-    monkeypatch.setattr(compilers, "load", lambda grammar, answer: answer.compiled)
+    monkeypatch.setattr(compilers, "_describe_tokenizer", lambda: "")
+    monkeypatch.setattr(compilers, "load_tokenizer", lambda: None)
+    monkeypatch.setattr(compilers, "load", lambda grammar, reply: reply.compiled)
     yield Outcomes(compilers)
     compilers.close()
 
@@ -264,13 +264,13 @@ def test_what_is_slow_yet_ends_is_compiled(outcomes: Outcomes) -> None:
 
 
 def test_where_many_wait_several_compile(outcomes: Outcomes) -> None:
-    outcomes.limit(quick_s=60.0, max_quick=3, many=4)
-    FakeProcess.may_answer.clear()
+    outcomes.limit(quick_s=60.0, max_quick=3, queue_per_worker=4)
+    FakeProcess.may_reply.clear()
     texts = [f"quick {number}" for number in range(40)]
     for text in texts:
         outcomes.submit(text)
     wait_for(lambda: len(FakeProcess.compiled) == 3)
-    FakeProcess.may_answer.set()
+    FakeProcess.may_reply.set()
     outcomes.wait(*texts)
     assert len(outcomes.compilers._threads) == 3
     assert sorted(FakeProcess.compiled) == sorted(texts)
@@ -290,7 +290,7 @@ def test_too_many_slow_ones_are_refused(outcomes: Outcomes) -> None:
 def test_what_was_cancelled_is_not_compiled_and_frees_its_place(outcomes: Outcomes) -> None:
     outcomes.submit("9 slow")
     wait_for(lambda: bool(FakeProcess.compiled))
-    outcomes.unwanted |= {"never", "9 slow"}
+    outcomes.abandoned |= {"never", "9 slow"}
     outcomes.limit(deadline_s=60.0)
     outcomes.submit("never")
     outcomes.submit("last")
@@ -314,7 +314,7 @@ def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
     for _ in range(times):
         job = Job(
             grammar=Grammar(kind="regex", text=text),
-            is_wanted=lambda: True,
+            is_awaited=lambda: True,
             done=lambda compiled, error: told.append(compiled or str(error)),
         )
         outcomes.compilers.submit(job)
@@ -324,10 +324,10 @@ def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
 @pytest.mark.parametrize("text", ["0.02 quick", "0.15 slow", "wrong"])
 def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Also where nothing of it is remembered."""
-    monkeypatch.setattr(outcomes.compilers.memory, "recall", lambda grammar: None)
-    FakeProcess.may_answer.clear()  # before all have asked
+    monkeypatch.setattr(outcomes.compilers.cache, "get", lambda grammar: None)
+    FakeProcess.may_reply.clear()  # before all have asked
     told = submit_often(outcomes, text, 20)
-    FakeProcess.may_answer.set()
+    FakeProcess.may_reply.set()
     wait_for(lambda: len(told) == 20)
     assert set(told) == {"too hard" if text == "wrong" else text}
     assert FakeProcess.compiled == [text]
@@ -351,7 +351,7 @@ def test_what_takes_too_long_is_refused_at_once_for_a_while(
     wait_for(lambda: len(told) == 20)
     assert all("takes longer than 0.4 s" in reason for reason in told)
     assert sorted(FakeProcess.compiled) == ["9 long", "quick"]
-    monkeypatch.setattr(grammar_memory, "REMEMBERED_S", 0.0)
+    monkeypatch.setattr(grammar_cache, "ENTRY_TTL_S", 0.0)
     outcomes.submit("9 long")
     assert "takes longer than 0.4 s" in outcomes.error("9 long")
     assert FakeProcess.compiled.count("9 long") == 2
@@ -368,8 +368,8 @@ def test_what_the_compiler_refused_is_not_compiled_again(outcomes: Outcomes) -> 
 def test_what_is_known_or_refused_waits_for_nothing(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even for a worker: it is told before `submit` returns."""
     known, refused = Grammar(kind="regex", text="known"), Grammar(kind="regex", text="refused")
-    outcomes.compilers.memory.note_compiled(known, "compiled", 8)
-    outcomes.compilers.memory.note_refused(refused, "too hard")
+    outcomes.compilers.cache.note_compiled(known, "compiled", 8)
+    outcomes.compilers.cache.note_refused(refused, "too hard")
     monkeypatch.setattr(grammar_compilers, "Worker", None)  # none is started
     assert submit_often(outcomes, "known", 2) == ["compiled", "compiled"]
     assert submit_often(outcomes, "refused", 1) == ["too hard"]
@@ -391,16 +391,16 @@ def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes) -
 
 def test_what_was_slow_on_a_busy_machine_is_quick_again(outcomes: Outcomes) -> None:
     grammar = Grammar(kind="regex", text="quick")
-    outcomes.compilers.memory.note_slow(grammar, True)
+    outcomes.compilers.cache.note_slow(grammar, True)
     outcomes.submit("quick")
     outcomes.wait("quick")
-    assert not outcomes.compilers.memory.is_slow(grammar)
+    assert not outcomes.compilers.cache.is_slow(grammar)
 
 
 def test_what_was_cancelled_is_not_refused_to_others(outcomes: Outcomes) -> None:
     outcomes.submit("0.3 slow")
     wait_for(lambda: bool(FakeProcess.compiled))
-    outcomes.unwanted.add("0.3 slow")
+    outcomes.abandoned.add("0.3 slow")
     outcomes.error("0.3 slow")
     told = submit_often(outcomes, "0.3 slow", 1)
     wait_for(lambda: told == ["0.3 slow"])
@@ -410,7 +410,7 @@ def test_whoever_asks_while_a_cancelled_one_ends_has_a_turn(outcomes: Outcomes) 
     told: list[list[Any]] = []
     first = Job(
         grammar=Grammar(kind="regex", text="0.3 slow"),
-        is_wanted=lambda: not FakeProcess.compiled,  # it leaves once it is at work
+        is_awaited=lambda: not FakeProcess.compiled,  # it leaves once it is at work
         done=lambda compiled, error: told.append(submit_often(outcomes, "0.3 slow", 1)),
     )
     outcomes.compilers.submit(first)
@@ -421,7 +421,7 @@ def test_whoever_waits_goes_on_when_the_first_leaves(outcomes: Outcomes) -> None
     outcomes.submit("0.3 slow")
     told = submit_often(outcomes, "0.3 slow", 1)
     wait_for(lambda: bool(FakeProcess.compiled))
-    outcomes.unwanted.add("0.3 slow")
+    outcomes.abandoned.add("0.3 slow")
     wait_for(lambda: told == ["0.3 slow"])
 
 
@@ -439,7 +439,7 @@ def test_those_who_ask_for_the_same_and_leave_are_forgotten(outcomes: Outcomes) 
     outcomes.submit("9 slow")
     grammar = Grammar(kind="regex", text="9 slow")
     for _ in range(50):
-        outcomes.compilers.submit(Job(grammar=grammar, is_wanted=lambda: False, done=lambda compiled, error: None))
+        outcomes.compilers.submit(Job(grammar=grammar, is_awaited=lambda: False, done=lambda compiled, error: None))
     outcomes.submit("quick")
     outcomes.wait("quick")
-    assert len(outcomes.compilers._flights[grammar].followers) <= 1
+    assert len(outcomes.compilers._in_flight[grammar].followers) <= 1

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("xgrammar")
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.translate import translated
+from minisgl_backend.grammar.translate import translate
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.request import Grammar
 from tests.unit.grammar.schema_sampler import accepts, ebnf
@@ -301,10 +301,10 @@ def test_lark_and_ebnf_are_told_apart(text: str) -> None:
     import xgrammar
     from xgrammar.testing import _is_grammar_accept_string
 
-    grammar = xgrammar.Grammar.from_ebnf(translated(Grammar(kind="ebnf_grammar", text=text)).text)
+    grammar = xgrammar.Grammar.from_ebnf(translate(Grammar(kind="ebnf_grammar", text=text)).text)
     assert [_is_grammar_accept_string(grammar, word) for word in ("yes", "no", "maybe")] == [True, True, False]
 
 
 def test_schemas_within_lark_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="%json"):
-        translated(Grammar(kind="ebnf_grammar", text='start: %json {"type": "object"}'))
+        translate(Grammar(kind="ebnf_grammar", text='start: %json {"type": "object"}'))

@@ -20,10 +20,10 @@ pytest.importorskip("xgrammar")
 PROGRAM = """
 import sys
 from minisgl_backend.grammar import compiler
-from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
+from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
 
-xgrammar = import_xgrammar(UNUSED)
-compiler._try_library(xgrammar)
+xgrammar = import_xgrammar(UNUSED_PACKAGES)
+compiler._check_library(xgrammar)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "triton"}))
 import torch
 print(int(torch.ones(3).sum()))
@@ -40,17 +40,17 @@ import queue, sys
 import msgspec
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.jobs import Job
-from minisgl_backend.grammar.light_import import UNUSED
+from minisgl_backend.grammar.light_import import UNUSED_PACKAGES
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.request import Grammar
 
 source = msgspec.json.decode(sys.argv[1], type=TokenizerSource)
-compilers = GrammarCompilers(source, without=UNUSED)
+compilers = GrammarCompilers(source, stubbed=UNUSED_PACKAGES)
 done = queue.Queue()
 grammar = Grammar(kind="json_schema", text='{"type": "object", "properties": {"n": {"type": "integer"}}}')
-compilers.submit(Job(grammar=grammar, is_wanted=lambda: True, done=lambda *outcome: done.put(outcome)))
+compilers.submit(Job(grammar=grammar, is_awaited=lambda: True, done=lambda *outcome: done.put(outcome)))
 compiled, error = done.get(timeout=120)
-print(error, type(compiled).__name__, sorted({name.partition(".")[0] for name in sys.modules} & set(UNUSED)))
+print(error, type(compiled).__name__, sorted({name.partition(".")[0] for name in sys.modules} & set(UNUSED_PACKAGES)))
 compilers.close()
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from minisgl_backend.grammar import mask_filler
 from minisgl_backend.grammar.mask_filler import MaskFiller
-from minisgl_backend.grammar.pace import Pace
+from minisgl_backend.grammar.time_budget import TimeBudget
 from minisgl_backend.request import Grammar
 
 WORDS = 3
@@ -30,7 +30,7 @@ class Matcher:
         self.number, self.seconds, self.error, self.computes = number, seconds, error, computes
         self.threads: list[threading.Thread] = []
 
-    def fill_next_token_bitmask(self, bits: np.ndarray, line: int) -> None:
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
         self.threads.append(threading.current_thread())
         time.sleep(self.seconds)
         end = time.thread_time() + self.computes
@@ -38,26 +38,26 @@ class Matcher:
             pass
         if self.error is not None:
             raise self.error
-        bits[line] = self.number
+        bitmask[index] = self.number
 
 
 @pytest.fixture
 def filler() -> Any:
-    filler = MaskFiller(Pace(60.0, 60.0), 4)
+    filler = MaskFiller(TimeBudget(60.0, 60.0), 4)
     yield filler
     filler.close()
 
 
 def filled(filler: MaskFiller, matchers: list[Matcher], num_new: int = 0) -> tuple[list[int], dict[int, Exception]]:
-    bits = np.full((len(matchers), WORDS), -7, dtype=np.int32)
-    errors = filler.fill(matchers, bits, lambda line: GRAMMAR, num_new=num_new)
-    assert (bits == bits[:, :1]).all()
-    return bits[:, 0].tolist(), errors
+    bitmask = np.full((len(matchers), WORDS), -7, dtype=np.int32)
+    errors = filler.fill(matchers, bitmask, lambda index: GRAMMAR, num_new=num_new)
+    assert (bitmask == bitmask[:, :1]).all()
+    return bitmask[:, 0].tolist(), errors
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 64, 100])
 @pytest.mark.parametrize("num_new", [0, 1, 70])
-def test_each_line_is_its_own_matchers(filler: MaskFiller, count: int, num_new: int) -> None:
+def test_each_bitmask_row_is_of_its_matcher(filler: MaskFiller, count: int, num_new: int) -> None:
     for turn in range(20):
         numbers = list(range(turn, turn + count))
         assert filled(filler, [Matcher(number) for number in numbers], min(num_new, count)) == (numbers, {})
@@ -70,7 +70,7 @@ def test_masks_that_take_long_are_shared(filler: MaskFiller) -> None:
 
 
 def test_masks_that_take_no_time_wake_nobody(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_filler, "WORTH_S", 1e6)
+    monkeypatch.setattr(mask_filler, "WORK_PER_HELPER_S", 1e6)
     matchers = [Matcher(number) for number in range(16)]
     filled(filler, matchers)
     assert {thread for matcher in matchers for thread in matcher.threads} == {threading.current_thread()}
@@ -98,9 +98,11 @@ def test_a_part_of_one_mask_is_no_batch(
         def __init__(self, max_threads: int) -> None:
             made.append(max_threads)
 
-        def batch_fill_next_token_bitmask(self, matchers: list[Matcher], bits: np.ndarray, lines: list[int]) -> None:
-            for matcher, line in zip(matchers, lines, strict=True):
-                matcher.fill_next_token_bitmask(bits, line)
+        def batch_fill_next_token_bitmask(
+            self, matchers: list[Matcher], bitmask: np.ndarray, indices: list[int]
+        ) -> None:
+            for matcher, index in zip(matchers, indices, strict=True):
+                matcher.fill_next_token_bitmask(bitmask, index)
 
     monkeypatch.setattr(xgrammar, "BatchGrammarMatcher", Batch)
     assert filled(filler, [Matcher(number) for number in range(count)]) == (list(range(count)), {})
@@ -119,7 +121,7 @@ def test_the_library_is_loaded_at_no_masks_expense(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(mask_filler, "time", SimpleNamespace(perf_counter=lambda: now, thread_time=time.thread_time))
     monkeypatch.setattr(builtins, "__import__", load_slowly)
-    filler = MaskFiller(Pace(0.05), 1)
+    filler = MaskFiller(TimeBudget(0.05), 1)
     matchers = [Matcher(number) for number in range(2)]
     for _ in range(2):
         assert filled(filler, matchers) == ([0, 1], {})
@@ -137,7 +139,7 @@ def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch:
 
 
 def test_the_helpers_end_with_it() -> None:
-    filler = MaskFiller(Pace(60.0, 60.0), 3)
+    filler = MaskFiller(TimeBudget(60.0, 60.0), 3)
     matchers = [Matcher(number, seconds=0.01) for number in range(12)]
     filled(filler, matchers)
     helpers = {thread for matcher in matchers for thread in matcher.threads} - {threading.current_thread()}
@@ -155,17 +157,17 @@ def test_real_matchers_are_filled_as_one_by_one(filler: MaskFiller) -> None:
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
     matchers = [xgrammar.GrammarMatcher(compiler.compile_regex(f"[a-c]*{number}")) for number in range(40)]
     expected = np.zeros((40, WORDS), dtype=np.int32)
-    for line, matcher in enumerate(matchers):
-        matcher.fill_next_token_bitmask(expected, line)
+    for index, matcher in enumerate(matchers):
+        matcher.fill_next_token_bitmask(expected, index)
     # What the memory held before is nobody's.
     for poison in (0, -1, 0x5A5A5A5A):
-        bits = np.full((40, WORDS), poison, dtype=np.int32)
-        assert filler.fill(matchers, bits, lambda line: GRAMMAR) == {}
-        assert (bits == expected).all()
+        bitmask = np.full((40, WORDS), poison, dtype=np.int32)
+        assert filler.fill(matchers, bitmask, lambda index: GRAMMAR) == {}
+        assert (bitmask == expected).all()
     terminated = matchers[7]
     assert terminated.accept_token(words.index("7"))
     assert terminated.accept_token(len(words) - 1)
-    bits = np.zeros((40, WORDS), dtype=np.int32)
-    assert list(filler.fill(matchers, bits, lambda line: GRAMMAR)) == [7]
+    bitmask = np.zeros((40, WORDS), dtype=np.int32)
+    assert list(filler.fill(matchers, bitmask, lambda index: GRAMMAR)) == [7]
     others = np.arange(40) != 7
-    assert (bits[others] == expected[others]).all()
+    assert (bitmask[others] == expected[others]).all()

@@ -103,10 +103,10 @@ def test_what_a_grammar_writes_its_parser_reads(style: str, begin: str, end: str
 
 def written(grammar: Any, chance: random.Random, most: int = 400) -> str | None:
     """What any choice among the allowed ASCII characters writes; None where it has not ended by then."""
-    matcher, bits, found = xgrammar.GrammarMatcher(grammar), np.zeros((1, 8), dtype=np.int32), bytearray()
+    matcher, bitmask, found = xgrammar.GrammarMatcher(grammar), np.zeros((1, 8), dtype=np.int32), bytearray()
     for _ in range(most):
-        matcher.fill_next_token_bitmask(bits, 0)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:128])
+        matcher.fill_next_token_bitmask(bitmask, 0)
+        allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")[:128])
         ends = [one for one in allowed if chr(one) in '"<|>}]\0']
         token = int(chance.choice(ends if ends and chance.random() < 0.5 else list(allowed)))
         matcher.accept_token(token)

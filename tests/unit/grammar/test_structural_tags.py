@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.translate import translated
+from minisgl_backend.grammar.translate import translate
 from minisgl_backend.request import Grammar
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -21,7 +21,7 @@ def tag(schema: Any, style: str = "qwen_xml", **options: Any) -> dict[str, Any]:
 
 
 def plain(structural_tag: dict[str, Any]) -> Any:
-    return json.loads(translated(Grammar(kind="structural_tag", text=json.dumps(structural_tag))).text)
+    return json.loads(translate(Grammar(kind="structural_tag", text=json.dumps(structural_tag))).text)
 
 
 def of(schema: Any, **others: Any) -> dict[str, Any]:

@@ -10,28 +10,28 @@ from typing import Any, Generic, TypeVar
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import Grammar
 
-REMEMBERED_S = 300.0  # how long what was refused is, and what was slow counts as slow
-MAX_REMEMBERED = 256
-TEXT_BYTES = 2  # of memory for each character of a grammar's text
+ENTRY_TTL_S = 300.0  # how long what was refused is, and what was slow counts as slow
+MAX_ENTRIES = 256
+BYTES_PER_CHAR = 2  # of memory for each character of a grammar's text
 ENTRY_BYTES = 4096  # beside what xgrammar counts and the text: of both sides' objects
 
 T = TypeVar("T")
 
 
-class GrammarMemory:
+class GrammarCache:
     """Used by all threads of the compilers."""
 
-    def __init__(self, most_bytes: int) -> None:
-        """`most_bytes`: of compiled grammars and their texts, beside those in use; the one asked for longest ago goes
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: of compiled grammars and their texts, beside those in use; the one asked for longest ago goes
         first."""
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()  # of what follows
         self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # and its bytes
         self._bytes = 0
-        self._refused = _Recent[str]()  # why
-        self._slow = _Recent[bool]()
+        self._refused = _TtlCache[str]()  # why
+        self._slow = _TtlCache[bool]()
 
-    def recall(self, grammar: Grammar) -> Any:
+    def get(self, grammar: Grammar) -> Any:
         """What was compiled before; None where it was not, or is forgotten. Raises InvalidRequestError for what was
         refused not long ago."""
         with self._lock:
@@ -43,21 +43,21 @@ class GrammarMemory:
                 raise InvalidRequestError(reason)
             return None
 
-    def is_settled(self, grammar: Grammar) -> bool:
-        """`recall` has something to say."""
+    def is_known(self, grammar: Grammar) -> bool:
+        """`get` has something to say."""
         with self._lock:
             return grammar in self._compiled or self._refused.get(grammar) is not None
 
     def note_compiled(self, grammar: Grammar, compiled: Any, num_bytes: int) -> None:
         """`num_bytes`: what xgrammar says that it takes. One that is too large alone is not remembered."""
-        num_bytes += TEXT_BYTES * len(grammar.text) + ENTRY_BYTES
+        num_bytes += BYTES_PER_CHAR * len(grammar.text) + ENTRY_BYTES
         with self._lock:
             if self._refused.get(grammar) is not None:
                 return  # meanwhile
-            if grammar not in self._compiled and num_bytes <= self._most_bytes:
+            if grammar not in self._compiled and num_bytes <= self._max_bytes:
                 self._compiled[grammar] = compiled, num_bytes
                 self._bytes += num_bytes
-            while self._bytes > self._most_bytes:
+            while self._bytes > self._max_bytes:
                 self._bytes -= self._compiled.popitem(last=False)[1][1]
 
     def note_refused(self, grammar: Grammar, reason: str) -> None:
@@ -80,7 +80,7 @@ class GrammarMemory:
                 self._slow.drop(grammar)
 
 
-class _Recent(Generic[T]):
+class _TtlCache(Generic[T]):
     """Values of not long ago, MAX_REMEMBERED of them."""
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class _Recent(Generic[T]):
 
     def get(self, grammar: Grammar) -> T | None:
         since, value = self._values.get(grammar, (0.0, None))
-        return value if time.monotonic() - since < REMEMBERED_S else None
+        return value if time.monotonic() - since < ENTRY_TTL_S else None
 
     def put(self, grammar: Grammar, value: T) -> None:
         self.drop(grammar)
         self._values[grammar] = time.monotonic(), value
-        while len(self._values) > MAX_REMEMBERED:
+        while len(self._values) > MAX_ENTRIES:
             self._values.popitem(last=False)
 
     def drop(self, grammar: Grammar) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.draft_masks import DraftMasks, counts_tokens
+from minisgl_backend.grammar.draft_masks import DraftMasks, has_token_limit
 from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
-from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
-from minisgl_backend.grammar.thoughts import ThinkingBudget
+from minisgl_backend.grammar.thinking_budget import ThinkingBudget
+from minisgl_backend.grammar.time_budget import BUSY, MIN_COUNTED_S, TOO_SLOW, ThreadClock, TimeBudget
 from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 
@@ -51,23 +51,23 @@ class Ended:
     detail: SequenceDetail | None  # with ERROR, what its sender must see
 
 
-class Grammars:
+class GrammarManager:
     """The grammars of all sequences of one engine. Used by the step loop only."""
 
-    def __init__(self, compilers: GrammarCompilers, pace: Pace | None = None) -> None:
-        """`close` closes the compilers. `pace`: what grammars may take."""
+    def __init__(self, compilers: GrammarCompilers, budget: TimeBudget | None = None) -> None:
+        """`close` closes the compilers. `budget`: what grammars may take."""
         self._compilers = compilers
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._compiling: dict[int, Request] = {}  # by uid
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._grammars: dict[int, Grammar] = {}  # likewise
-        self._thoughts: dict[int, ThinkingBudget] = {}  # likewise
+        self._thinking: dict[int, ThinkingBudget] = {}  # likewise
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar or bounded thoughts
         self._ended: list[Ended] = []
-        self._pace = pace or Pace()
-        self._filler = MaskFiller(self._pace)
+        self._budget = budget or TimeBudget()
+        self._filler = MaskFiller(self._budget)
         self._draft_masks = DraftMasks()
-        self._not_forced: set[int] = set()  # uids whose grammars are not asked for forced text any more
+        self._no_jump_forward: set[int] = set()  # uids whose grammars are not asked for forced text any more
 
     @property
     def num_compiling(self) -> int:
@@ -82,11 +82,11 @@ class Grammars:
 
     @property
     def num_ready(self) -> int:
-        """Requests that `take_compiled` would return, those that were cancelled meanwhile included."""
+        """Requests that `drain_compiled` would return, those that were cancelled meanwhile included."""
         return self._done.qsize()
 
     def submit(self, request: Request, grammar: Grammar) -> None:
-        """Has the request's grammar compiled; it comes back from `take_compiled`.
+        """Has the request's grammar compiled; it comes back from `drain_compiled`.
 
         Raises InvalidRequestError where a grammar cannot be served at all, CapacityError where too many wait.
         """
@@ -100,12 +100,12 @@ class Grammars:
                 f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
                 "alone says when an answer may end"
             )
-        if self.room <= 0 and not self._compilers.memory.is_settled(grammar):
+        if self.room <= 0 and not self._compilers.cache.is_known(grammar):
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
         self._compiling[request.uid] = request
         job = Job(
             grammar=grammar,
-            is_wanted=lambda: request.uid in self._compiling,
+            is_awaited=lambda: request.uid in self._compiling,
             done=lambda compiled, error: self._done.put((request, compiled, error)),
         )
         try:
@@ -114,7 +114,7 @@ class Grammars:
             del self._compiling[request.uid]
             raise
 
-    def take_compiled(self) -> list[CompiledRequest]:
+    def drain_compiled(self) -> list[CompiledRequest]:
         """Requests whose grammar is ready or wrong, since the last call."""
         ready: list[CompiledRequest] = []
         while self._compiling:
@@ -131,16 +131,16 @@ class Grammars:
                 for uid in range(request.uid, request.uid + request.params.n):
                     self._matchers[uid] = xgrammar.GrammarMatcher(compiled)
                     self._grammars[uid] = request.params.grammar
-                self.follow_thoughts(request)
+                self.track_thinking(request)
             ready.append(CompiledRequest(request, error))
         return ready
 
-    def follow_thoughts(self, request: Request) -> None:
+    def track_thinking(self, request: Request) -> None:
         """Bounds the thoughts of its sequences, where it asks for that."""
         params = request.params
         if params.thinking_tags is not None and params.thinking_token_budget is not None:
             for uid in range(request.uid, request.uid + params.n):
-                self._thoughts[uid] = ThinkingBudget(
+                self._thinking[uid] = ThinkingBudget(
                     params.thinking_tags, params.thinking_token_budget, has_grammar=params.grammar is not None
                 )
 
@@ -157,32 +157,32 @@ class Grammars:
         """The sequence has ended."""
         self._matchers.pop(uid, None)
         self._grammars.pop(uid, None)
-        self._thoughts.pop(uid, None)
-        self._not_forced.discard(uid)
+        self._thinking.pop(uid, None)
+        self._no_jump_forward.discard(uid)
 
     def forced_tokens(self, uid: int, most: int) -> Int32Array:
         """The text that a sequence's grammar leaves no choice about behind its committed tokens, as drafts: int32 [at
         most `most`], the next token first."""
-        matcher, cutter = self._matchers.get(uid), self._compilers.cutter
-        if matcher is None or cutter is None or uid in self._thoughts or uid in self._not_forced:
+        matcher, forced_text_tokenizer = self._matchers.get(uid), self._compilers.forced_text_tokenizer
+        if matcher is None or forced_text_tokenizer is None or uid in self._thinking or uid in self._no_jump_forward:
             return NO_INT32
         grammar, clock = self._grammars[uid], ThreadClock()
         started, text = clock.now, b""
         try:
-            if not counts_tokens(grammar) and not matcher.is_terminated():
+            if not has_token_limit(grammar) and not matcher.is_terminated():
                 text = matcher.find_jump_forward_string().encode()
         except UnicodeDecodeError as error:
             text = error.object  # it ends within a character
         except Exception as error:  # whatever the library raises: without drafts it may do
             log.debug("what a grammar forces is not known: %s", error)
-            self._not_forced.add(uid)
+            self._no_jump_forward.add(uid)
         now = time.perf_counter()
-        if now - started > LOOK_S and (seconds := clock.computed_since(started, now)) > LOOK_S:
-            self._pace.note(grammar, seconds)
-            self._not_forced.add(uid)
-        return cutter.cut(text, most) if text else NO_INT32
+        if now - started > MIN_COUNTED_S and (seconds := clock.cpu_seconds_since(started, now)) > MIN_COUNTED_S:
+            self._budget.charge(grammar, seconds)
+            self._no_jump_forward.add(uid)
+        return forced_text_tokenizer.encode(text, most) if text else NO_INT32
 
-    def take_ended(self) -> list[Ended]:
+    def drain_ended(self) -> list[Ended]:
         """Sequences that `masks` and `advance` found since the last call; each comes once, and is dropped."""
         ended = self._ended
         if ended:
@@ -192,11 +192,11 @@ class Grammars:
     def begin(self, plan: StepPlan) -> None:
         """Notes which sequences take rows with this plan; plans come in order. What is computed from now on belongs to
         a step of its own."""
-        self._pace.begin_step()
+        self._budget.begin_step()
         self._draft_masks.begin()  # also of steps that ask for no masks
         for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
-            if admitted.uid in self._matchers or admitted.uid in self._thoughts:
+            if admitted.uid in self._matchers or admitted.uid in self._thinking:
                 self._rows[admitted.row] = admitted.uid
 
     def masks(
@@ -210,36 +210,36 @@ class Grammars:
         `grammar_bitmask`: StepRunner's, the buffer for the bits. It is not kept: a compiler's thread holds this object
         until the process ends, and must not be the one that frees a runner.
         """
-        matched = self._matched(plan)
+        matched = self._constrained_rows(plan)
         forced: list[tuple[int, int]] = []
         drafted: list[tuple[int, int, int]] = []
         if len(plan.draft_tokens):
-            matched, drafted = self._without_drafts(plan, matched)
-        if self._thoughts:
-            matched, forced = self._without_thoughts(matched)
+            matched, drafted = self._split_drafts(plan, matched)
+        if self._thinking:
+            matched, forced = self._split_forced(matched)
         if not matched and not forced:
             return None
-        bits = grammar_bitmask(len(matched) + len(forced) + len(drafted))
+        bitmask = grammar_bitmask(len(matched) + len(forced) + len(drafted))
         indices = [index for index, _ in matched]
         errors = self._filler.fill(
             [self._matchers[uid] for _, uid in matched],
-            bits,
-            lambda line: self._grammars[matched[line][1]],
+            bitmask,
+            lambda mask_row: self._grammars[matched[mask_row][1]],
             num_new=bisect_left(indices, sum(chunk.samples for chunk in plan.prefill)),
         )
-        for line, error in errors.items():
-            bits[line] = -1  # the model computed well: the row fails nowhere, and its token is dropped
-            self._fail(matched[line][1], error)
-        self._heed_pace()
-        if self._thoughts:
-            self._mask_thoughts(matched, forced, bits)
+        for mask_row, error in errors.items():
+            bitmask[mask_row] = -1  # the model computed well: the row fails nowhere, and its token is dropped
+            self._fail(matched[mask_row][1], error)
+        self._enforce_budget()
+        if self._thinking:
+            self._fill_thinking_masks(matched, forced, bitmask)
         indices = [index for index, _ in (*matched, *forced)]
         if drafted:
-            indices += self._draft_masks.fill(drafted, self._matchers, self._grammars, bits[len(indices) :])
-            bits = bits[: len(indices)]
-        return np.array(indices, dtype=np.int32), bits
+            indices += self._draft_masks.fill(drafted, self._matchers, self._grammars, bitmask[len(indices) :])
+            bitmask = bitmask[: len(indices)]
+        return np.array(indices, dtype=np.int32), bitmask
 
-    def _without_drafts(
+    def _split_drafts(
         self, plan: StepPlan, rows: list[tuple[int, int]]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """Of (result index, uid): those whose input is committed; and (result index, uid, draft) of those whose input
@@ -249,52 +249,54 @@ class Grammars:
         committed = [(index, uid) for index, uid in rows if drafts[index] < 0]
         return committed, [(index, uid, drafts[index]) for index, uid in rows if drafts[index] >= 0]
 
-    def _without_thoughts(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _split_forced(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Of (result index, uid): those that are masked by their grammar, and (result index, token) of those of which
         one token must come next. All others are free to think."""
         matched: list[tuple[int, int]] = []
         forced: list[tuple[int, int]] = []
         for index, uid in rows:
-            thoughts = self._thoughts.get(uid)
-            if thoughts is not None and thoughts.forced is not None:
-                forced.append((index, thoughts.forced))
-            elif uid in self._matchers and not (thoughts is not None and thoughts.frees):
+            thinking = self._thinking.get(uid)
+            if thinking is not None and thinking.forced is not None:
+                forced.append((index, thinking.forced))
+            elif uid in self._matchers and not (thinking is not None and thinking.is_thinking):
                 matched.append((index, uid))
         return matched, forced
 
-    def _mask_thoughts(self, matched: list[tuple[int, int]], forced: list[tuple[int, int]], bits: Int32Array) -> None:
+    def _fill_thinking_masks(
+        self, matched: list[tuple[int, int]], forced: list[tuple[int, int]], bitmask: Int32Array
+    ) -> None:
         """Masks of forced tokens, behind those of grammars; and in these the token that may open the thoughts."""
-        words = bits.view(np.uint32)
+        words = bitmask.view(np.uint32)
         words[len(matched) : len(matched) + len(forced)] = 0
-        for line, (_, token) in enumerate(forced, len(matched)):
-            words[line, token // 32] = 1 << token % 32
-        for line, (_, uid) in enumerate(matched):
-            thoughts = self._thoughts.get(uid)
-            if thoughts is not None and (opening := thoughts.opening) is not None:
+        for mask_row, (_, token) in enumerate(forced, len(matched)):
+            words[mask_row, token // 32] = 1 << token % 32
+        for mask_row, (_, uid) in enumerate(matched):
+            thinking = self._thinking.get(uid)
+            if thinking is not None and (opening := thinking.opening) is not None:
                 bit = np.uint32(1 << opening % 32)
-                thoughts.offer(is_new=not words[line, opening // 32] & bit)
-                words[line, opening // 32] |= bit
+                thinking.allow_opening(is_new=not words[mask_row, opening // 32] & bit)
+                words[mask_row, opening // 32] |= bit
 
     def advance(self, plan: StepPlan, result: StepResult) -> None:
         """Follows the sampled tokens that count; in `result.accepted` those behind the end of an answer do not."""
-        if not self._matchers and not self._thoughts:
+        if not self._matchers and not self._thinking:
             return
         tokens, clock, accepted = result.token_ids.tolist(), ThreadClock(), result.accepted
         if accepted is not None:
             accepted[self._draft_masks.unmasked] = False
         now = clock.now
-        for index, uid in self._matched(plan):
+        for index, uid in self._constrained_rows(plan):
             if accepted is not None:
-                accepted[index] &= uid in self._matchers or uid in self._thoughts  # else its answer has ended before
+                accepted[index] &= uid in self._matchers or uid in self._thinking  # else its answer has ended before
                 if not accepted[index]:
                     continue
-            thoughts = self._thoughts.get(uid)
-            if (thoughts is not None and not thoughts.accept(tokens[index])) or uid not in self._matchers:
+            thinking = self._thinking.get(uid)
+            if (thinking is not None and not thinking.accept(tokens[index])) or uid not in self._matchers:
                 continue
             matcher, grammar, started = self._matchers[uid], self._grammars[uid], now
-            if self._pace.late and grammar in self._pace.late:
+            if self._budget.over_budget and grammar in self._budget.over_budget:
                 continue
-            if self._pace.is_over:
+            if self._budget.refuses_all:
                 self._fail(uid, CapacityError(BUSY))
                 continue
             try:
@@ -303,12 +305,12 @@ class Grammars:
             except Exception as error:
                 self._fail(uid, error)
             now = time.perf_counter()
-            if now - started <= LOOK_S:
+            if now - started <= MIN_COUNTED_S:
                 continue
-            is_late = self._pace.note(grammar, clock.computed_since(started, now))
-            if is_late and uid in self._matchers:
+            is_too_slow = self._budget.charge(grammar, clock.cpu_seconds_since(started, now))
+            if is_too_slow and uid in self._matchers:
                 self._fail(uid, InvalidRequestError(TOO_SLOW))
-        self._heed_pace()
+        self._enforce_budget()
 
     def _fail(self, uid: int, error: Exception) -> None:
         """Whatever the library raises ends one sequence, not the step; so does what takes too long."""
@@ -319,26 +321,26 @@ class Grammars:
             log.error("the grammar of sequence %d failed", uid, exc_info=error)
         self._end(Ended(uid, FinishReason.ERROR, SequenceDetail(error=text, status=status_of(error))))
 
-    def _heed_pace(self) -> None:
+    def _enforce_budget(self) -> None:
         """Refuses what was too slow: whoever sent it again would let all others wait again. All sequences of a grammar
         that takes too much of the step end, also those that wait for a row."""
-        for grammar in self._pace.take_too_slow():
+        for grammar in self._budget.drain_too_slow():
             log.error("a grammar (%s) takes too long to follow, and is refused for a while", grammar.kind)
-            self._compilers.memory.note_refused(grammar, TOO_SLOW)
-        if self._pace.late:
-            for uid in [uid for uid, grammar in self._grammars.items() if grammar in self._pace.late]:
+            self._compilers.cache.note_refused(grammar, TOO_SLOW)
+        if self._budget.over_budget:
+            for uid in [uid for uid, grammar in self._grammars.items() if grammar in self._budget.over_budget]:
                 self._fail(uid, InvalidRequestError(TOO_SLOW))
 
     def _end(self, ended: Ended) -> None:
         self._ended.append(ended)
         self.drop(ended.uid)
 
-    def _matched(self, plan: StepPlan) -> list[tuple[int, int]]:
+    def _constrained_rows(self, plan: StepPlan) -> list[tuple[int, int]]:
         """(result index, uid) of the sampled rows with a live matcher, or bounded thoughts."""
         return [
             (index, uid)
             for index, row in enumerate(plan.sampled_rows.tolist())
-            if (uid := self._rows.get(row)) is not None and (uid in self._matchers or uid in self._thoughts)
+            if (uid := self._rows.get(row)) is not None and (uid in self._matchers or uid in self._thinking)
         ]
 
     def close(self) -> None:

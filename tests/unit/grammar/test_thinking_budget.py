@@ -11,8 +11,8 @@ import pytest
 
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.grammars import Grammars
-from minisgl_backend.grammar.thoughts import ThinkingBudget
+from minisgl_backend.grammar.manager import GrammarManager
+from minisgl_backend.grammar.thinking_budget import ThinkingBudget
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -40,7 +40,7 @@ def written(
         token = one.forced
         if token is None:
             token = rest.pop(0)
-            one.offer(is_new=True)
+            one.allow_opening(is_new=True)
         one.accept(token)
         found.append(token)
     return found
@@ -91,7 +91,7 @@ class NoCompilers:
 @pytest.mark.parametrize("overlap", [False, True], ids=["sequential", "overlapped"])
 def test_every_sequence_has_its_own_budget(overlap: bool) -> None:
     """Beside others, n times, and preempted: pages suffice for a few of them."""
-    grammars = Grammars(NoCompilers())  # type: ignore[arg-type]
+    grammars = GrammarManager(NoCompilers())  # type: ignore[arg-type]
     limits = dataclasses.replace(LIMITS, num_pages=70)
     scheduler, runner = Scheduler(limits, seed=0), RandomRunner(vocab_size=64, seed=1)
     core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=TRIAL)  # type: ignore
@@ -114,7 +114,7 @@ def test_every_sequence_has_its_own_budget(overlap: bool) -> None:
         assert records.tokens[uid][at : at + 2] == [1, 0], uid
         assert 1 not in records.tokens[uid][:at]
     assert len(records.tokens[100]) == 60
-    assert grammars._thoughts == {}
+    assert grammars._thinking == {}
     core.close()
 
 

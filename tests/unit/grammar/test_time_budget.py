@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.grammar import grammars as grammar_module
-from minisgl_backend.grammar import pace as grammar_pace
+from minisgl_backend.grammar import manager as grammar_module
+from minisgl_backend.grammar import time_budget
+from minisgl_backend.grammar.cache import GrammarCache
 from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.grammar.mask_filler import MaskFiller
-from minisgl_backend.grammar.memory import GrammarMemory
-from minisgl_backend.grammar.pace import TOO_SLOW, Pace
+from minisgl_backend.grammar.time_budget import TOO_SLOW, TimeBudget
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -37,47 +37,47 @@ def named(name: object) -> Grammar:
 
 
 def test_the_costliest_grammar_of_a_step_is_late() -> None:
-    pace = Pace(MUCH, step_s=1.0)
+    budget = TimeBudget(MUCH, step_limit_s=1.0)
     for name, seconds in (("a", 0.3), ("b", 0.2), ("a", 0.2), ("c", 0.2)):
-        assert not pace.note(named(name), seconds)
-    assert pace.late == set()
-    pace.note(named("c"), 0.2)
-    assert pace.late == {named("a")}
-    pace.note(named("a"), 5.0)  # one that another thread had begun
-    assert pace.late == {named("a")}
-    pace.note(named("b"), 0.5)
-    assert pace.late == {named("a"), named("b")}
-    pace.begin_step()
-    assert pace.late == set()
-    pace.note(named("a"), 0.9)
-    assert pace.late == set()
+        assert not budget.charge(named(name), seconds)
+    assert budget.over_budget == set()
+    budget.charge(named("c"), 0.2)
+    assert budget.over_budget == {named("a")}
+    budget.charge(named("a"), 5.0)  # one that another thread had begun
+    assert budget.over_budget == {named("a")}
+    budget.charge(named("b"), 0.5)
+    assert budget.over_budget == {named("a"), named("b")}
+    budget.begin_step()
+    assert budget.over_budget == set()
+    budget.charge(named("a"), 0.9)
+    assert budget.over_budget == set()
 
 
 def test_a_popular_grammar_is_not_the_costliest() -> None:
-    pace = Pace()
+    budget = TimeBudget()
     for _ in range(100):
-        pace.note(named("popular"), 0.003)
+        budget.charge(named("popular"), 0.003)
     for name in range(9):
-        pace.note(named(name), 0.24)
-    assert len(pace.late) == 2
-    assert named("popular") not in pace.late
+        budget.charge(named(name), 0.24)
+    assert len(budget.over_budget) == 2
+    assert named("popular") not in budget.over_budget
 
 
 def test_one_token_may_take_less_than_a_step() -> None:
-    pace = Pace(late_s=0.1, step_s=MUCH)
-    assert [pace.note(named("a"), seconds) for seconds in (0.05, 0.06, 0.11)] == [False, False, True]
-    assert pace.late == set()
+    budget = TimeBudget(call_limit_s=0.1, step_limit_s=MUCH)
+    assert [budget.charge(named("a"), seconds) for seconds in (0.05, 0.06, 0.11)] == [False, False, True]
+    assert budget.over_budget == set()
 
 
 # Masks.
 
 
-def late_lines(filler: MaskFiller, matchers: list[Any], names: str, num_new: int = 0) -> dict[int, type]:
-    bits = np.full((len(matchers), WORDS), -7, dtype=np.int32)
-    errors = filler.fill(matchers, bits, lambda line: named(names[line]), num_new=num_new)
-    for line in range(len(matchers)):
-        assert line in errors or (bits[line] == matchers[line].number).all()
-    return {line: type(error) for line, error in sorted(errors.items())}
+def late_masks(filler: MaskFiller, matchers: list[Any], names: str, num_new: int = 0) -> dict[int, type]:
+    bitmask = np.full((len(matchers), WORDS), -7, dtype=np.int32)
+    errors = filler.fill(matchers, bitmask, lambda index: named(names[index]), num_new=num_new)
+    for index in range(len(matchers)):
+        assert index in errors or (bitmask[index] == matchers[index].number).all()
+    return {index: type(error) for index, error in sorted(errors.items())}
 
 
 @pytest.mark.parametrize("max_threads", [1, 4])
@@ -85,11 +85,11 @@ def late_lines(filler: MaskFiller, matchers: list[Any], names: str, num_new: int
 def test_a_mask_that_takes_too_long_is_an_error(count: int, max_threads: int) -> None:
     """At the latest of the next step, where several are filled in one call: which of them it was is not known before;
     on a busy machine each is filled alone at once."""
-    filler = MaskFiller(Pace(0.05, MUCH), max_threads)
+    filler = MaskFiller(TimeBudget(0.05, MUCH), max_threads)
     matchers = [Matcher(number) for number in range(count)]
-    assert late_lines(filler, matchers, "a" * count) == {}
+    assert late_masks(filler, matchers, "a" * count) == {}
     matchers[-1].computes = 0.06
-    first, second = (late_lines(filler, matchers, "a" * count) for _ in range(2))
+    first, second = (late_masks(filler, matchers, "a" * count) for _ in range(2))
     late = {count - 1: InvalidRequestError}
     assert first == late or (count > 1 and first == {})
     assert second == late
@@ -97,30 +97,30 @@ def test_a_mask_that_takes_too_long_is_an_error(count: int, max_threads: int) ->
 
 
 def test_a_new_mask_that_takes_too_long_is_an_error_at_once() -> None:
-    filler = MaskFiller(Pace(0.05, MUCH), 1)
+    filler = MaskFiller(TimeBudget(0.05, MUCH), 1)
     matchers = [Matcher(0), Matcher(1, computes=0.06), Matcher(2)]
-    assert late_lines(filler, matchers, "aaa", num_new=2) == {1: InvalidRequestError}
+    assert late_masks(filler, matchers, "aaa", num_new=2) == {1: InvalidRequestError}
 
 
 def test_a_machine_that_stands_makes_no_mask_late() -> None:
-    filler = MaskFiller(Pace(0.01, 0.01), 1)
+    filler = MaskFiller(TimeBudget(0.01, 0.01), 1)
     for _ in range(3):
-        assert late_lines(filler, [Matcher(number, seconds=0.02) for number in range(2)], "ab") == {}
+        assert late_masks(filler, [Matcher(number, seconds=0.02) for number in range(2)], "ab") == {}
 
 
 @pytest.mark.parametrize("max_threads", [1, 2])
 def test_masks_of_which_none_takes_too_long_have_a_bound_together(max_threads: int) -> None:
     """The costliest grammar has no more of them; those of others are filled."""
-    pace = Pace(0.04, step_s=0.1)
-    filler = MaskFiller(pace, max_threads)
+    budget = TimeBudget(0.04, step_limit_s=0.1)
+    filler = MaskFiller(budget, max_threads)
     matchers = [Matcher(number, computes=0.02 * (number % 2)) for number in range(64)]
-    late_lines(filler, matchers, "ab" * 32)  # in parts: the first that takes long has the others timed
+    late_masks(filler, matchers, "ab" * 32)  # in parts: the first that takes long has the others timed
     for matcher in matchers:
         matcher.threads.clear()
-    pace.begin_step()
-    errors = late_lines(filler, matchers, "ab" * 32)
-    assert pace.late == {named("b")}
-    assert all(line % 2 for line in errors)
+    budget.begin_step()
+    errors = late_masks(filler, matchers, "ab" * 32)
+    assert budget.over_budget == {named("b")}
+    assert all(index % 2 for index in errors)
     assert all(matcher.threads for matcher in matchers[::2])
     assert sum(map(bool, (matcher.threads for matcher in matchers[1::2]))) <= 8
     filler.close()
@@ -128,9 +128,9 @@ def test_masks_of_which_none_takes_too_long_have_a_bound_together(max_threads: i
 
 def test_new_masks_of_many_grammars_have_a_bound_together() -> None:
     """Each grammar is late once its mask is made: nobody could tell before."""
-    filler = MaskFiller(Pace(MUCH, step_s=0.05), 1)
+    filler = MaskFiller(TimeBudget(MUCH, step_limit_s=0.05), 1)
     matchers = [Matcher(number, computes=0.02) for number in range(20)]
-    errors = late_lines(filler, matchers, "abcdefghijklmnopqrst", num_new=20)
+    errors = late_masks(filler, matchers, "abcdefghijklmnopqrst", num_new=20)
     assert set(errors.values()) == {CapacityError}
     assert sum(bool(matcher.threads) for matcher in matchers) <= 7
 
@@ -140,14 +140,14 @@ def test_new_masks_of_many_grammars_have_a_bound_together() -> None:
 
 def test_known_masks_of_many_grammars_have_a_bound_together() -> None:
     """Of grammars of which each is late by the time that it is known."""
-    filler = MaskFiller(Pace(0.04, step_s=0.05), 1)
+    filler = MaskFiller(TimeBudget(0.04, step_limit_s=0.05), 1)
     matchers = [Matcher(number, computes=0.03) for number in range(40)]
     names = "".join(chr(ord("A") + number) for number in range(40))
     for _ in range(2):  # the second time it is known that they take long
-        filler._pace.begin_step()
+        filler._budget.begin_step()
         for matcher in matchers:
             matcher.threads.clear()
-        errors = late_lines(filler, matchers, names)
+        errors = late_masks(filler, matchers, names)
     assert sum(bool(matcher.threads) for matcher in matchers) <= 7
     assert CapacityError in errors.values()
 
@@ -178,13 +178,13 @@ class Clocks:
 class Followed:
     """Matchers made by hand, each with a row; all tokens are committed at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, late_s: float = MUCH, step_s: float = MUCH) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call_limit_s: float = MUCH, step_limit_s: float = MUCH) -> None:
         self.clocks = Clocks()
-        for module in (grammar_module, grammar_pace):
+        for module in (grammar_module, time_budget):
             monkeypatch.setattr(module, "time", self.clocks)
-        self.memory = GrammarMemory(most_bytes=1 << 20)
-        compilers: Any = SimpleNamespace(memory=self.memory, num_waiting=0)
-        self.grammars = Grammars(compilers, Pace(late_s, step_s))
+        self.cache = GrammarCache(max_bytes=1 << 20)
+        compilers: Any = SimpleNamespace(cache=self.cache, num_waiting=0)
+        self.grammars = GrammarManager(compilers, TimeBudget(call_limit_s, step_limit_s))
 
     def ended(self, matchers: list[Any], names: str = "", rows: int | None = None) -> list[tuple[int, FinishReason]]:
         """Each uid is a row; `rows`: how many of them are in the step."""
@@ -196,11 +196,11 @@ class Followed:
         result: Any = SimpleNamespace(token_ids=np.zeros(count), accepted=None)
         self.grammars.begin(plan)
         self.grammars.advance(plan, result)
-        ended = self.grammars.take_ended()
+        ended = self.grammars.drain_ended()
         for one in ended:
             if one.detail is not None and one.detail.status == "INVALID_ARG":
                 assert one.detail.error == TOO_SLOW
-        assert self.grammars.take_ended() == []
+        assert self.grammars.drain_ended() == []
         return [(one.uid, one.reason) for one in ended]
 
     def late(self, *tokens: tuple[float, float]) -> list[int]:
@@ -210,7 +210,7 @@ class Followed:
 
     def is_refused(self, name: str) -> bool:
         try:
-            self.memory.recall(named(name))
+            self.cache.get(named(name))
         except InvalidRequestError:
             return True
         return False
@@ -218,7 +218,7 @@ class Followed:
 
 def test_who_is_late_is_who_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not who waits for a machine that stands, nor who comes behind many that took a little."""
-    late = Followed(monkeypatch, late_s=0.1).late
+    late = Followed(monkeypatch, call_limit_s=0.1).late
     assert late((0.2, 0.2)) == [0]
     assert late((0.0, 0.2)) == []
     assert late(*[(0.02, 0.02)] * 20) == []
@@ -227,7 +227,7 @@ def test_who_is_late_is_who_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_ends_is_told_once_and_harms_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed = Followed(monkeypatch, late_s=0.1)
+    followed = Followed(monkeypatch, call_limit_s=0.1)
     matcher = followed.clocks.matcher
     matchers = [
         matcher(0.2, 0.2, RuntimeError("no such state")),
@@ -240,9 +240,9 @@ def test_whoever_ends_is_told_once_and_harms_no_neighbour(monkeypatch: pytest.Mo
 
 def test_all_sequences_of_the_costliest_grammar_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those, too, that have no row in the step, but not twice those that end by themselves."""
-    followed = Followed(monkeypatch, step_s=1.0)
+    followed = Followed(monkeypatch, step_limit_s=1.0)
     matcher = followed.clocks.matcher
-    followed.memory.note_compiled(named("b"), "compiled", 1)
+    followed.cache.note_compiled(named("b"), "compiled", 1)
     slow = [matcher(0.2, 0.2) for _ in range(8)]
     slow[1] = matcher(0.2, 0.2, False)
     ended = followed.ended([matcher(0.1, 0.1), matcher(0.05, 0.05), *slow, matcher(0, 0)], "ac" + "b" * 8 + "d", rows=9)
@@ -254,14 +254,14 @@ def test_all_sequences_of_the_costliest_grammar_end(monkeypatch: pytest.MonkeyPa
 
 
 def test_sequences_of_many_grammars_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed = Followed(monkeypatch, late_s=0.25, step_s=2.0)
+    followed = Followed(monkeypatch, call_limit_s=0.25, step_limit_s=2.0)
     names = "".join(chr(ord("A") + number) for number in range(200))
     followed.ended([followed.clocks.matcher(0.24, 0.24) for _ in names], names)
     assert followed.clocks.computed < 10.0
 
 
 def test_steps_are_counted_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed = Followed(monkeypatch, step_s=1.0)
+    followed = Followed(monkeypatch, step_limit_s=1.0)
     for _ in range(5):
         assert followed.ended([followed.clocks.matcher(0.2, 0.2) for _ in range(4)], "aaaa") == []
 
@@ -298,7 +298,7 @@ def test_a_token_that_takes_long_to_follow_ends_its_own_sequence(
             pass
         return right(matcher, token)
 
-    harness = Harness(model, compilers, overlap=True, pace=Pace(late_s=0.1))
+    harness = Harness(model, compilers, overlap=True, budget=TimeBudget(call_limit_s=0.1))
     for first in (10, 0):  # the second time all are known, and begin together
         for uid in (1, 2, 3):
             harness.core.submit(guided(first + uid, "regex", f"[{uid}]{{12}}"))
@@ -318,7 +318,7 @@ def test_a_grammar_whose_masks_grow_slow_ends_its_own_sequence(
 ) -> None:
     """Of an ambiguous one they take longer with each token. Its sender sees why, its next request is refused at once,
     and what was computed of it is as good as any other."""
-    harness = Harness(model, compilers, overlap, Pace(late_s=0.02))
+    harness = Harness(model, compilers, overlap, TimeBudget(call_limit_s=0.02))
     text = f"{AMBIGUOUS}\n# {overlap}"
     for uid in (1, 3):
         harness.core.submit(guided(uid, "regex", f"[{uid}]{{150}}"))
@@ -345,7 +345,7 @@ def test_first_masks_that_take_long_are_found_in_their_first_step(
             pass
         return right(matcher, *arguments)
 
-    harness = Harness(model, compilers, overlap=True, pace=Pace(late_s=0.1))
+    harness = Harness(model, compilers, overlap=True, budget=TimeBudget(call_limit_s=0.1))
     harness.core.submit(guided(9, "regex", "[a-c]{7}"))
     harness.run()
     harness.core.submit(guided(1, "regex", "[d-f]{150}"))
@@ -353,7 +353,7 @@ def test_first_masks_that_take_long_are_found_in_their_first_step(
         harness.core.step()
         harness.records.take(harness.core)  # type: ignore[arg-type]
     harness.core.submit(guided(10, "regex", "[a-c]{7}", n=3))
-    (compiled,) = harness.grammars.take_compiled()
+    (compiled,) = harness.grammars.drain_compiled()
     slow += [harness.grammars._matchers[uid] for uid in (10, 11, 12)]
     monkeypatch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", fill)
     harness.scheduler.add(compiled.request)
@@ -367,7 +367,7 @@ def test_first_masks_that_take_long_are_found_in_their_first_step(
 def test_many_sequences_of_a_grammar_have_a_bound_together(
     model: ModelConfig, compilers: GrammarCompilers, overlap: bool
 ) -> None:
-    harness = Harness(model, compilers, overlap, Pace(late_s=0.05, step_s=0.1))
+    harness = Harness(model, compilers, overlap, TimeBudget(call_limit_s=0.05, step_limit_s=0.1))
     text = f"root ::= [0-9]{{60}} e\ne ::= [a-z] | e e | e e e\n# {overlap}"
     harness.core.submit(guided(1, "regex", "[1]{150}"))
     harness.core.submit(guided(10, "ebnf_grammar", text, n=20))  # more than have a row

@@ -13,18 +13,18 @@ from minisgl_backend.request import ThinkingTags
 class ThinkingBudget:
     """Follows one sequence token by token."""
 
-    __slots__ = ("_forced", "_inside", "_latest", "_left", "_offered", "_offers", "_tags", "_waits")
+    __slots__ = ("_forced", "_has_grammar", "_inside", "_latest", "_may_open", "_opening_added", "_remaining", "_tags")
 
     def __init__(self, tags: ThinkingTags, budget: int, *, has_grammar: bool) -> None:
         self._tags = tags
-        self._left = budget
+        self._remaining = budget
         self._inside = tags.is_open
-        self._waits = has_grammar  # for the thoughts' end
-        self._offers = has_grammar and not tags.is_open  # the first token may open them
-        self._offered = False  # that token is none of the grammar's
+        self._has_grammar = has_grammar  # for the thoughts' end
+        self._may_open = has_grammar and not tags.is_open  # the first token may open them
+        self._opening_added = False  # that token is none of the grammar's
         self._forced: tuple[int, ...] = ()  # the tokens that must come next
         self._latest: deque[int] = deque(maxlen=max(len(tags.opening), len(tags.closing)))
-        if self._inside and not self._left:
+        if self._inside and not self._remaining:
             self._force_end()
 
     @property
@@ -33,32 +33,32 @@ class ThinkingBudget:
         return self._forced[0] if self._forced else None
 
     @property
-    def frees(self) -> bool:
+    def is_thinking(self) -> bool:
         """The sequence is among its thoughts, where its grammar says nothing."""
         return self._inside
 
     @property
     def opening(self) -> int | None:
         """A token that may come beside what the grammar allows: it opens the thoughts."""
-        return self._tags.opening[0] if self._offers else None
+        return self._tags.opening[0] if self._may_open else None
 
-    def offer(self, *, is_new: bool) -> None:
+    def allow_opening(self, *, is_new: bool) -> None:
         """`opening` may be the next token; `is_new`: the grammar would not have allowed it."""
-        self._offered = is_new
+        self._opening_added = is_new
 
     def accept(self, token: int) -> bool:
         """Follows the sampled token. Returns whether it is one of the answer behind the thoughts."""
         if self._forced:
             self._forced = self._forced[1:]
-            if not self._forced and self._offers:  # what was forced was the rest of the opening tag
-                self._offers = False
+            if not self._forced and self._may_open:  # what was forced was the rest of the opening tag
+                self._may_open = False
                 self._open()
             elif not self._forced:
                 self._inside = False
             return False
-        if self._offers:
+        if self._may_open:
             return self._begin(token)
-        if self._waits and not self._inside:
+        if self._has_grammar and not self._inside:
             return True
         self._latest.append(token)
         if not self._inside:
@@ -68,28 +68,28 @@ class ThinkingBudget:
         if _ends_with(self._latest, self._tags.closing):
             self._inside = False
             self._latest.clear()
-            self._forced = self._tags.behind if self._waits else ()  # of itself the model writes it, too
+            self._forced = self._tags.behind if self._has_grammar else ()  # of itself the model writes it, too
             return False
-        self._left -= 1
-        if self._left <= 0:
+        self._remaining -= 1
+        if self._remaining <= 0:
             self._force_end()
         return False
 
     def _begin(self, token: int) -> bool:
         """The first token of an answer whose grammar waits for thoughts that may come."""
-        if not (self._offered and token == self._tags.opening[0]):
-            self._offers = False
+        if not (self._opening_added and token == self._tags.opening[0]):
+            self._may_open = False
             return True
         self._forced = self._tags.opening[1:]
         if not self._forced:
-            self._offers = False
+            self._may_open = False
             self._open()
         return False
 
     def _open(self) -> None:
         self._inside = True
         self._latest.clear()
-        if self._left <= 0:
+        if self._remaining <= 0:
             self._force_end()
 
     def _force_end(self) -> None:

@@ -12,17 +12,17 @@ import msgspec
 from minisgl_backend.request import Grammar
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CompilerReply(msgspec.Struct, frozen=True):
     """What came of a grammar: xgrammar's own JSON of it, or what is wrong with it; or, where it is quick, the grammar
     as it was translated."""
 
     compiled: str = ""
     error: str = ""
-    plain: Grammar | None = None
+    translated: Grammar | None = None
 
 
 def compile_translated(compiler: Any, grammar: Grammar) -> Any:
-    """By xgrammar's GrammarCompiler, what `translate.translated` gave. Raises what xgrammar raises."""
+    """By xgrammar's GrammarCompiler, what `translate.translate` gave. Raises what xgrammar raises."""
     if grammar.kind == "structural_tag":
         return compiler.compile_structural_tag(grammar.text)
     return compiler.compile_regex(grammar.text) if grammar.kind == "regex" else compiler.compile_grammar(grammar.text)

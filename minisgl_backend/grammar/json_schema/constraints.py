@@ -9,17 +9,17 @@ from typing import Any
 from minisgl_backend.grammar.json_schema import numbers
 from minisgl_backend.grammar.json_schema import regex as rx
 from minisgl_backend.grammar.json_schema.array_keywords import ARRAY_KEYWORDS, unevaluated_items
-from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError, json_text, shown
+from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError, json_text, preview
 from minisgl_backend.grammar.json_schema.emptiness import is_empty
-from minisgl_backend.grammar.json_schema.formats import FORMATS, NOT_KEPT
+from minisgl_backend.grammar.json_schema.formats import FORMATS, UNSUPPORTED_FORMATS
 from minisgl_backend.grammar.json_schema.formula import (
     FALSE,
     KINDS,
     TRUE,
-    Among,
     Formula,
     Item,
     Kind,
+    NumberIn,
     Properties,
     Property,
     Required,
@@ -39,11 +39,11 @@ from minisgl_backend.grammar.json_schema.values import count_of, list_of, number
 TYPES = (*KINDS, "integer")
 
 
-class LoopError(SchemaError):
+class CyclicRefError(SchemaError):
     """A schema that is itself before any value is looked into."""
 
 
-class Meanings:
+class Constraints:
     """Of all schemas of a document."""
 
     def __init__(self, document: Document) -> None:
@@ -59,7 +59,9 @@ class Meanings:
         key = term, kind
         if key not in self._known:
             if key in self._begun:
-                raise LoopError("$ref", term.node.place, "leads back to itself; allowed: below a property or an item")
+                raise CyclicRefError(
+                    "$ref", term.node.pointer, "leads back to itself; allowed: below a property or an item"
+                )
             self._begun.add(key)
             try:
                 self._known[key] = self._of(term, kind)
@@ -84,7 +86,7 @@ class Meanings:
             return unevaluated_items(self, node, formula)
         return formula
 
-    def below(self, node: Node, *path: str | int) -> Term:
+    def subschema(self, node: Node, *path: str | int) -> Term:
         """The schema at a path below."""
         return Term(self.document.child(node, *path))
 
@@ -99,11 +101,11 @@ class Meanings:
 
     def pattern(self, node: Node, keyword: str, pattern: Any) -> rx.Regex:
         if not isinstance(pattern, str):
-            raise node.error(keyword, f"is {shown(pattern)}; allowed: a regular expression")
+            raise node.error(keyword, f"is {preview(pattern)}; allowed: a regular expression")
         try:
             return pattern_regex(pattern)
         except PatternError as error:
-            raise node.error(keyword, f"{shown(pattern)} cannot be kept: {error}") from None
+            raise node.error(keyword, f"{preview(pattern)} cannot be kept: {error}") from None
 
     def implied(self, term: Term) -> set[Kind]:
         """Types that keywords are about. A schema that names none means these."""
@@ -124,7 +126,7 @@ class Meanings:
         """Types that its own keywords are about, and the schemas that speak of the same value."""
         if not isinstance(node.schema, dict):
             return set(), []
-        own = node.schema.keys() - _SAYS_LITTLE
+        own = node.schema.keys() - _TYPE_NEUTRAL
         kinds = {kind for kind, keywords in _OF_KIND.items() if keywords.keys() & own}
         parts = [(key, number) for key in ("allOf", "anyOf", "oneOf") for number in range(len(node[key] or ()))]
         inner = [self.document.child(node, *path) for path in parts]
@@ -132,24 +134,24 @@ class Meanings:
         return kinds, list(dict.fromkeys(inner))
 
 
-def _type(meanings: Meanings, node: Node, kind: Kind) -> Formula:
+def _type(constraints: Constraints, node: Node, kind: Kind) -> Formula:
     names = node["type"] if isinstance(node["type"], list) else [node["type"]]
     if not names or any(not isinstance(name, str) or name not in TYPES for name in names):
-        raise node.error("type", f"is {shown(node['type'])}; allowed: {', '.join(TYPES)}, or a list of these")
+        raise node.error("type", f"is {preview(node['type'])}; allowed: {', '.join(TYPES)}, or a list of these")
     if kind == "number" and "number" not in names:
         return Text(numbers.INTEGER) if "integer" in names else FALSE
     return TRUE if kind in names else FALSE
 
 
-def _enum(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return _one_of(meanings, node, "enum", list_of(node, "enum"), kind)
+def _enum(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return _one_of(constraints, node, "enum", list_of(node, "enum"), kind)
 
 
-def _const(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return _one_of(meanings, node, "const", [node["const"]], kind)
+def _const(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return _one_of(constraints, node, "const", [node["const"]], kind)
 
 
-def _one_of(meanings: Meanings, node: Node, keyword: str, values: list[Any], kind: Kind) -> Formula:
+def _one_of(constraints: Constraints, node: Node, keyword: str, values: list[Any], kind: Kind) -> Formula:
     of_kind = [value for value in values if kind_of(value) == kind]
     if not of_kind:
         return FALSE
@@ -161,15 +163,15 @@ def _one_of(meanings: Meanings, node: Node, keyword: str, values: list[Any], kin
         return Text(rx.literals(of_kind))
     if kind == "number":
         exact = [number_of(node, keyword, value) for value in of_kind]
-        return Among(numbers.among(exact), numbers.none_of(exact))
-    return any_of(_exactly(meanings, node, value) for value in of_kind)
+        return NumberIn(numbers.among(exact), numbers.none_of(exact))
+    return any_of(_exactly(constraints, node, value) for value in of_kind)
 
 
-def _exactly(meanings: Meanings, node: Node, value: Any) -> Formula:
+def _exactly(constraints: Constraints, node: Node, value: Any) -> Formula:
     """That array or object."""
 
     def only(part: Any) -> Term:
-        return Term(meanings.document.made({"const": part}, node.place, key=("const", json_text(part))))
+        return Term(constraints.document.synthetic({"const": part}, node.pointer, key=("const", json_text(part))))
 
     if isinstance(value, list):
         return all_of([Size(len(value), len(value)), *(Item(n, only(part)) for n, part in enumerate(value))])
@@ -187,64 +189,64 @@ def kind_of(value: Any) -> Kind:
     return "null" if value is None else "array" if isinstance(value, list) else "object"
 
 
-def _ref(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return meanings.of(Term(meanings.document.target(node)), kind)
+def _ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return constraints.of(Term(constraints.document.target(node)), kind)
 
 
-def _dynamic_ref(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    target = meanings.document.target(node, "$dynamicRef")
+def _dynamic_ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    target = constraints.document.target(node, "$dynamicRef")
     name = target["$dynamicAnchor"]
     by_name = str(node["$dynamicRef"]).endswith(f"#{name}")
-    if by_name and isinstance(name, str) and meanings.document.dynamic.get(name, 0) > 1:
+    if by_name and isinstance(name, str) and constraints.document.dynamic.get(name, 0) > 1:
         raise node.error("$dynamicRef", "cannot be kept where several schemas have the anchor; allowed: $ref")
-    return meanings.of(Term(target), kind)
+    return constraints.of(Term(target), kind)
 
 
-def _recursive_ref(meanings: Meanings, node: Node, kind: Kind) -> Formula:
+def _recursive_ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
     raise node.error("$recursiveRef", "cannot be kept; allowed: $ref")
 
 
-def _parts(meanings: Meanings, node: Node, keyword: str) -> list[Term]:
-    return [meanings.below(node, keyword, number) for number in range(len(list_of(node, keyword, least=1)))]
+def _parts(constraints: Constraints, node: Node, keyword: str) -> list[Term]:
+    return [constraints.subschema(node, keyword, number) for number in range(len(list_of(node, keyword, least=1)))]
 
 
-def _all_of(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return all_of([meanings.of(term, kind) for term in _parts(meanings, node, "allOf")])
+def _all_of(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return all_of([constraints.of(term, kind) for term in _parts(constraints, node, "allOf")])
 
 
-def _any_of(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return any_of([meanings.of(term, kind) for term in _parts(meanings, node, "anyOf")])
+def _any_of(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return any_of([constraints.of(term, kind) for term in _parts(constraints, node, "anyOf")])
 
 
-def _one_of_schemas(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    terms = _parts(meanings, node, "oneOf")
+def _one_of_schemas(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    terms = _parts(constraints, node, "oneOf")
     own = {key: value for key, value in node.schema.items() if key not in _NO_NEIGHBOURS}
     # Whose other constraints keep branches apart, too: a property that must be there, and is another one in each.
-    beside = [Term(meanings.document.made(own, node.place, key=("beside", node)))] if own else []
+    siblings = [Term(constraints.document.synthetic(own, node.pointer, key=("beside", node)))] if own else []
     found = []
     for number, term in enumerate(terms):
         others = [
-            negation(meanings.of(other, kind))
+            negation(constraints.of(other, kind))
             for position, other in enumerate(terms)
-            if position != number and not is_empty(meanings, (term, other, *beside), kind)
+            if position != number and not is_empty(constraints, (term, other, *siblings), kind)
         ]
-        found.append(all_of([meanings.of(term, kind), *others]))
+        found.append(all_of([constraints.of(term, kind), *others]))
     return any_of(found)
 
 
 _NO_NEIGHBOURS = ("oneOf", "anyOf", "allOf", "$ref", "$dynamicRef", "not", "if", "then", "else", "$defs", "definitions")
 
 
-def _not(meanings: Meanings, node: Node, kind: Kind) -> Formula:
-    return negation(meanings.of(meanings.below(node, "not"), kind))
+def _not(constraints: Constraints, node: Node, kind: Kind) -> Formula:
+    return negation(constraints.of(constraints.subschema(node, "not"), kind))
 
 
-def _if(meanings: Meanings, node: Node, kind: Kind) -> Formula:
+def _if(constraints: Constraints, node: Node, kind: Kind) -> Formula:
     if "then" not in node.schema and "else" not in node.schema and not _is_annotated(node):
         return TRUE
-    condition = meanings.of(meanings.below(node, "if"), kind)
-    then = meanings.of(meanings.below(node, "then"), kind) if "then" in node.schema else TRUE
-    otherwise = meanings.of(meanings.below(node, "else"), kind) if "else" in node.schema else TRUE
+    condition = constraints.of(constraints.subschema(node, "if"), kind)
+    then = constraints.of(constraints.subschema(node, "then"), kind) if "then" in node.schema else TRUE
+    otherwise = constraints.of(constraints.subschema(node, "else"), kind) if "else" in node.schema else TRUE
     return any_of([all_of([condition, then]), all_of([negation(condition), otherwise])])
 
 
@@ -253,7 +255,7 @@ def _is_annotated(node: Node) -> bool:
 
 
 def _bound(keyword: str, exclusive: str, regex: Callable[[Decimal, bool], rx.Regex]) -> Callable[..., Formula]:
-    def handler(meanings: Meanings, node: Node) -> Formula:
+    def handler(constraints: Constraints, node: Node) -> Formula:
         if isinstance(node[keyword], bool) and keyword == exclusive:  # as draft 4 had it: of the other keyword
             return TRUE
         strict = keyword == exclusive or node[exclusive] is True
@@ -262,38 +264,38 @@ def _bound(keyword: str, exclusive: str, regex: Callable[[Decimal, bool], rx.Reg
     return handler
 
 
-def _multiple_of(meanings: Meanings, node: Node) -> Formula:
+def _multiple_of(constraints: Constraints, node: Node) -> Formula:
     factor = number_of(node, "multipleOf", node["multipleOf"])
     if factor <= 0:
-        raise node.error("multipleOf", f"is {shown(node['multipleOf'])}; allowed: above 0")
+        raise node.error("multipleOf", f"is {preview(node['multipleOf'])}; allowed: above 0")
     found = numbers.multiples(factor)
     if found is None:
         what = f"has too many digits to be kept; allowed: at most {numbers.MAX_PERIOD}, or so many of its last digit"
-        raise node.error("multipleOf", f"is {shown(node['multipleOf'])} and {what}")
+        raise node.error("multipleOf", f"is {preview(node['multipleOf'])} and {what}")
     return Text(found)
 
 
-def _min_length(meanings: Meanings, node: Node) -> Formula:
+def _min_length(constraints: Constraints, node: Node) -> Formula:
     return Text(rx.repeat(rx.ANY_CHAR, count_of(node, "minLength"), None))
 
 
-def _max_length(meanings: Meanings, node: Node) -> Formula:
+def _max_length(constraints: Constraints, node: Node) -> Formula:
     return Text(rx.repeat(rx.ANY_CHAR, 0, count_of(node, "maxLength")))
 
 
-def _pattern(meanings: Meanings, node: Node) -> Formula:
-    return Text(meanings.pattern(node, "pattern", node["pattern"]))
+def _pattern(constraints: Constraints, node: Node) -> Formula:
+    return Text(constraints.pattern(node, "pattern", node["pattern"]))
 
 
-def _format(meanings: Meanings, node: Node) -> Formula:
+def _format(constraints: Constraints, node: Node) -> Formula:
     name = node["format"]
-    if name in NOT_KEPT:
-        raise node.error("format", f"is {shown(name)}, which cannot be kept; allowed: {', '.join(FORMATS)}")
+    if name in UNSUPPORTED_FORMATS:
+        raise node.error("format", f"is {preview(name)}, which cannot be kept; allowed: {', '.join(FORMATS)}")
     return Text(pattern_regex(FORMATS[name])) if name in FORMATS else TRUE
 
 
-_SAYS_LITTLE = {"unevaluatedItems", "unevaluatedProperties"}  # about types
-_General = Callable[[Meanings, Node, Kind], Formula]
+_TYPE_NEUTRAL = {"unevaluatedItems", "unevaluatedProperties"}  # about types
+_General = Callable[[Constraints, Node, Kind], Formula]
 _GENERAL: Mapping[str, _General] = {
     "type": _type,
     "enum": _enum,
@@ -307,7 +309,7 @@ _GENERAL: Mapping[str, _General] = {
     "not": _not,
     "if": _if,
 }
-_OF_KIND: Mapping[Kind, Mapping[str, Callable[[Meanings, Node], Formula]]] = {
+_OF_KIND: Mapping[Kind, Mapping[str, Callable[[Constraints, Node], Formula]]] = {
     "null": {},
     "boolean": {},
     "number": {
@@ -322,5 +324,5 @@ _OF_KIND: Mapping[Kind, Mapping[str, Callable[[Meanings, Node], Formula]]] = {
     "object": OBJECT_KEYWORDS,
 }
 _WITH_KEYWORDS = frozenset(kind for kind, keywords in _OF_KIND.items() if keywords)
-_WITH_OTHERS = ("then", "else", "minContains", "maxContains", "additionalItems")  # which other keywords read
-KEYWORDS = frozenset((*_GENERAL, *_WITH_OTHERS)).union(*_OF_KIND.values())  # that say something
+_AUXILIARY_KEYWORDS = ("then", "else", "minContains", "maxContains", "additionalItems")  # which other keywords read
+KEYWORDS = frozenset((*_GENERAL, *_AUXILIARY_KEYWORDS)).union(*_OF_KIND.values())  # that say something
