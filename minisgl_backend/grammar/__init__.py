@@ -1,1 +1,1 @@
-"""Grammars: compiled in processes of their own, followed by sequence, and filled into masks beside the device."""
+"""Guided decoding: compiles grammars in other processes, and fills token bitmasks while the device computes."""

@@ -1,8 +1,8 @@
-"""A grammar compiler's own process: `python -m minisgl_backend.grammar.compiler`, started by an engine core.
+"""The process of a grammar compiler: `python -m minisgl_backend.grammar.compiler`, started by an engine core.
 
-Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and nothing can interrupt it: a process can be
-ended, and has a bound on its memory. What took it little time is known to be harmless, and the engine core compiles it
-once more: xgrammar's JSON of it, megabytes with a large vocabulary, would take longer than that.
+Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and a compilation cannot be interrupted. A process
+can be killed, and its memory limited. A grammar that compiled quickly here is known to be harmless, so the engine core
+compiles it again: serialized to JSON it has megabytes with a large vocabulary, which takes longer to send and parse.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from minisgl_backend.grammar.translate import translate
 from minisgl_backend.request import Grammar
 
 SERIALIZED_FROM_S = 0.02  # CPU time of all threads: a longer compilation is sent as JSON, unless that is slower
-SERIALIZE_S_PER_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
+SERIALIZE_S_PER_BYTE = 55e-9  # of a compiled grammar: to serialize it to JSON and parse that
 MAX_COMPILED_BYTES = 512 << 20  # of a compiled grammar
-MAX_ADDED_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
-MAX_THREADS = 4  # of one grammar
-DRY_RUN_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
+MAX_ADDED_BYTES = 3 << 30  # of address space, in addition to what the process has when it is ready
+MAX_THREADS = 4  # for one grammar
+DRY_RUN_TOKENS = 24  # generated with each grammar, none of which may take longer than CALL_LIMIT_S
 READY = b"ready"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Says READY, takes the tokenizer, then answers one Grammar after the other until the connection closes."""
+    """Sends READY, receives the tokenizer, then replies to one Grammar after the other until the connection closes."""
     parser = argparse.ArgumentParser(description="Compiles grammars for an engine core, which starts it.")
     helper = begin_helper(parser, arguments)
     connection = helper.connection
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         connection.send_bytes(READY)
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
         lengths = text_lengths(info)
-        # A cache would keep texts without a bound, and make grammars quick here that are not in the engine core.
+        # xgrammar's cache keeps texts without a limit, and would hide how long a grammar takes in the engine core.
         compiler = xgrammar.GrammarCompiler(info, max_threads=_num_threads(), cache_enabled=False)
         _limit_memory()
         connection.send_bytes(READY)
@@ -60,14 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_library(xgrammar: Any) -> None:
-    """All that compiling needs is there. Raises whatever is wrong."""
+    """Checks that everything that a compilation imports is there. Raises whatever is wrong."""
     info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     dry_run(compile_grammar(compiler, Grammar(kind="json_schema", text='{"enum": ["a"]}')), text_lengths(info))
 
 
 def _num_threads() -> int:
-    """What compiles one grammar. Several compilers may work at once, beside the engine core."""
+    """Threads that compile one grammar. Several compilers may run in parallel, next to the engine core."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
 
 
@@ -101,16 +101,16 @@ def _compile(compiler: Any, lengths: Int32Array, grammar: Grammar) -> CompilerRe
 
 
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
-    """By xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
+    """Compiles with xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
     return compile_translated(compiler, translate(grammar))
 
 
 def dry_run(compiled: Any, lengths: Int32Array) -> None:
-    """Writes the beginning of an answer, always with the longest token that is allowed: of ambiguous grammars each
-    character multiplies the work. Raises InvalidRequestError for a grammar that allows no first token, and for one
-    that takes long to follow: the step of all sequences would wait for it.
+    """Generates the beginning of an output with a matcher, always choosing the longest allowed token, since with an
+    ambiguous grammar each character multiplies the work. Raises InvalidRequestError for a grammar that allows no first
+    token, and for one whose masks or tokens take so long that they would hold up the step of all sequences.
 
-    lengths: bytes of the tokens' texts, int32 [vocab_size].
+    lengths: bytes of each token's text, int32 [vocab_size].
     """
     import xgrammar
 
@@ -135,7 +135,7 @@ def dry_run(compiled: Any, lengths: Int32Array) -> None:
 
 
 def text_lengths(info: Any) -> Int32Array:
-    """Bytes of each token's text, int32 [vocab_size]; 0 where it has none that a grammar sees."""
+    """Bytes of each token's text, int32 [vocab_size]; 0 for stop and special tokens, which grammars do not match."""
     lengths = np.zeros(info.vocab_size, dtype=np.int32)
     texts = info.decoded_vocab
     lengths[: len(texts)] = [len(text) for text in texts]
@@ -144,7 +144,7 @@ def text_lengths(info: Any) -> Int32Array:
 
 
 def _reason(failure: Exception) -> str:
-    """The compiler's own words, without the place in its sources."""
+    """The compiler's message, without the location in its source code."""
     first_line = next(iter(str(failure).strip().splitlines()), "")
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", first_line)[:500] or type(failure).__name__
 

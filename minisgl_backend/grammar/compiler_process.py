@@ -1,4 +1,4 @@
-"""The processes that help with grammars, as the engine core holds them."""
+"""The engine core's side of its helper processes for grammars."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from minisgl_backend.grammar.tokenizer_info import Description, TokenizerSource
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.request import Grammar
 
-START_S = 300.0  # for a process to be ready: it imports for seconds, from a slow disk for longer
+START_S = 300.0  # timeout of a start: imports take seconds, from a slow disk longer
 
 
 class HelperProcess:
-    """One process and the connection to it. Used by the thread that started it, but for `kill`."""
+    """One process and the connection to it. Used by the thread that started it, except for `kill`."""
 
     def __init__(self, module: str, arguments: Sequence[str] = ()) -> None:
-        """Starts it; it ends with the thread that does. Raises OSError where that cannot be done."""
+        """Starts the process, which ends with the thread that started it. Raises OSError."""
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         try:
             with theirs:
-                # No GPU: where a helper imports torch after all, it is not to open one.
+                # Without a GPU: a helper that does import torch must not open one.
                 environment = {"CUDA_VISIBLE_DEVICES": "", **ENVIRONMENT}
                 self._popen = start_child(
                     module,
@@ -40,13 +40,13 @@ class HelperProcess:
             raise
 
     def receive(self) -> bytes:
-        """Raises EOFError or OSError where the process has died, or says nothing for START_S."""
+        """Raises EOFError or OSError if the process has died, or has sent nothing for START_S."""
         if not self._connection.poll(START_S):
             raise EOFError(f"it was not ready after {START_S:g} s")
         return self._connection.recv_bytes()
 
     def kill(self) -> None:
-        """Any thread may; whoever waits for an answer hears that it has died."""
+        """Thread-safe; a thread that waits for a reply gets an error."""
         self._popen.kill()
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class TokenizerProcess(HelperProcess):
         super().__init__("minisgl_backend.grammar.tokenizer_info", ["--source", msgspec.json.encode(source).decode()])
 
     def description(self) -> Description:
-        """Raises EOFError or OSError where the process has died."""
+        """Raises EOFError or OSError if the process has died."""
         return msgspec.msgpack.decode(self.receive(), type=Description)
 
 
@@ -77,19 +77,19 @@ class CompilerProcess(HelperProcess):
         super().__init__("minisgl_backend.grammar.compiler")
 
     def wait_ready(self, tokenizer_info: str) -> None:
-        """Hands over the tokenizer, as xgrammar's JSON. Raises EOFError or OSError where the process is not ready."""
+        """Sends the tokenizer, as xgrammar's JSON. Raises EOFError or OSError if the process does not become ready."""
         self.receive()
         self._connection.send_bytes(tokenizer_info.encode())
         self.receive()
 
     def begin(self, grammar: Grammar) -> None:
-        """Raises OSError where the process has died."""
+        """Raises OSError if the process has died."""
         self._connection.send_bytes(msgspec.msgpack.encode(grammar))
 
     def replies_within(self, seconds: float) -> bool:
-        """True as well where it has died."""
+        """Whether a reply can be read; also True if the process has died."""
         return self._connection.poll(seconds)
 
     def reply(self) -> CompilerReply:
-        """Raises EOFError or OSError where the process has died."""
+        """Raises EOFError or OSError if the process has died."""
         return msgspec.msgpack.decode(self._connection.recv_bytes(), type=CompilerReply)

@@ -1,6 +1,6 @@
-"""What a grammar compiler's process answers, and how a grammar that it has translated is compiled.
+"""The reply of a grammar compiler's process, and the compilation of a grammar that it has translated.
 
-Apart from that process's own code: an engine core, which needs no more, does not load what translates JSON schemas.
+Separate from that process's own code, so that an engine core does not import the translation of JSON schemas.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from minisgl_backend.request import Grammar
 
 
 class CompilerReply(msgspec.Struct, frozen=True):
-    """What came of a grammar: xgrammar's own JSON of it, or what is wrong with it; or, where it is quick, the grammar
-    as it was translated."""
+    """The compiled grammar, serialized to JSON by xgrammar; or an error message; or, for a grammar that compiles
+    quickly, only its translation."""
 
     compiled: str = ""
     error: str = ""
@@ -22,7 +22,7 @@ class CompilerReply(msgspec.Struct, frozen=True):
 
 
 def compile_translated(compiler: Any, grammar: Grammar) -> Any:
-    """By xgrammar's GrammarCompiler, what `translate.translate` gave. Raises what xgrammar raises."""
+    """Compiles a result of `translate.translate` with xgrammar's GrammarCompiler. Raises what xgrammar raises."""
     if grammar.kind == "structural_tag":
         return compiler.compile_structural_tag(grammar.text)
     return compiler.compile_regex(grammar.text) if grammar.kind == "regex" else compiler.compile_grammar(grammar.text)

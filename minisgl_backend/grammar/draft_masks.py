@@ -1,7 +1,7 @@
-"""Masks of what may follow drafts, which a step verifies together.
+"""Token bitmasks for the positions after draft tokens, which one step verifies together.
 
-A draft may be wrong, so nothing that is met behind one may harm its sequence or its grammar: what cannot be masked, or
-not in time, is not accepted, and comes with the next step as it would have without drafts.
+A draft may be wrong, so errors and delays in masks after drafts must not end the sequence or refuse the grammar: a
+position without a mask is not accepted, and is sampled in the next step, as it would be without drafts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.request import Grammar
 
-MAX_DRAFT_MASKS_S = 0.02  # that masks behind drafts may take of a step, all together
+MAX_DRAFT_MASKS_S = 0.02  # for all masks after drafts of one step
 
 
 class DraftMasks:
@@ -21,10 +21,10 @@ class DraftMasks:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.unmasked: list[int] = []  # result indices of the step that have no mask: nothing there may be accepted
+        self.unmasked: list[int] = []  # result indices of the step without a mask, whose tokens must not be accepted
 
     def begin(self) -> None:
-        """Another step's masks come."""
+        """Begins a new step."""
         self.unmasked = []
 
     def fill(
@@ -34,14 +34,14 @@ class DraftMasks:
         grammars: Mapping[int, Grammar],
         bitmask: Int32Array,
     ) -> list[int]:
-        """drafted: (result index, uid, the draft that the result is behind), those of a row in order. matchers and
-        grammars: by uid. bits [len(drafted) or more, ceil(vocab / 32)]: its first lines are filled.
+        """drafted: (result index, uid, draft token before that result), in order for each sequence. matchers and
+        grammars: by uid. bitmask: int32 [len(drafted) or more, ceil(vocab / 32)], whose first rows are filled.
 
-        Returns the result indices of these lines. The matchers follow the drafts and are rolled back.
+        Returns the result indices of these rows. The matchers accept the drafts and are rolled back.
         """
         indices: list[int] = []
         accepted: dict[int, int] = {}  # uid -> drafts that its matcher has accepted
-        stopped: set[int] = set()  # uids of which no further draft is followed
+        stopped: set[int] = set()  # uids whose further drafts are not masked
         end = self._clock() + MAX_DRAFT_MASKS_S
         for index, uid, draft in drafted:
             matcher = matchers.get(uid)
@@ -55,7 +55,7 @@ class DraftMasks:
                         matcher.fill_next_token_bitmask(bitmask, len(indices))
                         indices.append(index)
                         continue
-            except Exception:  # whatever the library raises; if the draft is right, it raises it again without one
+            except Exception:  # whatever xgrammar raises; if the draft is right, the next step's mask raises it again
                 pass
             stopped.add(uid)
             self.unmasked.append(index)
@@ -65,6 +65,6 @@ class DraftMasks:
 
 
 def has_token_limit(grammar: Grammar) -> bool:
-    """xgrammar's matcher notes while it fills a mask that such a text must end with the next token; rolled back, it
-    has lost the note."""
+    """Whether the grammar limits the tokens of a text. Such a matcher cannot be rolled back: while it fills a mask, it
+    records that the text must end with the next token, and a rollback loses that."""
     return grammar.kind == "structural_tag" and '"max_tokens"' in grammar.text

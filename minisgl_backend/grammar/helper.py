@@ -1,4 +1,4 @@
-"""How the processes begin that help an engine core with grammars: `compiler` and `tokenizer_info`."""
+"""The start of an engine core's helper processes for grammars: `compiler` and `tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 
 from minisgl_backend.process.spawn import TIED, begin_child
 
-NICENESS = 10  # two that take long would take both processors of a small machine from the engine
+NICENESS = 10  # otherwise two slow compilations would take both CPUs of a small machine from the engine
 ALL_IMPORTS = "--all-imports"
 
 
 @dataclass(frozen=True)
 class Helper:
-    """A process that has begun, with its connection to the engine core."""
+    """This helper process, with its connection to the engine core."""
 
     connection: Connection
     options: argparse.Namespace
 
     def stubbed(self, packages: Sequence[str]) -> Sequence[str]:
-        """Those of the packages that are left out."""
+        """Those of the packages that stubs replace."""
         return () if self.options.all_imports else packages
 
     @contextlib.contextmanager
     def or_retry_with_all_imports(self) -> Iterator[None]:
-        """What fails where packages are left out is done with all of them: the process begins anew."""
+        """If the block fails with stubs, restarts the process with all packages."""
         try:
             yield
         except Exception:
@@ -40,15 +40,15 @@ class Helper:
 
 
 def begin_helper(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Helper:
-    """First thing in such a process. `parser` knows the options that are its own."""
+    """Called first in a helper process. `parser` has the options of that process."""
     parser.add_argument("--fd", type=int, required=True, help="a connection to the engine core")
     parser.add_argument(TIED, action="store_true")
     parser.add_argument(ALL_IMPORTS, action="store_true", help="with all packages that are left out otherwise")
     options = parser.parse_args(arguments)
     begin_child("grammars", "WARNING", tied=options.tied)
-    if not options.all_imports:  # else this has been done
+    if not options.all_imports:  # a restarted process has done this already
         os.nice(NICENESS)
     with contextlib.suppress(OSError):
-        # Where memory runs out, a helper is what can be done without.
+        # If memory runs out, the kernel is to kill helpers first.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     return Helper(Connection(options.fd), options)

@@ -1,7 +1,8 @@
-"""Which tokens a grammar allows next: has it compiled beside the step loop, follows each sequence by uid.
+"""Guided decoding of all sequences: compiles grammars outside the step loop, keeps a matcher per sequence, fills masks.
 
-A step's masks are made once the step before is committed, while the device computes the logits that they will mask. So
-they rest on committed tokens, but for those behind drafts: there a matcher follows the drafts and is rolled back.
+The masks of a step are filled once the previous step is committed, while the device computes the logits that they will
+mask. So they depend on committed tokens only, except those after drafts: there a matcher accepts the drafts and is
+rolled back.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 
-MAX_COMPILING = 256  # requests whose grammar waits for a compiler
+MAX_COMPILING = 256  # requests that wait for their grammar to be compiled
 
 
 @dataclass(frozen=True)
 class CompiledRequest:
-    """A request that may be scheduled now, or the error that its sender must see."""
+    """A request that may be scheduled now, or the error to answer it with."""
 
     request: Request
     error: MinisglError | None
@@ -44,30 +45,30 @@ class CompiledRequest:
 
 @dataclass(frozen=True)
 class Ended:
-    """A sequence that must end although it may go on."""
+    """A sequence that its grammar ends."""
 
     uid: int
-    reason: FinishReason  # STOP: its answer is complete, or what its grammar said cannot be followed; ERROR
-    detail: SequenceDetail | None  # with ERROR, what its sender must see
+    reason: FinishReason  # STOP: its text is complete, or the grammar cannot continue; ERROR
+    detail: SequenceDetail | None  # with ERROR, the error to answer with
 
 
 class GrammarManager:
-    """The grammars of all sequences of one engine. Used by the step loop only."""
+    """Grammars and thinking budgets of all sequences of one engine. Used by the step loop only."""
 
     def __init__(self, compilers: GrammarCompilers, budget: TimeBudget | None = None) -> None:
-        """`close` closes the compilers. `budget`: what grammars may take."""
+        """`close` closes the compilers. `budget`: CPU time that grammars may take."""
         self._compilers = compilers
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._compiling: dict[int, Request] = {}  # by uid
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
-        self._grammars: dict[int, Grammar] = {}  # likewise
-        self._thinking: dict[int, ThinkingBudget] = {}  # likewise
-        self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar or bounded thoughts
+        self._grammars: dict[int, Grammar] = {}  # by uid of the sequence
+        self._thinking: dict[int, ThinkingBudget] = {}  # by uid of the sequence
+        self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar or a thinking budget
         self._ended: list[Ended] = []
         self._budget = budget or TimeBudget()
         self._filler = MaskFiller(self._budget)
         self._draft_masks = DraftMasks()
-        self._no_jump_forward: set[int] = set()  # uids whose grammars are not asked for forced text any more
+        self._no_jump_forward: set[int] = set()  # uids for which finding forced text failed or was slow
 
     @property
     def num_compiling(self) -> int:
@@ -75,20 +76,19 @@ class GrammarManager:
 
     @property
     def room(self) -> int:
-        """Requests that `submit` takes now, whatever their grammars are; beyond, only those whose are known."""
-        # Those that are ready wait for no compiler any more, and those that were cancelled count until the compilers
-        # have passed over them.
+        """Number of requests that `submit` takes now with any grammar; requests with a cached grammar need no room."""
+        # Compiled requests no longer wait for a compiler; cancelled ones count until they leave the compilers' queue.
         return MAX_COMPILING - max(len(self._compiling) - self.num_ready, self._compilers.num_waiting)
 
     @property
     def num_ready(self) -> int:
-        """Requests that `drain_compiled` would return, those that were cancelled meanwhile included."""
+        """Number of requests that `drain_compiled` has to process, including cancelled ones."""
         return self._done.qsize()
 
     def submit(self, request: Request, grammar: Grammar) -> None:
-        """Has the request's grammar compiled; it comes back from `drain_compiled`.
+        """Starts compiling the request's grammar; `drain_compiled` returns the request once it is done.
 
-        Raises InvalidRequestError where a grammar cannot be served at all, CapacityError where too many wait.
+        Raises InvalidRequestError if grammars or this combination cannot be served, CapacityError if too many wait.
         """
         if importlib.util.find_spec("xgrammar") is None:
             raise InvalidRequestError(
@@ -115,7 +115,7 @@ class GrammarManager:
             raise
 
     def drain_compiled(self) -> list[CompiledRequest]:
-        """Requests whose grammar is ready or wrong, since the last call."""
+        """Requests whose grammar was compiled or refused since the last call."""
         ready: list[CompiledRequest] = []
         while self._compiling:
             try:
@@ -136,7 +136,7 @@ class GrammarManager:
         return ready
 
     def track_thinking(self, request: Request) -> None:
-        """Bounds the thoughts of its sequences, where it asks for that."""
+        """Applies the request's `thinking_token_budget`, if any, to its sequences."""
         params = request.params
         if params.thinking_tags is not None and params.thinking_token_budget is not None:
             for uid in range(request.uid, request.uid + params.n):
@@ -145,12 +145,12 @@ class GrammarManager:
                 )
 
     def cancel(self, uid: int) -> int:
-        """Forgets a request that is still being compiled; returns how many sequences it had, 0 where there is none."""
+        """Drops a request whose grammar is being compiled; returns its number of sequences, 0 if there is none."""
         request = self._compiling.pop(uid, None)
         return 0 if request is None else request.params.n
 
     def overdue(self, now: float) -> list[int]:
-        """Uids of requests that are still being compiled although their deadline has passed."""
+        """Uids of requests whose deadline has passed while their grammar is being compiled."""
         return [uid for uid, one in self._compiling.items() if one.deadline is not None and one.deadline <= now]
 
     def drop(self, uid: int) -> None:
@@ -161,8 +161,8 @@ class GrammarManager:
         self._no_jump_forward.discard(uid)
 
     def forced_tokens(self, uid: int, most: int) -> Int32Array:
-        """The text that a sequence's grammar leaves no choice about behind its committed tokens, as drafts: int32 [at
-        most `most`], the next token first."""
+        """Draft tokens for jump-forward decoding: the text that a sequence's grammar forces after its committed tokens,
+        int32 [at most `most`]."""
         matcher, forced_text_tokenizer = self._matchers.get(uid), self._compilers.forced_text_tokenizer
         if matcher is None or forced_text_tokenizer is None or uid in self._thinking or uid in self._no_jump_forward:
             return NO_INT32
@@ -172,9 +172,9 @@ class GrammarManager:
             if not has_token_limit(grammar) and not matcher.is_terminated():
                 text = matcher.find_jump_forward_string().encode()
         except UnicodeDecodeError as error:
-            text = error.object  # it ends within a character
-        except Exception as error:  # whatever the library raises: without drafts it may do
-            log.debug("what a grammar forces is not known: %s", error)
+            text = error.object  # the forced bytes end within a character
+        except Exception as error:  # whatever xgrammar raises: decoding continues without these drafts
+            log.debug("no jump-forward text from a grammar: %s", error)
             self._no_jump_forward.add(uid)
         now = time.perf_counter()
         if now - started > MIN_COUNTED_S and (seconds := clock.cpu_seconds_since(started, now)) > MIN_COUNTED_S:
@@ -183,18 +183,17 @@ class GrammarManager:
         return forced_text_tokenizer.encode(text, most) if text else NO_INT32
 
     def drain_ended(self) -> list[Ended]:
-        """Sequences that `masks` and `advance` found since the last call; each comes once, and is dropped."""
+        """Sequences that `masks` and `advance` have ended, and dropped, since the last call."""
         ended = self._ended
         if ended:
             self._ended = []
         return ended
 
     def begin(self, plan: StepPlan) -> None:
-        """Notes which sequences take rows with this plan; plans come in order. What is computed from now on belongs to
-        a step of its own."""
+        """Begins a step: assigns rows to the sequences that the plan admits. Plans come in order."""
         self._budget.begin_step()
-        self._draft_masks.begin()  # also of steps that ask for no masks
-        for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
+        self._draft_masks.begin()  # also for steps without masks
+        for admitted in plan.admitted:  # even without grammars, since a row must not keep its previous sequence
             self._rows.pop(admitted.row, None)
             if admitted.uid in self._matchers or admitted.uid in self._thinking:
                 self._rows[admitted.row] = admitted.uid
@@ -202,13 +201,14 @@ class GrammarManager:
     def masks(
         self, plan: StepPlan, grammar_bitmask: Callable[[int], Int32Array]
     ) -> tuple[Int32Array, Int32Array] | None:
-        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows of which a grammar, or the end of their
-        thoughts, says what may come next; None: there is none.
+        """(result indices, int32 [k]; token bitmask, int32 [k, ceil(vocab / 32)]) of the plan's results that a grammar
+        or a thinking budget constrains; None: there are none.
 
-        Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
-        row without any is one that must fail. A sequence that has ended is not masked: its token is dropped.
-        `grammar_bitmask`: StepRunner's, the buffer for the bits. It is not kept: a compiler's thread holds this object
-        until the process ends, and must not be the one that frees a runner.
+        Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 if token t is allowed; a row
+        without any 1 makes its sequence fail. A sequence that has ended is not masked: its token is dropped.
+        `grammar_bitmask`: StepRunner's method, which returns the buffer for the bitmask. It is not kept here, since
+        the compilers' threads may keep this object alive until the process ends, and must not be the ones that free a
+        runner.
         """
         matched = self._constrained_rows(plan)
         forced: list[tuple[int, int]] = []
@@ -228,7 +228,7 @@ class GrammarManager:
             num_new=bisect_left(indices, sum(chunk.samples for chunk in plan.prefill)),
         )
         for mask_row, error in errors.items():
-            bitmask[mask_row] = -1  # the model computed well: the row fails nowhere, and its token is dropped
+            bitmask[mask_row] = -1  # all allowed: an empty mask would count as a failed row; the token is dropped
             self._fail(matched[mask_row][1], error)
         self._enforce_budget()
         if self._thinking:
@@ -242,16 +242,16 @@ class GrammarManager:
     def _split_drafts(
         self, plan: StepPlan, rows: list[tuple[int, int]]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Of (result index, uid): those whose input is committed; and (result index, uid, draft) of those whose input
-        is a draft."""
+        """Splits results into (result index, uid) of those whose input token is committed, and (result index, uid,
+        draft) of those whose input token is a draft."""
         first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
         drafts = [-1] * first_decode + plan.draft_tokens.tolist()
         committed = [(index, uid) for index, uid in rows if drafts[index] < 0]
         return committed, [(index, uid, drafts[index]) for index, uid in rows if drafts[index] >= 0]
 
     def _split_forced(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Of (result index, uid): those that are masked by their grammar, and (result index, token) of those of which
-        one token must come next. All others are free to think."""
+        """Splits results into (result index, uid) of those that a grammar masks, and (result index, token) of those
+        whose next token is forced by a thinking budget. All others are unconstrained while they reason."""
         matched: list[tuple[int, int]] = []
         forced: list[tuple[int, int]] = []
         for index, uid in rows:
@@ -265,7 +265,8 @@ class GrammarManager:
     def _fill_thinking_masks(
         self, matched: list[tuple[int, int]], forced: list[tuple[int, int]], bitmask: Int32Array
     ) -> None:
-        """Masks of forced tokens, behind those of grammars; and in these the token that may open the thoughts."""
+        """Fills the masks of forced tokens, which come after those of grammars, and allows the token that may open the
+        reasoning in the masks of grammars."""
         words = bitmask.view(np.uint32)
         words[len(matched) : len(matched) + len(forced)] = 0
         for mask_row, (_, token) in enumerate(forced, len(matched)):
@@ -278,7 +279,7 @@ class GrammarManager:
                 words[mask_row, opening // 32] |= bit
 
     def advance(self, plan: StepPlan, result: StepResult) -> None:
-        """Follows the sampled tokens that count; in `result.accepted` those behind the end of an answer do not."""
+        """Advances matchers by the accepted tokens; clears `result.accepted` for those after the end of a sequence."""
         if not self._matchers and not self._thinking:
             return
         tokens, clock, accepted = result.token_ids.tolist(), ThreadClock(), result.accepted
@@ -287,7 +288,7 @@ class GrammarManager:
         now = clock.now
         for index, uid in self._constrained_rows(plan):
             if accepted is not None:
-                accepted[index] &= uid in self._matchers or uid in self._thinking  # else its answer has ended before
+                accepted[index] &= uid in self._matchers or uid in self._thinking  # False: the sequence has ended
                 if not accepted[index]:
                     continue
             thinking = self._thinking.get(uid)
@@ -313,7 +314,7 @@ class GrammarManager:
         self._enforce_budget()
 
     def _fail(self, uid: int, error: Exception) -> None:
-        """Whatever the library raises ends one sequence, not the step; so does what takes too long."""
+        """Ends one sequence, not the step, after an error of xgrammar or an exceeded time budget."""
         if isinstance(error, MinisglError):
             text = str(error)
         else:
@@ -322,8 +323,8 @@ class GrammarManager:
         self._end(Ended(uid, FinishReason.ERROR, SequenceDetail(error=text, status=status_of(error))))
 
     def _enforce_budget(self) -> None:
-        """Refuses what was too slow: whoever sent it again would let all others wait again. All sequences of a grammar
-        that takes too much of the step end, also those that wait for a row."""
+        """Refuses too slow grammars for a while, since a client that sends one again would delay all others again. Ends
+        all sequences of a grammar that exceeds the step's budget, including those that still wait for a row."""
         for grammar in self._budget.drain_too_slow():
             log.error("a grammar (%s) takes too long to follow, and is refused for a while", grammar.kind)
             self._compilers.cache.note_refused(grammar, TOO_SLOW)
@@ -336,7 +337,7 @@ class GrammarManager:
         self.drop(ended.uid)
 
     def _constrained_rows(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """(result index, uid) of the sampled rows with a live matcher, or bounded thoughts."""
+        """(result index, uid) of the sampled rows with a matcher or a thinking budget."""
         return [
             (index, uid)
             for index, row in enumerate(plan.sampled_rows.tolist())

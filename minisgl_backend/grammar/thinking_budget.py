@@ -1,6 +1,6 @@
-"""Bounds the thoughts of one answer: after `thinking_token_budget` tokens of them their closing tag is forced.
+"""Limits the reasoning of a sequence: after `thinking_token_budget` tokens its closing tag is forced.
 
-A grammar of the same request holds behind the thoughts.
+A grammar of the same request applies after the reasoning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from minisgl_backend.request import ThinkingTags
 
 
 class ThinkingBudget:
-    """Follows one sequence token by token."""
+    """Tracks one sequence token by token."""
 
     __slots__ = ("_forced", "_has_grammar", "_inside", "_latest", "_may_open", "_opening_added", "_remaining", "_tags")
 
@@ -19,9 +19,9 @@ class ThinkingBudget:
         self._tags = tags
         self._remaining = budget
         self._inside = tags.is_open
-        self._has_grammar = has_grammar  # for the thoughts' end
-        self._may_open = has_grammar and not tags.is_open  # the first token may open them
-        self._opening_added = False  # that token is none of the grammar's
+        self._has_grammar = has_grammar  # which applies once the reasoning has ended
+        self._may_open = has_grammar and not tags.is_open  # the first token may open the reasoning
+        self._opening_added = False  # the grammar itself does not allow the opening token
         self._forced: tuple[int, ...] = ()  # the tokens that must come next
         self._latest: deque[int] = deque(maxlen=max(len(tags.opening), len(tags.closing)))
         if self._inside and not self._remaining:
@@ -29,28 +29,28 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next; None where it may be any, or what the grammar allows."""
+        """The token that must come next; None: any token, or any that the grammar allows."""
         return self._forced[0] if self._forced else None
 
     @property
     def is_thinking(self) -> bool:
-        """The sequence is among its thoughts, where its grammar says nothing."""
+        """The sequence is reasoning, so its grammar does not apply."""
         return self._inside
 
     @property
     def opening(self) -> int | None:
-        """A token that may come beside what the grammar allows: it opens the thoughts."""
+        """The token that opens the reasoning, if it is allowed next in addition to those of the grammar."""
         return self._tags.opening[0] if self._may_open else None
 
     def allow_opening(self, *, is_new: bool) -> None:
-        """`opening` may be the next token; `is_new`: the grammar would not have allowed it."""
+        """The mask of the next token allows `opening`; `is_new`: the grammar itself does not."""
         self._opening_added = is_new
 
     def accept(self, token: int) -> bool:
-        """Follows the sampled token. Returns whether it is one of the answer behind the thoughts."""
+        """Advances by the sampled token. Returns whether it belongs to the answer after the reasoning."""
         if self._forced:
             self._forced = self._forced[1:]
-            if not self._forced and self._may_open:  # what was forced was the rest of the opening tag
+            if not self._forced and self._may_open:  # the rest of the opening tag was forced
                 self._may_open = False
                 self._open()
             elif not self._forced:
@@ -68,7 +68,8 @@ class ThinkingBudget:
         if _ends_with(self._latest, self._tags.closing):
             self._inside = False
             self._latest.clear()
-            self._forced = self._tags.behind if self._has_grammar else ()  # of itself the model writes it, too
+            # Without a grammar the model writes what follows the tag by itself.
+            self._forced = self._tags.behind if self._has_grammar else ()
             return False
         self._remaining -= 1
         if self._remaining <= 0:
@@ -76,7 +77,7 @@ class ThinkingBudget:
         return False
 
     def _begin(self, token: int) -> bool:
-        """The first token of an answer whose grammar waits for thoughts that may come."""
+        """The first token of a sequence with a grammar, which may open the reasoning or begin the answer."""
         if not (self._opening_added and token == self._tags.opening[0]):
             self._may_open = False
             return True
@@ -93,7 +94,7 @@ class ThinkingBudget:
             self._force_end()
 
     def _force_end(self) -> None:
-        """What of the closing tag is there already is not written again."""
+        """Forces the closing tag, without the tokens of it that are already generated."""
         closing = self._tags.closing
         written = next(n for n in range(len(closing) - 1, -1, -1) if _ends_with(self._latest, closing[:n]))
         self._latest.clear()

@@ -1,8 +1,8 @@
 """Describes the model's tokenizer to xgrammar: `python -m minisgl_backend.grammar.tokenizer_info`, started by an engine
 core.
 
-It goes through all tokens, which takes seconds that the core has not: it loads weights. Where tokenizer.json says all,
-transformers is not imported for it, which takes the most of them.
+It reads all tokens, which takes seconds, while the core loads weights. If tokenizer.json is complete, transformers is
+not imported, which would take most of that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl_backend.process.absent import absent_torch
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
-    """Where a tokenizer is, and what the model makes of it."""
+    """Location of a tokenizer, and the model's vocabulary size and EOS tokens."""
 
     folder: str
     trust_remote_code: bool
@@ -30,7 +30,7 @@ class TokenizerSource(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """xgrammar's JSON of a TokenizerInfo, or why there is none."""
+    """xgrammar's JSON of a TokenizerInfo, or an error message."""
 
     info: str = ""
     error: str = ""
@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
-    """As xgrammar's JSON. Raises what transformers and xgrammar raise. `helper`: the process, which may do without
-    torch."""
+    """The tokenizer as xgrammar's JSON. Raises what transformers and xgrammar raise. `helper`: the current process if
+    it may avoid importing torch."""
     if helper is None or helper.options.all_imports:
         return _info(_load(source), source)
     backend = complete_backend(Path(source.folder))
@@ -67,8 +67,8 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
 
 
 def complete_backend(folder: Path) -> Any:
-    """The tokenizers.Tokenizer of the folder's tokenizer.json; None where transformers would add tokens to it, or makes
-    the tokenizer by code of its own."""
+    """The tokenizers.Tokenizer of the folder's tokenizer.json; None if transformers would add tokens to it, or uses
+    custom code."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (folder / "added_tokens.json").exists():
         return None
@@ -91,7 +91,7 @@ def complete_backend(folder: Path) -> Any:
 
 
 def _fast_tokenizer(backend: Any) -> Any:
-    """What xgrammar asks of transformers' class, which it then takes the one for that it is given."""
+    """A tokenizer that xgrammar takes for a fast one of transformers, with only the attributes that xgrammar uses."""
     import xgrammar
 
     class BackendTokenizer(xgrammar.tokenizer_info.PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -100,7 +100,7 @@ def _fast_tokenizer(backend: Any) -> Any:
         def get_vocab(self) -> dict[str, int]:
             return dict(backend.get_vocab())
 
-    return object.__new__(BackendTokenizer)  # its constructor would want files
+    return object.__new__(BackendTokenizer)  # the constructor would need files
 
 
 def _load(source: TokenizerSource) -> Any:

@@ -1,7 +1,7 @@
-"""What users send as a grammar, in the words that xgrammar reads as they stand: EBNF, or a regular expression.
+"""Translates grammars of requests into forms that xgrammar supports fully: EBNF, regular expression, structural tag.
 
-JSON schemas become EBNF here (`json_schema`), and not by xgrammar's own converter, which leaves out without a word what
-it cannot keep. Lark grammars are read by xgrammar and told apart from EBNF by their rules.
+JSON schemas are converted to EBNF here (`json_schema`) rather than by xgrammar's own converter, which silently ignores
+keywords that it cannot enforce. Lark grammars are recognised by their rules, and converted by xgrammar.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from minisgl_backend.grammar.json_schema.xml_styles import check_supported
 from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema
-# Free whitespace would let a model indent until its tokens run out: JSON is written as json.dumps writes it.
+# JSON has the whitespace of json.dumps, since with free whitespace a model might indent until its tokens run out.
 _ANY_JSON = {"type": ["object", "array"]}
-_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)  # or anything behind a backslash
+_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)  # or any escaped character
 _LARK_RULE = re.compile(r"^[ \t]*[?!]?[a-zA-Z_]\w*(?:\.-?\d+)?[ \t]*:(?!:=)", re.MULTILINE)
 _LARK_JSON = re.compile(r"^(?:[^\"/\n]|\"(?:\\.|[^\"\\\n])*\")*%json\b", re.MULTILINE)
 
 
 def translate(grammar: Grammar) -> Grammar:
-    """Of kind `ebnf_grammar`, `regex`, or `structural_tag`, whose JSON schemas are grammars then.
+    """Returns a grammar of kind `ebnf_grammar`, `regex`, or `structural_tag` with its JSON schemas converted to EBNF.
 
     Raises InvalidRequestError, and what xgrammar raises.
     """
@@ -51,9 +51,9 @@ def _ebnf(text: str) -> Grammar:
 
 
 def _tags(node: Any) -> Any:
-    """A structural tag whose JSON schemas are grammars, so that they are kept as elsewhere.
+    """A structural tag with its JSON schemas converted to EBNF, so that all their keywords are enforced.
 
-    Those of other styles stay, which xgrammar converts: what it does not keep is refused.
+    xgrammar converts schemas of other styles, such as XML arguments; keywords that it does not enforce are refused.
     """
     if isinstance(node, list):
         return [_tags(child) for child in node]
@@ -88,14 +88,14 @@ def _from_lark(text: str) -> str:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """A line break as a regex writes it: xgrammar takes none as it is in a class of characters."""
+    """A line break as an escape, since xgrammar refuses raw ones in character classes."""
     return {"\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
 
 
 def _read(text: str) -> Any:
-    """Raises InvalidRequestError for what is no JSON, no schema, or nested too deeply."""
+    """Parses a JSON schema. Raises InvalidRequestError if it is invalid JSON, no schema, or nested too deeply."""
     try:
-        msgspec.json.decode(text)  # is strict: no NaN, no lone surrogates
+        msgspec.json.decode(text)  # strict: refuses NaN and lone surrogates
         schema = json.loads(text, parse_float=Decimal)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"guided_decoding_guide is no JSON schema: {error}") from None

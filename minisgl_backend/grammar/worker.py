@@ -1,4 +1,4 @@
-"""A thread that compiles one grammar after the other in a process of its own."""
+"""A worker thread of the grammar compilers, which compiles one grammar after the other in its own process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """A thread with a process, which is replaced when it had to be ended."""
+    """A thread with a compiler process, which is replaced after it died or was killed."""
 
     def __init__(self, compilers: GrammarCompilers) -> None:
         self._compilers = compilers
         self._cache = compilers.cache
         self._process: CompilerProcess | None = None
-        self._ended = False  # it had a process
+        self._ended = False  # the process has died or was killed, and is not replaced yet
 
     def run(self) -> None:
-        """Until the compilers are closed. The process starts before there is a grammar."""
+        """Runs until the compilers are closed. The process starts before the first grammar comes."""
         self._start_process()
         try:
             while (job := self._compilers.next_job()) is not None:
@@ -44,7 +44,8 @@ class Worker:
             self._end_process()
 
     def _replace_process(self) -> None:
-        """Now, and not when the next grammar comes: it takes seconds, and another worker may be ready."""
+        """Starts a new process at once, not with the next grammar: a start takes seconds, and another worker may be
+        ready to compile meanwhile."""
         if self._ended and self._process is None and not self._compilers.closed:
             self._ended = False
             self._start_process()
@@ -52,12 +53,12 @@ class Worker:
     def _start_process(self) -> None:
         try:
             self._process = self._compilers.start_process()
-        except Exception as error:  # the next grammar's sender hears of it
+        except Exception as error:  # reported again to the next request with a grammar
             if not self._compilers.closed:
                 log.warning("%s", error)
 
     def _run(self, job: Job, compile_: Callable[[Job], Any]) -> None:
-        """Tells what came of it, unless it was put off."""
+        """Runs a job and reports its outcome, unless it was postponed."""
         outcome: Outcome | None = None
         is_postponed = False
         try:
@@ -66,14 +67,14 @@ class Worker:
                 job.done(*outcome)
         except PostponedError:
             is_postponed = True
-        except AbandonedError as error:  # whoever came since may want it
+        except AbandonedError as error:  # jobs that came since are queued again by `finish`
             job.done(None, InvalidRequestError(str(error)))
         finally:
             if not is_postponed:
                 self._compilers.finish(job, outcome)
 
     def _outcome(self, job: Job, compile_: Callable[[Job], Any]) -> Outcome:
-        """Raises PutOffError and UnwantedError."""
+        """Raises PostponedError and AbandonedError."""
         try:
             compiled = self._cache.get(job.grammar)
             return (compile_(job) if compiled is None else compiled), None
@@ -91,7 +92,7 @@ class Worker:
             return None, InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}")
 
     def _compile(self, job: Job) -> Any:
-        """Raises PutOffError where it takes long and as many as may do so."""
+        """Raises PostponedError if the grammar is slow and the maximum number of slow jobs is running."""
         process = None
         if not self._cache.is_slow(job.grammar):
             process = self._begin(job)
@@ -109,7 +110,7 @@ class Worker:
             self._compilers.slow_job_ended()
 
     def _compile_slowly(self, job: Job, process: CompilerProcess | None = None) -> Any:
-        """`process`: what is at it already."""
+        """`process`: the one that is already compiling the grammar, if any."""
         if process is None:
             process = self._begin(job)
             self._cache.note_slow(job.grammar, not process.replies_within(self._compilers.limits.quick_s))
@@ -119,10 +120,10 @@ class Worker:
     def _begin(self, job: Job) -> CompilerProcess:
         process = self._send(job)
         try:
-            # While the process compiles: the first time, this takes most of a second.
+            # In parallel with the compilation, since the first time this takes most of a second.
             self._compilers.load_tokenizer()
         except Exception:
-            self._end_process()  # else its answer would be taken for that of the next grammar
+            self._end_process()  # otherwise its reply would be taken for that of the next grammar
             raise
         return process
 
@@ -131,15 +132,15 @@ class Worker:
             try:
                 self._process.begin(job.grammar)
                 return self._process
-            except OSError:  # it has died meanwhile, of nothing that this grammar did
+            except OSError:  # it died earlier, not because of this grammar
                 self._end_process()
         self._process = self._compilers.start_process()
         self._process.begin(job.grammar)
         return self._process
 
     def _wait_slowly(self, process: CompilerProcess, job: Job) -> None:
-        """Until the process answers. Raises InvalidRequestError where that takes too long, UnwantedError where nobody
-        waits for it."""
+        """Waits until the process replies. Raises InvalidRequestError after the deadline, AbandonedError if all
+        requests for the grammar were cancelled."""
         limits = self._compilers.limits
         deadline = time.monotonic() + limits.deadline_s
         reason = f"guided_decoding_guide takes longer than {limits.deadline_s:g} s to compile; allowed: a simpler one"
@@ -168,8 +169,8 @@ class Worker:
 
 
 class PostponedError(Exception):
-    """The job waits in another line; nothing is told."""
+    """The job was moved to the slow queue, and has no outcome yet."""
 
 
 class AbandonedError(Exception):
-    """Nobody waits for the grammar any more; the message is for whoever asked first."""
+    """All requests for the grammar were cancelled; the message is for the first one."""

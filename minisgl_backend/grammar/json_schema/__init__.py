@@ -1,9 +1,9 @@
-"""What a JSON schema becomes: a grammar that keeps every keyword, or an error that names the one that cannot be kept.
+"""Converts JSON schemas to EBNF grammars that enforce every keyword, or raises an error that names an unsupported one.
 
-`document` finds schemas and references, `meaning` says by keyword what a schema asks of the values of each JSON type,
-`build` makes rules of it. Sets of schemas that hold together (`allOf`, a `$ref` and its neighbours, the schemas of one
-property) are one rule, so recursion ends; alternatives that no value fits vanish; and texts are automata, so a pattern
-beside a length is one, too.
+`document` finds schemas and resolves references, `constraints` gives the constraints of each keyword on the values of
+each JSON type, and `build` makes grammar rules of them. Each set of schemas that one value must match (`allOf`, a
+`$ref` and its siblings, all schemas of a property) becomes one rule, so recursion terminates. Alternatives that no
+value matches are dropped. String constraints become automata, so a pattern and a length are intersected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl_backend.grammar.json_schema.rules import TooManyRulesError
 
 
 def schema_grammar(schema: Any, notation: Notation = JSON) -> str:
-    """EBNF, as xgrammar reads it, of values as the notation has them. `schema`: JSON whose numbers are int or Decimal.
+    """The schema as xgrammar's EBNF, for values written in `notation`. `schema`: JSON whose numbers are int or Decimal.
     Raises InvalidRequestError."""
     try:
         found = Builder(Document(schema), notation).grammar()

@@ -1,4 +1,4 @@
-"""Keywords about arrays."""
+"""Schema keywords of arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Handler = Callable[["Constraints", Node], Formula]
 
 
 def _items(constraints: Constraints, node: Node) -> Formula:
-    """`prefixItems` and `items`; of draft 7 `items` with a list, and `additionalItems`."""
+    """`prefixItems` and `items`, or draft 7's `items` with a list and `additionalItems`."""
     keyword = "items" if isinstance(node["items"], list) else "prefixItems"
     prefix = list_of(node, keyword) if keyword in node.schema else []
     facts: list[Formula] = [Item(number, constraints.subschema(node, keyword, number)) for number in range(len(prefix))]
@@ -68,7 +68,7 @@ def _unique_items(constraints: Constraints, node: Node) -> Formula:
 
 
 def unevaluated_items(constraints: Constraints, node: Node, formula: Formula) -> Formula:
-    """The formula of all other keywords, and what becomes of items that none of them looked at."""
+    """`formula`, which is that of all other keywords, with `unevaluatedItems` applied to items they do not evaluate."""
     rest = constraints.subschema(node, "unevaluatedItems")
     found = []
     for branch in branches(formula, lambda: node.error("unevaluatedItems", "is beside too many alternatives")):
@@ -81,7 +81,7 @@ def unevaluated_items(constraints: Constraints, node: Node, formula: Formula) ->
 
 
 def _or_contained(constraints: Constraints, rest: Term, branch: Branch) -> Term:
-    """An item that `contains` matched is looked at as well."""
+    """Items that match `contains` count as evaluated, so the others' schema becomes an alternative to it."""
     seen = [fact.term.node for fact in branch if isinstance(fact, Contains) and fact.term.positive and fact.least]
     if not seen:
         return rest

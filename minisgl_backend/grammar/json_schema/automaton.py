@@ -1,4 +1,4 @@
-"""Deterministic automata of regular expressions, with states that can still end only."""
+"""Deterministic automata of regular expressions, without dead states."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from minisgl_backend.grammar.json_schema.regex import (
 )
 
 MAX_STATES = 2000
-MINIMIZED_STATES = 256  # what has more keeps states that do the same
+MINIMIZED_STATES = 256  # larger automata are not minimized
 
 
 class TooManyStatesError(Exception):
-    """A regular expression, or all numbers of a grammar, have automata of more states than are allowed."""
+    """The automaton of a regular expression, or those of all numbers of a grammar, have too many states."""
 
 
 @dataclass(frozen=True)
 class State:
     accepts: bool
-    moves: tuple[tuple[Ranges, int], ...]  # characters, and the state that they lead to
+    moves: tuple[tuple[Ranges, int], ...]  # transitions: characters, index of the next state
 
 
-Automaton = tuple[State, ...]  # which begins with the first state; without any for no text at all
+Automaton = tuple[State, ...]  # the first is the start state; empty if nothing is accepted
 
 
 def automaton(regex: Regex) -> Automaton:
@@ -39,7 +39,7 @@ def automaton(regex: Regex) -> Automaton:
     numbers = {regex: 0}
     moves: list[dict[int, Ranges]] = []
     todo = [regex]
-    for one in todo:  # grows meanwhile
+    for one in todo:  # which grows in the loop
         found: dict[Regex, list[tuple[int, int]]] = {}
         ends = sorted({0, MAX_CHAR + 1} | {cut for cut in boundaries(one) if cut <= MAX_CHAR})
         for low, high in pairwise(ends):
@@ -97,7 +97,7 @@ def _grouped(moves: dict[int, Ranges], names: dict[int, int]) -> dict[int, Range
 
 
 def _minimized(block: dict[int, int], moves: list[dict[int, Ranges]]) -> dict[int, int]:
-    """State -> block of states that do the same (Moore's algorithm)."""
+    """State -> number of its block of equivalent states (Moore's algorithm)."""
     count = 0
     while len(set(block.values())) != count:
         count = len(set(block.values()))

@@ -1,4 +1,4 @@
-"""The grammar of a schema: a rule for each set of schemas that a value has to match together."""
+"""Builds the grammar of a schema: one rule for each set of schemas that a value must match together."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from minisgl_backend.grammar.json_schema.regex import Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, literal
 from minisgl_backend.grammar.json_schema.text_rules import TextRules
 
-MAX_NAME_RULES = 6  # about names that match a regular expression, for one object: each divides the names
-MAX_COUNTERS = 3  # `contains` of one array: each divides the items
-MAX_DIFFERENT = 16  # further properties that an object must have
+MAX_NAME_RULES = 6  # patterns of property names for one object: each may double the classes of names
+MAX_COUNTERS = 3  # `contains` of one array: each multiplies the rules
+MAX_DIFFERENT = 16  # properties without a known name that an object may require
 
 Terms = tuple[Term, ...]
 
 
 class Builder:
-    """Of one document."""
+    """Builds the grammar of one document."""
 
     def __init__(self, document: Document, notation: Notation) -> None:
         self._document = document
@@ -67,7 +67,7 @@ class Builder:
         self._todo: list[tuple[str, Terms]] = []
 
     def grammar(self) -> str:
-        """As EBNF; empty where no value matches. Raises SchemaError, TooManyRulesError."""
+        """The grammar as EBNF; empty if no value matches. Raises SchemaError, TooManyRulesError."""
         terms = (Term(self._document.root),)
         if self._notation.root is None:
             root = self._value(terms)
@@ -84,7 +84,7 @@ class Builder:
             self._fill(name, terms)
 
     def _value(self, terms: Iterable[Term]) -> str:
-        """The rule of values that match all of them."""
+        """The rule of values that match all terms."""
         needed = tuple(dict.fromkeys(term for term in terms if not term.is_trivial))
         key = frozenset(needed)
         if key not in self._values:
@@ -112,7 +112,7 @@ class Builder:
         return found
 
     def _choices(self, terms: Terms, kind: Kind, formula: Formula, *, is_root: bool = False) -> list[Choice]:
-        """Of values of one type."""
+        """The alternatives of a rule for values of one type."""
         words = self._notation.words
         if formula == FALSE:
             return []
@@ -160,7 +160,7 @@ class Builder:
     def _others(
         self, branch: Branch, names: list[str], terms: Terms, different: int, is_call: bool
     ) -> OtherProperties | None:
-        """Properties beside those that have names. `different`: how many of them an object may need."""
+        """Properties other than `names`. `different`: how many of them an object may require."""
         if different > MAX_DIFFERENT:
             what = f"asks for {different} more properties than have names; allowed: at most {MAX_DIFFERENT}"
             raise _node_of(terms).error("minProperties", what)
@@ -180,7 +180,7 @@ class Builder:
         return OtherProperties(pairs, different)
 
     def _pair(self, names: Regex, value: str, terms: Terms, is_call: bool) -> Choice:
-        """A property of one of the names."""
+        """A property whose name is in the regex `names`, with the rule `value`."""
         bare = rx.both(names, ARGUMENT if is_call else self._notation.bare)
         if self._has_text(bare, terms):
             return (Ref(self._texts.bare(bare, "=" if is_call else self._notation.colon)), Ref(value))
@@ -188,7 +188,7 @@ class Builder:
         return (literal("**{"), *key, literal("}")) if is_call else key
 
     def _name_classes(self, branch: Branch, names: list[str], terms: Terms, different: int) -> list[tuple[Regex, str]]:
-        """(names, the rule of the value), for all names of properties that have none of the known ones."""
+        """Classes of all property names other than `names`: (regex of the names, rule of the value)."""
         about = list(dict.fromkeys(fact for fact in branch if isinstance(fact, Properties)))
         if len({fact.names for fact in about}) > MAX_NAME_RULES:
             raise _node_of(terms).error(
@@ -208,7 +208,8 @@ class Builder:
         return [(regex, self._value(have)) for regex, have in found if self._has_text(regex, terms)]
 
     def _is_closed(self, branch: Branch, names: list[str], different: int) -> bool:
-        """Whoever names properties gets these, unless none of them can be, or an object needs more."""
+        """Whether other properties are left out: the schema names properties and does not mention others, unless none
+        of the named ones can occur or the object requires more."""
         can_be = [name for name in names if not self._is_never(terms_of_property(branch, name))]
         hinted = any(isinstance(fact, Closed) and fact.items is None for fact in branch)
         return hinted and different <= len(can_be) and bool(can_be or not names)
@@ -269,7 +270,7 @@ def _check_unique(branch: Branch, most: int | None) -> None:
 
 
 def _length_is(remainder: int, period: int) -> Regex:
-    """Texts whose length leaves that remainder."""
+    """Texts whose length modulo `period` is `remainder`."""
     return rx.cat(rx.repeat(rx.repeat(rx.ANY_CHAR, period, period)), rx.repeat(rx.ANY_CHAR, remainder, remainder))
 
 

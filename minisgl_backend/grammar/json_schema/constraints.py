@@ -1,4 +1,4 @@
-"""What each keyword of a schema means for each JSON type. Keywords that are not here say nothing, such as `title`."""
+"""The constraints of schema keywords on each JSON type. Keywords that are not here, such as `title`, have none."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ TYPES = (*KINDS, "integer")
 
 
 class CyclicRefError(SchemaError):
-    """A schema that is itself before any value is looked into."""
+    """A `$ref` that leads back to its own schema without going through a property or item."""
 
 
 class Constraints:
-    """Of all schemas of a document."""
+    """The constraints of all schemas of a document, cached."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -53,7 +53,7 @@ class Constraints:
         self._implied: dict[Node, tuple[set[Kind], list[Node]]] = {}
 
     def of(self, term: Term, kind: Kind) -> Formula:
-        """Of values of that type. Raises SchemaError."""
+        """The constraints on values of that type. Raises SchemaError."""
         if isinstance(term.node.schema, bool):
             return TRUE if term.node.schema is term.positive else FALSE
         key = term, kind
@@ -74,7 +74,7 @@ class Constraints:
             return negation(self.of(Term(term.node), kind))
         node = term.node
         found = []
-        for keyword in node.schema:  # in its order, which becomes that of properties
+        for keyword in node.schema:  # in the schema's order, which becomes that of properties
             if keyword in _GENERAL:
                 found.append(_GENERAL[keyword](self, node, kind))
             elif keyword in _OF_KIND[kind]:
@@ -87,15 +87,15 @@ class Constraints:
         return formula
 
     def subschema(self, node: Node, *path: str | int) -> Term:
-        """The schema at a path below."""
+        """The subschema at a path."""
         return Term(self.document.child(node, *path))
 
     def strings(self, term: Term) -> rx.Regex:
-        """The strings that match."""
+        """The strings that match the term."""
         return regex_of(self.of(term, "string"))
 
     def keywords(self, terms: Iterable[Term], kind: Kind) -> list[str]:
-        """What in these schemas is about values of that type, for messages."""
+        """Keywords in these schemas that only apply to values of that type, for error messages."""
         schemas = [term.node.schema for term in terms if isinstance(term.node.schema, dict)]
         return list(dict.fromkeys(keyword for one in schemas for keyword in one if keyword in _OF_KIND[kind]))
 
@@ -108,7 +108,7 @@ class Constraints:
             raise node.error(keyword, f"{preview(pattern)} cannot be kept: {error}") from None
 
     def implied(self, term: Term) -> set[Kind]:
-        """Types that keywords are about. A schema that names none means these."""
+        """Types that the schema's keywords apply to, which a schema without `type` is assumed to mean."""
         found: set[Kind] = set()
         todo = [term.node] if term.positive else []
         seen = set(todo)
@@ -123,7 +123,7 @@ class Constraints:
         return found
 
     def _implied_by(self, node: Node) -> tuple[set[Kind], list[Node]]:
-        """Types that its own keywords are about, and the schemas that speak of the same value."""
+        """Types that the schema's own keywords apply to, and its subschemas for the same value."""
         if not isinstance(node.schema, dict):
             return set(), []
         own = node.schema.keys() - _TYPE_NEUTRAL
@@ -168,7 +168,7 @@ def _one_of(constraints: Constraints, node: Node, keyword: str, values: list[Any
 
 
 def _exactly(constraints: Constraints, node: Node, value: Any) -> Formula:
-    """That array or object."""
+    """The array or object equals `value`."""
 
     def only(part: Any) -> Term:
         return Term(constraints.document.synthetic({"const": part}, node.pointer, key=("const", json_text(part))))
@@ -221,7 +221,7 @@ def _any_of(constraints: Constraints, node: Node, kind: Kind) -> Formula:
 def _one_of_schemas(constraints: Constraints, node: Node, kind: Kind) -> Formula:
     terms = _parts(constraints, node, "oneOf")
     own = {key: value for key, value in node.schema.items() if key not in _NO_NEIGHBOURS}
-    # Whose other constraints keep branches apart, too: a property that must be there, and is another one in each.
+    # Sibling keywords can also make the alternatives exclusive, such as a required property that differs in each.
     siblings = [Term(constraints.document.synthetic(own, node.pointer, key=("beside", node)))] if own else []
     found = []
     for number, term in enumerate(terms):
@@ -256,7 +256,7 @@ def _is_annotated(node: Node) -> bool:
 
 def _bound(keyword: str, exclusive: str, regex: Callable[[Decimal, bool], rx.Regex]) -> Callable[..., Formula]:
     def handler(constraints: Constraints, node: Node) -> Formula:
-        if isinstance(node[keyword], bool) and keyword == exclusive:  # as draft 4 had it: of the other keyword
+        if isinstance(node[keyword], bool) and keyword == exclusive:  # draft 4, where it modifies the other keyword
             return TRUE
         strict = keyword == exclusive or node[exclusive] is True
         return Text(regex(number_of(node, keyword, node[keyword]), strict))
@@ -294,7 +294,7 @@ def _format(constraints: Constraints, node: Node) -> Formula:
     return Text(pattern_regex(FORMATS[name])) if name in FORMATS else TRUE
 
 
-_TYPE_NEUTRAL = {"unevaluatedItems", "unevaluatedProperties"}  # about types
+_TYPE_NEUTRAL = {"unevaluatedItems", "unevaluatedProperties"}  # do not imply a type
 _General = Callable[[Constraints, Node, Kind], Formula]
 _GENERAL: Mapping[str, _General] = {
     "type": _type,
@@ -324,5 +324,5 @@ _OF_KIND: Mapping[Kind, Mapping[str, Callable[[Constraints, Node], Formula]]] = 
     "object": OBJECT_KEYWORDS,
 }
 _WITH_KEYWORDS = frozenset(kind for kind, keywords in _OF_KIND.items() if keywords)
-_AUXILIARY_KEYWORDS = ("then", "else", "minContains", "maxContains", "additionalItems")  # which other keywords read
-KEYWORDS = frozenset((*_GENERAL, *_AUXILIARY_KEYWORDS)).union(*_OF_KIND.values())  # that say something
+_AUXILIARY_KEYWORDS = ("then", "else", "minContains", "maxContains", "additionalItems")  # read by other keywords
+KEYWORDS = frozenset((*_GENERAL, *_AUXILIARY_KEYWORDS)).union(*_OF_KIND.values())  # all that constrain values

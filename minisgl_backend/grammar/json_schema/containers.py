@@ -1,4 +1,4 @@
-"""Rules of objects and arrays. An object's properties come in the order in which the schema names them."""
+"""Grammar rules of objects and arrays. Properties come in the order of the schema."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, Times, literal
 
-MAX_UNROLLED_ITEMS = 64  # more items of one kind are counted by the matcher
-MAX_SKIPPED_ITEMS = 16  # items that may come before those that `contains` asks for, or between them
+MAX_UNROLLED_ITEMS = 64  # longer runs of equal items become a counted repetition of the matcher
+MAX_SKIPPED_ITEMS = 16  # items before or between those that `contains` requires
 Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class NamedProperty:
-    """A property: the rule of its value, what stands before and behind that, and whether it must be there."""
+    """A property with a known name: the rule of its value, the text before and after it, and whether it is required."""
 
     prefix: str
     value: str
@@ -24,15 +24,15 @@ class NamedProperty:
 
 @dataclass(frozen=True)
 class OtherProperties:
-    """Properties that are not named: for each key of a needed one, `pairs(number)` gives the rule of name and value,
-    such that pairs of different numbers have different names; `pairs(None)` is any."""
+    """Properties without a known name. `pairs(number)` gives the rule of a name and value, such that pairs of different
+    numbers have different names; `pairs(None)` that of any pair."""
 
     pairs: Callable[[int | None], str]
-    different: int  # so many numbers there are
+    different: int  # numbers are below this
 
 
 class StateMachine:
-    """Rules that follow one another: each state is a rule, which ends with the rule of the next state."""
+    """Right-linear rules: each state is a rule, whose alternatives end with the rule of the next state."""
 
     def __init__(self, rules: Rules, prefix: str, choices: Callable[[StateMachine, Key], list[Choice]]) -> None:
         self._rules = rules
@@ -62,10 +62,10 @@ def object_choice(
     most: int | None,
     signs: tuple[str, str, str] = ("{", ", ", "}"),
 ) -> Choice:
-    """What an object looks like. `signs`: what begins it, separates its properties and ends it.
+    """The rule body of an object with `least` to `most` properties. `signs`: its opening, separator and closing.
 
-    A state is (named properties behind us, properties written, further ones of them). What is written is counted as
-    far as `least` and `most` need it.
+    A state is (named properties passed, properties written, other properties written). Counts are capped to what
+    `least` and `most` need.
     """
     needed = sum(one.required for one in named)
     if most is not None and others is None and most >= len(named):
@@ -113,14 +113,14 @@ def _sign(text: str) -> Choice:
 
 @dataclass(frozen=True)
 class Counter:
-    """Items that match something are counted: at least, at most, from which item on."""
+    """A `contains`: from item `first` on, at least `least` and at most `most` items match."""
 
     first: int
     least: int
     most: int | None
 
 
-# For each counter whether an item is one that it counts; None: it does not matter any more, or not yet.
+# For each counter, whether the item matches; None: it no longer matters, or not yet.
 Outcome = tuple[bool | None, ...]
 
 
@@ -133,7 +133,7 @@ def array_choice(
     counters: list[Counter],
     comma: str = ", ",
 ) -> Choice:
-    """What an array looks like. `item` gives the rule of an item by its number, which does not matter from
+    """The rule body of an array. `item` gives the rule of an item by its index; the index does not matter from
     `uniform_from` on."""
     same = max(uniform_from, 1)
     are_counted = not counters and max(least, most or 0) - same > MAX_UNROLLED_ITEMS
@@ -170,7 +170,7 @@ def array_choice(
 
 
 def _outcomes(counters: list[Counter], number: int, counts: list[int]) -> list[tuple[Outcome, list[int]]]:
-    """All ways in which the next item can be counted, and the counts then."""
+    """All combinations of counters that the next item can match, with the counts after it."""
     found: list[tuple[Outcome, list[int]]] = [((), [])]
     for counter, count in zip(counters, counts, strict=True):
         ways: list[tuple[bool | None, int]]

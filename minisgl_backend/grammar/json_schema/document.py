@@ -1,4 +1,4 @@
-"""A JSON schema as a document: its schemas by place, and what references lead to."""
+"""A JSON schema as a document: its subschemas by JSON pointer, and the resolution of references."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from minisgl_backend.errors import InvalidRequestError
 
-MAX_NODES = 50_000  # schemas of a document
+MAX_NODES = 50_000  # schemas in a document
 SCHEMA_KEYWORDS = (
     *("additionalProperties", "additionalItems", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -20,20 +20,20 @@ SCHEMA_MAP_KEYWORDS = ("$defs", "definitions", "dependencies", "dependentSchemas
 
 
 class SchemaError(InvalidRequestError):
-    """A keyword that is wrong or cannot be kept."""
+    """A keyword with an invalid value, or one that cannot be enforced."""
 
     def __init__(self, keyword: str, pointer: str, what: str) -> None:
-        """`pointer`: a JSON pointer of the schema that has the keyword."""
+        """`pointer`: JSON pointer to the schema that has the keyword."""
         super().__init__(f"guided_decoding_guide: the schema's {keyword} at {pointer or '/'} {what}")
 
 
 class Node:
-    """A schema at a place: an object, true or false. Compared by identity."""
+    """A schema and its location: an object, true or false. Compared by identity."""
 
     __slots__ = ("base", "pointer", "schema")
 
     def __init__(self, schema: Any, base: str, pointer: str) -> None:
-        """`base`: the address that its references start from; `pointer`: a JSON pointer."""
+        """`base`: the URI that its references are relative to; `pointer`: its JSON pointer."""
         self.schema, self.base, self.pointer = schema, base, pointer
 
     def error(self, keyword: str, what: str) -> SchemaError:
@@ -44,20 +44,20 @@ class Node:
 
 
 class Document:
-    """All schemas of one text. Numbers are int or Decimal."""
+    """All schemas of a document, whose numbers are int or Decimal."""
 
     def __init__(self, schema: Any) -> None:
         """Raises SchemaError."""
         self._nodes: dict[int, Node] = {}  # by id of the schema, which the document keeps alive
-        self._resources: dict[str, Node] = {}  # by address
-        self._anchors: dict[tuple[str, str], Node] = {}  # by the address that has them, and their name
+        self._resources: dict[str, Node] = {}  # by URI
+        self._anchors: dict[tuple[str, str], Node] = {}  # by URI of the resource, and name
         self._synthetic: dict[Any, Node] = {}
-        self.dynamic: dict[str, int] = {}  # $dynamicAnchor -> how many there are
+        self.dynamic: dict[str, int] = {}  # $dynamicAnchor -> number of schemas that have it
         self.root = self._add(schema, "", "")
         self._resources.setdefault("", self.root)
 
     def child(self, parent: Node, *path: str | int) -> Node:
-        """The schema at a path below another one. Raises SchemaError where there is none."""
+        """The schema at a path within another one. Raises SchemaError if there is none."""
         schema = parent.schema
         for key in path:
             schema = schema[key]
@@ -69,14 +69,14 @@ class Document:
         return self._nodes.get(id(schema)) or self._add(schema, parent.base, pointer)
 
     def synthetic(self, schema: Any, pointer: str, *, key: Any = None) -> Node:
-        """One that no text has; the same for the same key."""
+        """A schema that is not part of the document; the same node for the same key."""
         key = (schema, pointer) if key is None else key
         if key not in self._synthetic:
             self._synthetic[key] = Node(schema, "", pointer)
         return self._synthetic[key]
 
     def target(self, node: Node, keyword: str = "$ref") -> Node:
-        """What the reference of a schema leads to. Raises SchemaError."""
+        """The target of a schema's reference. Raises SchemaError."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise node.error(keyword, f"is {preview(reference)}; allowed: a text")
@@ -111,7 +111,7 @@ class Document:
         return self._nodes.get(id(schema)) or self._add(schema, base, pointer)
 
     def _add(self, schema: Any, base: str, pointer: str) -> Node:
-        """It and all below it."""
+        """Adds a schema and all its subschemas."""
         first = Node(schema, base, pointer)
         todo = [first]
         while todo:
@@ -128,14 +128,14 @@ class Document:
         return first
 
     def _name(self, node: Node) -> None:
-        """Notes by which names the schema is known."""
+        """Registers the schema's URI and anchors."""
         own = node["$id"]
         if isinstance(own, str) and not own.startswith("#"):
             node.base = urldefrag(_joined(node.base, own)).url
             known = self._resources.setdefault(node.base, node)
             if known.schema != node.schema:
                 raise node.error("$id", f"is {preview(own)}, as is that of {known.pointer or '/'}")
-        elif isinstance(own, str):  # draft 7 writes anchors so
+        elif isinstance(own, str):  # an anchor in draft 7
             self._anchors.setdefault((node.base, own[1:]), node)
         for keyword in ("$anchor", "$dynamicAnchor"):
             name = node[keyword]
@@ -160,7 +160,7 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _joined(base: str, reference: str) -> str:
-    """`urljoin` knows no urn: references within one are fragments, or whole addresses."""
+    """`urljoin` does not handle URNs, within which references are fragments or absolute."""
     if reference.startswith("#"):
         return base + reference
     try:
@@ -189,5 +189,5 @@ class _Encoder(json.JSONEncoder):
 
 
 def json_text(value: Any) -> str:
-    """As json.dumps writes it, but characters as they are, and Decimals, too."""
+    """Like json.dumps, but without escaping non-ASCII characters, and with Decimals."""
     return json.dumps(value, ensure_ascii=False, cls=_Encoder)

@@ -1,4 +1,4 @@
-"""Whether schemas plainly have no value in common, as the alternatives of a `oneOf` mostly do."""
+"""Whether schemas obviously have no value in common, as is usual for the alternatives of a `oneOf`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from minisgl_backend.grammar.json_schema.formula import (
 if TYPE_CHECKING:
     from minisgl_backend.grammar.json_schema.constraints import Constraints
 
-DEPTH = 3  # levels that are looked into
-ITEMS = 8  # the first of an array
+DEPTH = 3  # levels of nesting that are examined
+ITEMS = 8  # of an array, the first ones
 
 
 def is_empty(constraints: Constraints, terms: tuple[Term, ...], kind: Kind, depth: int = DEPTH) -> bool:
-    """No value of that type matches all of them. False as well where that is not plain to see."""
+    """Whether no value of that type matches all terms. False if that is not obvious."""
     try:
         formula = all_of([constraints.of(term, kind) for term in terms])
         if kind in ("string", "number"):
@@ -41,7 +41,7 @@ def is_empty(constraints: Constraints, terms: tuple[Term, ...], kind: Kind, dept
         if kind in ("null", "boolean"):
             return not any(evaluate(formula, {Truth(it)}) for it in (True, False))
         found = branches(formula, TooManyStatesError)
-    except (SchemaError, TooManyStatesError):  # it leads back to what is looked into, or is too much
+    except (SchemaError, TooManyStatesError):  # a cyclic reference, or too complex
         return False
     lacks = _lacks_property if kind == "object" else _lacks_item
     return all(depth > 0 and lacks(constraints, branch, depth) for branch in found)
@@ -59,7 +59,7 @@ def _lacks_property(constraints: Constraints, branch: Branch, depth: int) -> boo
 
 
 def terms_of_property(branch: Branch, name: str) -> list[Term]:
-    """What a property's value must match."""
+    """What the value of the property `name` must match."""
     own = [fact.term for fact in branch if isinstance(fact, Property) and fact.name == name]
     return own + [fact.term for fact in branch if isinstance(fact, Properties) and rx.matches(fact.names, name)]
 
@@ -70,6 +70,6 @@ def _lacks_item(constraints: Constraints, branch: Branch, depth: int) -> bool:
 
 
 def terms_of_item(branch: Branch, number: int) -> list[Term]:
-    """What the item at a place must match."""
+    """What the item at index `number` must match."""
     own = [fact.term for fact in branch if isinstance(fact, Item) and fact.number == number]
     return own + [fact.term for fact in branch if isinstance(fact, Items) and fact.first <= number]

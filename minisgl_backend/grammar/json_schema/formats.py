@@ -1,7 +1,8 @@
-"""Values of `format` that are kept, as patterns.
+"""Supported values of `format`, as patterns.
 
-Some are narrower than their standards: names of hosts and addresses in ASCII, no leap seconds, URIs without IPv6 hosts.
-Names that JSON schemas do not define, such as OpenAPI's `int32` or `password`, say nothing by their standard.
+Some are narrower than their standards: ASCII host names and addresses, no leap seconds, URIs without IPv6 hosts.
+Formats that JSON Schema does not define, such as OpenAPI's `int32` or `password`, do not constrain values, as its
+standard says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 _YEAR = r"\d{4}"
 _LEAP = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAYS = r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
-# The year 0000 is none: no calendar that software knows has it.
+# Without the year 0000, which date libraries refuse.
 _DATE = rf"(?!0000)(?:{_YEAR}-{_DAYS}|{_LEAP}-02-29)"
 _CLOCK = r"(?:[01]\d|2[0-3]):[0-5]\d"
 _TIME = rf"{_CLOCK}:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+-]{_CLOCK})"

@@ -1,6 +1,6 @@
-"""What a schema asks of the values of one JSON type: facts, joined by «and» and «or».
+"""Constraints of a schema on the values of one JSON type: a formula of facts, joined by «and» and «or».
 
-Facts are negated one by one, so that `not`, `if`, `oneOf` and dependencies become facts as well.
+Every fact can be negated, so `not`, `if`, `oneOf` and dependencies become formulas, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minisgl_backend.grammar.json_schema import regex as rx
 from minisgl_backend.grammar.json_schema.document import Node
 from minisgl_backend.grammar.json_schema.regex import Regex
 
-MAX_BRANCHES = 512  # alternatives of one schema for one type
+MAX_BRANCHES = 512  # of a formula in disjunctive normal form: alternatives of one schema for one type
 
 Kind = Literal["null", "boolean", "number", "string", "array", "object"]  # JSON's types
 KINDS: tuple[Kind, ...] = ("object", "array", "string", "number", "boolean", "null")
@@ -22,14 +22,14 @@ KINDS: tuple[Kind, ...] = ("object", "array", "string", "number", "boolean", "nu
 
 @dataclass(frozen=True)
 class Term:
-    """That a value matches a schema, or does not."""
+    """A value matches a schema, or does not."""
 
     node: Node
     positive: bool = True
 
     @property
     def is_trivial(self) -> bool:
-        """Every value matches, as anybody sees."""
+        """Obviously every value matches."""
         return self.node.schema is (self.positive) or (self.positive and self.node.schema == {})
 
     @property
@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Fact:
-    """Of one type of values."""
+    """An elementary constraint on values of one type."""
 
     def negated(self) -> Formula:
         raise NotImplementedError
@@ -47,9 +47,9 @@ class Fact:
 
 @dataclass(frozen=True, eq=False)
 class _Joined:
-    """Parts are shared, as definitions are by those who refer to them: what follows from one is found once.
+    """A conjunction or disjunction. Formulas share parts, as schemas do definitions, and results are cached per part.
 
-    Else each level of definitions that name the next one twice would double the work.
+    Otherwise each level of definitions that refer to the next one twice would double the work.
     """
 
     parts: tuple[Formula, ...]
@@ -69,7 +69,7 @@ class _Joined:
         if self.parts is not other.parts:
             if self.parts != other.parts:
                 return False
-            object.__setattr__(other, "parts", self.parts)  # equal ones are compared part by part once
+            object.__setattr__(other, "parts", self.parts)  # later comparisons stop at identical parts
         return True
 
     @cached_property
@@ -78,12 +78,12 @@ class _Joined:
 
     @cached_property
     def alternatives(self) -> tuple[Branch, ...] | None:
-        """None: more than MAX_BRANCHES."""
+        """The branches of the disjunctive normal form; None: more than MAX_BRANCHES."""
         raise NotImplementedError
 
     @cached_property
     def regex(self) -> Regex:
-        """Where all parts are about texts."""
+        """Only defined if all facts are `Text`."""
         raise NotImplementedError
 
 
@@ -96,7 +96,7 @@ class And(_Joined):
     @cached_property
     def alternatives(self) -> tuple[Branch, ...] | None:
         joined: tuple[Branch, ...] | None = ((),)
-        # The parts with fewer alternatives first: what contradicts them is gone early.
+        # Parts with few alternatives come first, so that contradictions are dropped early.
         for part in sorted(self.parts, key=lambda one: len(one.parts) if isinstance(one, Or) else 0):
             more = _alternatives(part)
             if more is None or joined is None:
@@ -132,13 +132,13 @@ class Or(_Joined):
 
 
 Formula = Fact | And | Or
-Branch = tuple[Fact, ...]  # facts that hold together
+Branch = tuple[Fact, ...]  # a conjunction
 TRUE, FALSE = And(()), Or(())
 
 
 @dataclass(frozen=True)
 class Text(Fact):
-    """A string, without quotes, or the text of a number, is one of the regex's."""
+    """The content of a string, or the text of a number, matches the regex."""
 
     regex: Regex
 
@@ -148,7 +148,7 @@ class Text(Fact):
 
 @dataclass(frozen=True)
 class NumberIn(Text):
-    """The text of a number stands for one of some values; `others`: all texts that do not, however they are written."""
+    """A number equals one of some values; `others` matches the texts of all other numbers in any spelling."""
 
     others: Regex
 
@@ -158,7 +158,7 @@ class NumberIn(Text):
 
 @dataclass(frozen=True)
 class Truth(Fact):
-    """A boolean is this one."""
+    """A boolean has this value."""
 
     value: bool
 
@@ -168,7 +168,7 @@ class Truth(Fact):
 
 @dataclass(frozen=True)
 class Size(Fact):
-    """Items of an array, or properties of an object."""
+    """Number of items of an array, or of properties of an object."""
 
     least: int = 0
     most: int | None = None
@@ -181,11 +181,11 @@ class Size(Fact):
 
 @dataclass(frozen=True)
 class Item(Fact):
-    """The item at a place, where there is one."""
+    """The item at index `number`, if there is one, matches."""
 
     number: int
     term: Term
-    evaluates: bool = True  # what `unevaluatedItems` heeds; so for others
+    evaluates: bool = True  # for `unevaluatedItems`, or `unevaluatedProperties`
 
     def negated(self) -> Formula:
         return all_of([Size(self.number + 1), Item(self.number, _opposite(self.term), False)])
@@ -193,7 +193,7 @@ class Item(Fact):
 
 @dataclass(frozen=True)
 class Items(Fact):
-    """All items from a place on."""
+    """All items from index `first` on match."""
 
     first: int
     term: Term
@@ -205,7 +205,7 @@ class Items(Fact):
 
 @dataclass(frozen=True)
 class Contains(Fact):
-    """So many items from a place on match."""
+    """`least` to `most` of the items from index `first` on match."""
 
     first: int
     term: Term
@@ -220,7 +220,7 @@ class Contains(Fact):
 
 @dataclass(frozen=True)
 class Unique(Fact):
-    """No two items are equal, or (`negative`) some are."""
+    """No two items are equal, or, if `negative`, some are."""
 
     node: Node
     negative: bool = False
@@ -231,7 +231,7 @@ class Unique(Fact):
 
 @dataclass(frozen=True)
 class Property(Fact):
-    """The property, where there is one."""
+    """The property `name`, if there is one, matches."""
 
     name: str
     term: Term
@@ -243,10 +243,10 @@ class Property(Fact):
 
 @dataclass(frozen=True)
 class Required(Fact):
-    """There is the property."""
+    """There is a property `name`."""
 
     name: str
-    never: ClassVar[Term]  # which no value matches
+    never: ClassVar[Term]  # matches no value
 
     def negated(self) -> Formula:
         return Property(self.name, Required.never, False)
@@ -254,7 +254,7 @@ class Required(Fact):
 
 @dataclass(frozen=True)
 class Properties(Fact):
-    """All properties whose names are among the regex's."""
+    """All properties whose names match the regex match the term."""
 
     names: Regex
     term: Term
@@ -268,7 +268,8 @@ class Properties(Fact):
 
 @dataclass(frozen=True)
 class Exists(Fact):
-    """Some property breaks that rule. A grammar cannot say so: the name might come again, with another value."""
+    """Some property violates the rule. A grammar cannot express this, since the name might come again with another
+    value."""
 
     rule: Properties
 
@@ -278,7 +279,7 @@ class Exists(Fact):
 
 @dataclass(frozen=True)
 class Closed(Fact):
-    """No rule: a hint that whoever names properties, or the first items, expects no others."""
+    """No constraint, but a hint: a schema that lists properties, or the first items, likely expects no others."""
 
     items: int | None = None  # None: properties
 
@@ -316,7 +317,7 @@ def negation(formula: Formula) -> Formula:
 
 
 def branches(formula: Formula, too_many: Callable[[], Exception]) -> tuple[Branch, ...]:
-    """Alternatives; raises what `too_many` makes where there are more than MAX_BRANCHES."""
+    """The branches of the disjunctive normal form; raises what `too_many` returns above MAX_BRANCHES."""
     found = _alternatives(formula)
     if found is None:
         raise too_many()
@@ -328,7 +329,7 @@ def _alternatives(formula: Formula) -> tuple[Branch, ...] | None:
 
 
 def _minimal(found: list[Branch]) -> tuple[Branch, ...] | None:
-    """Without those that ask for more than another one does; None: more than MAX_BRANCHES."""
+    """Drops branches that imply another one; None: more than MAX_BRANCHES are left."""
     if len(found) < 2:
         return tuple(found)
     if len(found) > 4 * MAX_BRANCHES:
@@ -339,7 +340,7 @@ def _minimal(found: list[Branch]) -> tuple[Branch, ...] | None:
 
 
 def _contradicts(facts: Branch) -> bool:
-    """No value has them all; where that takes a closer look, False."""
+    """Whether the facts obviously contradict each other."""
     least, most = 0, None
     for fact in facts:
         if isinstance(fact, Size):
@@ -351,7 +352,7 @@ def _contradicts(facts: Branch) -> bool:
 
 
 def evaluate(formula: Formula, facts: set[Fact]) -> bool:
-    """Whether it holds where these facts hold, and no others."""
+    """Whether the formula holds if exactly these facts hold."""
     known: dict[Formula, bool] = {}
 
     def holds(part: Formula) -> bool:
@@ -365,7 +366,7 @@ def evaluate(formula: Formula, facts: set[Fact]) -> bool:
 
 
 def regex_of(formula: Formula) -> Regex:
-    """Of strings or numbers: the texts that it allows."""
+    """The texts that a formula about strings or numbers allows."""
     if isinstance(formula, Fact):
         assert isinstance(formula, Text)
         return formula.regex

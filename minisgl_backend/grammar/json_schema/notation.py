@@ -1,7 +1,7 @@
-"""How the values of a schema are written: as JSON, or as models write the arguments of their calls.
+"""Notations for the values of a schema: JSON, and how models write the arguments of tool calls.
 
-Gemma 4's are those of its chat template (`format_argument`), Python's those of its language reference, of which only
-literals between double quotes are written.
+Gemma 4's notation is that of its chat template (`format_argument`), Python's that of its language reference, with
+strings always in double quotes.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _IDENTIFIER = rx.cat(rx.chars(_LETTERS), rx.repeat(rx.chars(rx.merged((*_LETTERS
 
 @dataclass(frozen=True)
 class Notation:
-    """The defaults are those of `json.dumps`."""
+    """The defaults are the output of `json.dumps`."""
 
     comma: str = ", "
     colon: str = ": "
     words: Mapping[bool | None, str] = field(default_factory=lambda: {None: "null", False: "false", True: "true"})
     quote: str = '"'
-    escapes: Mapping[int, str] = field(default_factory=lambda: _SHORT_ESCAPES)  # behind a backslash
-    has_escapes: bool = True  # else a text is what stands between the quotes, and does not hold them
-    has_pairs: bool = True  # \u twice for a character beyond U+FFFF
-    bare: Regex = rx.NOTHING  # names of properties that are written without quotes
-    root: Kind | None = None  # the outermost value is one of these; None: any
-    is_call: bool = False  # the outermost object is named arguments in Python: NAME=VALUE, or **{"NAME": VALUE}
+    escapes: Mapping[int, str] = field(default_factory=lambda: _SHORT_ESCAPES)  # code point -> letter after \
+    has_escapes: bool = True  # False: strings are raw, and cannot contain the quote
+    has_pairs: bool = True  # surrogate pairs, \u twice, for characters beyond U+FFFF
+    bare: Regex = rx.NOTHING  # property names that are written without quotes
+    root: Kind | None = None  # type of the outermost value; None: any
+    is_call: bool = False  # the outermost object is Python keyword arguments: NAME=VALUE, or **{"NAME": VALUE}
 
     def can_write(self, text: str) -> bool:
         return self.has_escapes or self.quote not in text
 
     def text(self, text: str) -> str:
-        """With its quotes."""
+        """The string with its quotes."""
         return json.dumps(text, ensure_ascii=False) if self.has_escapes else f"{self.quote}{text}{self.quote}"
 
     def pair(self, name: str, *, is_argument: bool = False) -> tuple[str, str]:
-        """What stands before and behind a property's value. `is_argument`: of the outermost object of a call."""
+        """The text before and after a property's value. `is_argument`: the property is an argument of a call."""
         if is_argument:
             return (f"{name}=", "") if rx.matches(ARGUMENT, name) else (f"**{{{self.text(name)}: ", "}")
         return (name if rx.matches(self.bare, name) else self.text(name)) + self.colon, ""
 
 
-# Names that Python takes as they are.
+# Names that can be Python keyword arguments.
 ARGUMENT = rx.both(_IDENTIFIER, rx.complement(rx.literals([*keyword.kwlist, "__debug__"])))
 JSON = Notation()
 _GEMMA = Notation(
@@ -68,5 +68,5 @@ _PYTHON = Notation(
     root="object",
     is_call=True,
 )
-# By the styles of a structural tag's json_schema; those ending in `_xml` are xgrammar's.
+# By the `style` of a json_schema in a structural tag; xgrammar converts the styles that end in `_xml`.
 NOTATIONS = {"json": JSON, "gemma": _GEMMA, "python": _PYTHON}

@@ -1,7 +1,7 @@
-"""Numbers as texts: which decimal texts are at least a bound, multiples, or one of some values.
+"""Regular expressions of numbers: decimal texts that are at least a bound, multiples, or one of some values.
 
-A number that something constrains is written without an exponent. Its text has at most MAX_TEXT characters where it is
-no integer: with so few digits two decimal numbers are two doubles, so no reader rounds one across its bound.
+A constrained number is written without an exponent. A non-integer has at most MAX_TEXT characters: with so few digits,
+different decimal numbers are different doubles, so that parsing does not round a number across its bound.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from minisgl_backend.grammar.json_schema.regex import Kind, Ranges, Regex
 
 MAX_TEXT = 16  # 15 digits and a point
 MAX_DIGITS = 400  # of a bound or value; a double has at most 309 before the point
-MAX_FRACTION = 20  # digits behind the point, where nothing constrains a number
+MAX_FRACTION = 20  # digits after the point of an unconstrained number
 MAX_EXPONENT_DIGITS = 2
-MAX_PERIOD = 500  # of multiples: an automaton has so many states and more
+MAX_PERIOD = 500  # of multiples, whose automata have at least as many states
 
 
 def _digits(low: int, high: int) -> Regex:
@@ -37,7 +37,7 @@ _SIGNED = rx.cat(_MAYBE_MINUS, _NATURAL)
 _NO_ZERO = rx.complement(rx.cat(_MINUS, _char("0"), rx.repeat(rx.cat(_POINT, rx.repeat(_char("0"))), 0, 1)))
 _FRACTION = rx.cat(_POINT, rx.repeat(_DIGIT, 1))
 INTEGER = rx.both(_SIGNED, _NO_ZERO)
-# Any number at all, with an exponent.
+# Unconstrained numbers, with an exponent.
 NUMBER = rx.cat(
     _SIGNED,
     rx.repeat(rx.cat(_POINT, rx.repeat(_DIGIT, 1, MAX_FRACTION)), 0, 1),
@@ -51,19 +51,19 @@ _OF_MULTIPLES = rx.both(rx.cat(_SIGNED, rx.repeat(rx.cat(_POINT, rx.repeat(_DIGI
 
 
 def constrained(regex: Regex) -> Regex:
-    """Numbers that the regex, made of what this module returns, chooses."""
+    """Numbers in the spelling of constrained ones that match the regex, which is made by functions of this module."""
     parts = regex.parts if regex.kind is Kind.AND else (regex,)
-    has_multiple = any(part.kind is Kind.MULTIPLE for part in parts)  # which has few digits, or zeros behind the point
+    has_multiple = any(part.kind is Kind.MULTIPLE for part in parts)  # with few digits, or only zeros, after the point
     return rx.both(_OF_MULTIPLES if has_multiple else DECIMAL, regex)
 
 
 def at_least(bound: Decimal, strict: bool) -> Regex:
-    """Texts of DECIMAL that are at least the bound, or above it."""
+    """Texts of DECIMAL that are at least the bound, or above it if `strict`."""
     if bound > 0 or (bound == 0 and strict):
         return _magnitude(bound, strict)
     if bound == 0:
         return rx.cat(_digits(0, 9), rx.ALL)
-    below = rx.complement(_magnitude(bound, not strict))  # magnitudes of negative ones
+    below = rx.complement(_magnitude(bound, not strict))  # of negative numbers
     return rx.either([rx.cat(_digits(0, 9), rx.ALL), rx.cat(_MINUS, rx.both(below, rx.cat(_NATURAL, rx.ALL)))])
 
 
@@ -72,7 +72,7 @@ def at_most(bound: Decimal, strict: bool) -> Regex:
 
 
 def _magnitude(bound: Decimal, strict: bool) -> Regex:
-    """Texts without a sign of at least the bound's magnitude."""
+    """Texts without a sign that are at least the bound's absolute value, or above it if `strict`."""
     whole, _, fraction = number_text(bound.copy_abs()).partition(".")
     maybe_fraction = rx.repeat(_FRACTION, 0, 1)
     least = rx.cat(_POINT, _fraction(fraction, strict)) if fraction or strict else maybe_fraction
@@ -85,7 +85,7 @@ def _magnitude(bound: Decimal, strict: bool) -> Regex:
 
 
 def _fraction(digits: str, strict: bool) -> Regex:
-    """Digits behind the point of at least those."""
+    """Digits after the point whose value is at least that of `digits`, or above it if `strict`."""
     least = rx.cat(_MORE, _digits(1, 9), _MORE) if strict else _MORE
     for digit in reversed(digits):
         least = rx.either([rx.cat(_digits(int(digit) + 1, 9), _MORE), rx.cat(_char(digit), least)])
@@ -93,7 +93,7 @@ def _fraction(digits: str, strict: bool) -> Regex:
 
 
 def multiples(factor: Decimal) -> Regex | None:
-    """Texts of DECIMAL that are multiples of the factor, which is above 0; None where it is too large to keep."""
+    """Texts of DECIMAL that are multiples of the factor, which is above 0; None if its automaton would be too large."""
     whole, _, fraction = number_text(factor).partition(".")
     period = int(whole + fraction)
     return rx.multiple_of(period, len(fraction)) if period <= MAX_PERIOD else None
@@ -104,7 +104,7 @@ def among(values: Iterable[Decimal]) -> Regex:
 
 
 def none_of(values: Iterable[Decimal]) -> Regex:
-    """However they are written in DECIMAL."""
+    """Texts that are not one of the values in any spelling of DECIMAL."""
     zeros = rx.repeat(_char("0"))
     texts = []
     for value in values:
@@ -115,7 +115,7 @@ def none_of(values: Iterable[Decimal]) -> Regex:
 
 
 def number_text(value: Decimal) -> str:
-    """Without exponent and needless zeros."""
+    """The number without exponent and trailing zeros."""
     text = f"{value:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

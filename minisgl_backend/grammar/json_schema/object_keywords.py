@@ -1,4 +1,4 @@
-"""Keywords about objects."""
+"""Schema keywords of objects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _properties(constraints: Constraints, node: Node) -> Formula:
 
 
 def _once(keyword: str) -> Handler:
-    """The keywords of _ABOUT_NAMES have one meaning together."""
+    """The keywords of _ABOUT_NAMES are handled together, at the first that the schema has."""
 
     def handler(constraints: Constraints, node: Node) -> Formula:
         first = next(one for one in _ABOUT_NAMES if one in node.schema)
@@ -91,7 +91,7 @@ def _dependent_schemas(constraints: Constraints, node: Node) -> Formula:
 
 
 def _dependencies(constraints: Constraints, node: Node) -> Formula:
-    """Draft 7's name for both."""
+    """Draft 7's keyword for `dependentRequired` and `dependentSchemas`."""
     found = []
     for name, value in map_of(node, "dependencies").items():
         if isinstance(value, list):
@@ -107,7 +107,8 @@ def _if_present(name: str, needed: Formula) -> Formula:
 
 
 def unevaluated_properties(constraints: Constraints, node: Node, formula: Formula) -> Formula:
-    """The formula of all other keywords, and what becomes of properties that none of them looked at."""
+    """`formula`, which is that of all other keywords, with `unevaluatedProperties` applied to properties that they do
+    not evaluate."""
     rest = constraints.subschema(node, "unevaluatedProperties")
     found = []
     for branch in branches(formula, lambda: node.error("unevaluatedProperties", "is beside too many alternatives")):

@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas, as ECMA-262 writes regular expressions.
+"""Parses patterns of JSON schemas, which are regular expressions of ECMA-262.
 
-Kept: what regular languages have, lookahead outside of repetitions included. Refused by name: back references,
-lookbehind, word boundaries. Where ECMA-262 and Python differ (`\\s`, `\\W`, `.`), what both of them take is taken.
+Supported: everything regular, including lookahead outside repetitions. Refused by name: back references, lookbehind,
+word boundaries. Where ECMA-262 and Python differ (`\\s`, `\\W`, `.`), only characters that match in both are allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CATEGORIES = {"Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll"
 
 
 class PatternError(ValueError):
-    """A pattern that is wrong or cannot be kept; the message says what of it."""
+    """An invalid or unsupported pattern; the message names the part."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Group:
-    """Alternatives that hold a lookahead somewhere, which concerns what comes following the group as well."""
+    """A group that contains a lookahead, which may also constrain the text after the group."""
 
     choices: tuple[tuple[_Item, ...], ...]
 
@@ -52,7 +52,7 @@ _AROUND = rx.repeat(rx.either([rx.ANY_CHAR, rx.chars(((rx.BEGIN, rx.END),))]))
 
 
 def pattern_regex(pattern: str) -> Regex:
-    """Texts in which the pattern is found somewhere. Raises PatternError."""
+    """Texts in which the pattern matches somewhere. Raises PatternError."""
     if len(pattern) > MAX_LENGTH:
         raise PatternError(f"it has {len(pattern)} characters; allowed: at most {MAX_LENGTH}")
     choices = _Parser(pattern).parse()
@@ -136,7 +136,7 @@ class _Parser:
             found = self._counted()
         else:
             return found
-        self._take("?")  # how it looks for a match does not change what matches
+        self._take("?")  # lazy repetitions match the same texts
         return found
 
     def _counted(self) -> tuple[int, int | None]:
@@ -263,7 +263,7 @@ def _is_one(ranges: Ranges) -> bool:
 
 @cache
 def _named(letter: str) -> Ranges:
-    """What \\d, \\w, \\s and their opposites match."""
+    """The characters of \\d, \\w, \\s and their complements."""
     narrow = {"d": DIGITS, "w": WORD, "s": SPACES}
     if letter in narrow:
         return narrow[letter]
@@ -279,7 +279,7 @@ def _is_word(char: str, letter: str) -> bool:
 
 @cache
 def _category(name: str) -> Ranges:
-    """Characters of a general category of Unicode."""
+    """Characters of a Unicode general category."""
     short = _CATEGORIES.get(name.removeprefix("General_Category=").removeprefix("gc="), name)
     found = [(code, code) for code in range(rx.MAX_CHAR + 1) if unicodedata.category(chr(code)).startswith(short)]
     if not short or not found:

@@ -1,8 +1,8 @@
-"""Regular expressions that can be joined, intersected and negated, by Brzozowski's derivatives.
+"""Regular expressions with union, intersection and complement, by Brzozowski's derivatives.
 
-The derivative of a language by a character is what may follow that character (Brzozowski, «Derivatives of Regular
-Expressions», 1964; the classes of characters are those of Owens, Reppy and Turon, «Regular-expression derivatives
-re-examined», 2009). So a pattern, a bound of the length and names that are taken become one automaton.
+The derivative of a language by a character is the set of texts that may follow it (Brzozowski, «Derivatives of Regular
+Expressions», 1964; with character classes, Owens, Reppy and Turon, «Regular-expression derivatives re-examined», 2009).
+So a pattern, a length limit and excluded names can be combined into one automaton.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from math import lcm
 from typing import Any
 
 MAX_CHAR = 0x10FFFF
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted and apart, both ends included
+Ranges = tuple[tuple[int, int], ...]  # code points, sorted, disjoint, both ends included
 TEXT: Ranges = ((0, 0xD7FF), (0xE000, MAX_CHAR))  # Unicode without surrogates
-# What `^` and `$` of a pattern match: no characters of any text, but of the text between them.
+# Pseudo characters for `^` and `$` of a pattern: a text is matched as if it stood between them.
 BEGIN, END = MAX_CHAR + 1, MAX_CHAR + 2
 
 
@@ -29,18 +29,18 @@ class Kind(IntEnum):
     OR = 5
     AND = 6
     NOT = 7
-    LITERALS = 8  # one of some texts, sorted
-    ANCHORED = 9  # texts that the regex matches between BEGIN, which is consumed us, and END
-    MULTIPLE = 10  # numbers: (period, remainder, decimals, decimals consumed us or -1), see `multiple_of`
+    LITERALS = 8  # one of these texts, sorted
+    ANCHORED = 9  # texts that the regex matches between BEGIN, already consumed, and END
+    MULTIPLE = 10  # numbers: (period, remainder, decimals, decimals consumed or -1), see `multiple_of`
 
 
 class Regex:
-    """Immutable; the functions of this module make them."""
+    """Immutable, and only made by the functions of this module, which simplify."""
 
     __slots__ = ("_hash", "kind", "nullable", "parts")
 
     def __init__(self, kind: Kind, parts: tuple[Any, ...], nullable: bool) -> None:
-        """`nullable`: the empty text is one of its texts."""
+        """`nullable`: whether it matches the empty text."""
         self.kind, self.parts, self.nullable = kind, parts, nullable
         self._hash = hash((int(kind), parts))
 
@@ -63,13 +63,13 @@ EMPTY = Regex(Kind.EMPTY, (), True)
 ALL = Regex(Kind.NOT, (NOTHING,), True)
 
 
-@lru_cache(maxsize=1 << 16)  # equal ones are mostly the same one, and quickly compared
+@lru_cache(maxsize=1 << 16)  # so that equal ones are mostly identical, and fast to compare
 def _node(kind: Kind, parts: tuple[Any, ...], nullable: bool) -> Regex:
     return Regex(kind, parts, nullable)
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, and apart from one another."""
+    """The ranges sorted, with overlapping and adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1] + 1:
@@ -80,7 +80,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
+    """Characters in both."""
     return merged(
         (max(low, least), min(high, most))
         for low, high in one
@@ -90,7 +90,7 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
 
 
 def without(ranges: Ranges, taken: Ranges) -> Ranges:
-    """Of TEXT."""
+    """Characters of `ranges` and TEXT that are not in `taken`."""
     rest, begin = [], 0
     for low, high in merged(taken):
         rest.append((begin, low - 1))
@@ -111,7 +111,7 @@ def literals(texts: Iterable[str]) -> Regex:
 
 
 def anchored(regex: Regex) -> Regex:
-    """Texts that come between BEGIN and END in the regex's; BEGIN is consumed us."""
+    """Texts that the regex matches when END follows; BEGIN is already consumed."""
     return _node(Kind.ANCHORED, (regex,), derivative(regex, END).nullable)
 
 
@@ -142,7 +142,7 @@ def repeat(regex: Regex, least: int = 0, most: int | None = None) -> Regex:
 
 
 def either(regexes: Iterable[Regex]) -> Regex:
-    """One of them matches."""
+    """Union: one of them matches."""
     found: dict[Regex, None] = {}
     ranges: list[tuple[int, int]] = []
     texts: list[str] = []
@@ -163,7 +163,7 @@ def either(regexes: Iterable[Regex]) -> Regex:
 
 
 def both(*regexes: Regex) -> Regex:
-    """All of them match."""
+    """Intersection: all of them match."""
     found: dict[Regex, None] = {}
     texts: Regex | None = None
     multiple: Regex | None = None
@@ -193,7 +193,7 @@ def complement(regex: Regex) -> Regex:
 
 
 def multiple_of(period: int, decimals: int) -> Regex:
-    """Decimal numbers without exponent, of which the value * 10**decimals is a multiple of `period`."""
+    """Decimal numbers without exponent whose value times 10**decimals is a multiple of `period`."""
     return _multiple(period, 0, decimals, -1)
 
 
@@ -203,7 +203,7 @@ def _multiple(period: int, remainder: int, decimals: int, consumed: int) -> Rege
 
 
 def _common_multiple(one: Regex, other: Regex) -> Regex:
-    """The remainders of both as one of their least common multiple; both are equally far consumed the point."""
+    """The intersection of two MULTIPLEs: that of their least common multiple if no digit is consumed yet."""
     (period, remainder, decimals, consumed), (period2, remainder2, decimals2, consumed2) = one.parts, other.parts
     if (remainder, consumed) != (0, -1) or (remainder2, consumed2) != (0, -1):
         return _node(Kind.AND, (one, other), one.nullable and other.nullable)
@@ -224,7 +224,7 @@ def _of_several(kind: Kind, found: dict[Regex, None], neutral: Regex) -> Regex:
         return next(iter(found), neutral)
     if any(complement(regex) in found for regex in found):
         return ALL if kind is Kind.OR else NOTHING
-    # In an order of their own: A|B is B|A, and the automaton has an end.
+    # Sorted, so that A|B equals B|A and the automaton stays finite.
     parts = tuple(sorted(found, key=hash))
     nullables = [part.nullable for part in parts]
     return _node(kind, parts, any(nullables) if kind is Kind.OR else all(nullables))
@@ -232,7 +232,7 @@ def _of_several(kind: Kind, found: dict[Regex, None], neutral: Regex) -> Regex:
 
 @lru_cache(maxsize=1 << 16)
 def derivative(regex: Regex, char: int) -> Regex:
-    """What may follow the character."""
+    """The texts that may follow the character."""
     parts = regex.parts
     match regex.kind:
         case Kind.NOTHING | Kind.EMPTY:
@@ -273,7 +273,7 @@ def _next_digit(period: int, remainder: int, decimals: int, consumed: int, *, ch
 
 @lru_cache(maxsize=1 << 14)
 def boundaries(regex: Regex) -> frozenset[int]:
-    """Characters before which the derivative may become another one."""
+    """Code points at which the derivative may change: it is the same for all characters between two of them."""
     parts = regex.parts
     match regex.kind:
         case Kind.CHARS:

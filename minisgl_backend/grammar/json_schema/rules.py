@@ -1,4 +1,4 @@
-"""Rules of a context-free grammar, without those that lead nowhere, and how xgrammar reads them."""
+"""Rules of a context-free grammar without unproductive ones, and their text as xgrammar's EBNF."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _SHOWN = {'"': '\\"', "\\": "\\\\", "]": "\\]", "^": "\\^", "-": "\\-", "[": "\\
 
 @dataclass(frozen=True)
 class Ref:
-    """A rule by its name."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Times:
-    """A rule, so many times."""
+    """A counted repetition of a rule."""
 
     name: str
     least: int
     most: int | None
 
 
-Symbol = str | Ref | Times  # str: as EBNF writes a literal or a class of characters
+Symbol = str | Ref | Times  # str: a literal or character class in EBNF
 Choice = tuple[Symbol, ...]
 
 
@@ -35,7 +35,7 @@ class TooManyRulesError(Exception):
 
 
 class Rules:
-    """A grammar while it is made."""
+    """A grammar under construction."""
 
     def __init__(self) -> None:
         self._choices: dict[str, list[Choice]] = {}
@@ -49,7 +49,7 @@ class Rules:
         return name in self._choices
 
     def new(self, prefix: str) -> str:
-        """A name, which is taken now. Raises TooManyRulesError."""
+        """Reserves a name for a rule. Raises TooManyRulesError."""
         if len(self._choices) >= MAX_RULES:
             raise TooManyRulesError
         name = f"{prefix}{len(self._choices)}"
@@ -60,15 +60,15 @@ class Rules:
         self._choices[name] = list(dict.fromkeys(choices))
 
     def put_fallback(self, name: str, choices: Callable[[], list[Choice]]) -> None:
-        """What the rule is where its choices lead nowhere; it may put further rules."""
+        """The rule's choices if those of `put` are unproductive; the callback may add further rules."""
         self._fallbacks[name] = choices
 
     def end_tokens(self, name: str) -> None:
-        """No token goes on behind the rule's end."""
+        """No token may extend beyond the end of the rule."""
         self._ends_tokens.add(name)
 
     def text(self, root: str) -> str:
-        """As EBNF; empty where no text follows from the root."""
+        """The grammar as EBNF; empty if the root derives no text."""
         while True:
             productive = self._productive()
             poor = [name for name in self._reached(root, None) if name in self._fallbacks and name not in productive]
@@ -85,7 +85,7 @@ class Rules:
         return all(isinstance(symbol, str) or symbol.name in productive for symbol in choice)
 
     def _productive(self) -> set[str]:
-        """Rules from which texts follow."""
+        """Rules that derive a text."""
         users: dict[str, list[tuple[str, Choice]]] = {}
         todo: list[str] = []
         for name, choices in self._choices.items():
@@ -107,7 +107,7 @@ class Rules:
     def _reached(self, root: str, productive: set[str] | None) -> list[str]:
         found = {root: None}
         todo = [root]
-        for name in todo:  # grows meanwhile
+        for name in todo:  # which grows in the loop
             for choice in self._choices[name]:
                 if productive is not None and not self._leads_somewhere(choice, productive):
                     continue
@@ -120,7 +120,7 @@ class Rules:
     def _line(self, name: str, productive: set[str]) -> str:
         choices = [choice for choice in self._choices[name] if self._leads_somewhere(choice, productive)]
         text = " | ".join(" ".join(map(_shown, choice)) or EMPTY for choice in choices)
-        # A lookahead is heeded in masks only. Nothing follows that begins with a control character.
+        # xgrammar uses lookahead assertions in masks only. This one never matches, since no text begins with \x01.
         return f'{name} ::= ({text}) (="\\x01")' if name in self._ends_tokens else f"{name} ::= {text}"
 
 
@@ -136,7 +136,7 @@ def _shown(symbol: Symbol) -> str:
 
 
 def literal(text: str) -> str:
-    """The text as EBNF has it."""
+    """The text as an EBNF literal."""
     return json.dumps(text, ensure_ascii=False)
 
 

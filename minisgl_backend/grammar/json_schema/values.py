@@ -1,4 +1,4 @@
-"""Values of keywords, checked."""
+"""Checked values of schema keywords."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COUNT = 1 << 31
 
 
 def count_of(node: Node, keyword: str, default: int = 0) -> int:
-    """How many there may be at least or at most."""
+    """The keyword's value as a non-negative integer, at most MAX_COUNT. Raises SchemaError."""
     value = node.schema.get(keyword, default)
     if isinstance(value, bool) or not isinstance(value, (int, Decimal)) or value < 0 or value != int(value):
         raise node.error(keyword, f"is {preview(value)}; allowed: a count")

@@ -1,6 +1,6 @@
-"""What xgrammar's own converter keeps of a JSON schema. It writes arguments that are no JSON, as `qwen_xml` has them.
+"""Which schema keywords xgrammar's own converter enforces; it is used for arguments that are not JSON, as `qwen_xml`.
 
-It leaves out without a word what it does not know, and what stands beside some keywords: that is refused here.
+It silently ignores keywords that it does not know, and siblings of some keywords. Such schemas are refused here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OBJECT = ("properties", "required", "additionalProperties")
 _ARRAY = ("items", "prefixItems", "minItems", "maxItems")
 _LENGTHS = ("minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_ALONE = ("$ref", "const", "enum", "anyOf")  # the first one that is there is read, and nothing else
+_ALONE = ("$ref", "const", "enum", "anyOf")  # xgrammar reads the first that a schema has, and nothing else
 _SUPPORTED = ("type", *_ALONE, *_OBJECT, *_ARRAY, *_LENGTHS, "pattern", "format", *_BOUNDS)
 _FORMATS = (
     *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer"),
@@ -25,9 +25,9 @@ _FORMATS = (
 
 
 def check_supported(schema: Any, style: str, *, excludes: bool = False) -> None:
-    """Raises SchemaError for the first keyword that would be lost. Numbers of `schema` are int or Decimal.
+    """Raises SchemaError for the first keyword that xgrammar would ignore. Numbers of `schema` are int or Decimal.
 
-    `excludes`: the structural tag has some, for which xgrammar gives up lengths.
+    `excludes`: the structural tag has `excludes`, with which xgrammar ignores string lengths.
     """
     allowed = tuple(keyword for keyword in _SUPPORTED if not (excludes and keyword in _LENGTHS))
     todo = [(schema, "", True)]
@@ -46,7 +46,7 @@ def check_supported(schema: Any, style: str, *, excludes: bool = False) -> None:
 
 
 def _check_outer(node: dict[str, Any], pointer: str, style: str) -> None:
-    """Of the arguments themselves: xgrammar would take a named one once more, with any value of the others."""
+    """Checks the arguments' own object, where xgrammar would allow a named argument again as an additional one."""
     if node.get("properties") and node.get("additionalProperties", False) is not False:
         what = f"cannot be kept beside properties in arguments of the style {style}; allowed there: false"
         raise SchemaError("additionalProperties", pointer, what)
@@ -104,12 +104,12 @@ def _names_type(node: dict[str, Any], group: tuple[str, ...]) -> bool:
 
 
 def _is_format(name: Any) -> bool:
-    """Names that JSON Schema does not define say nothing."""
+    """Whether JSON Schema defines the format; other names do not constrain values."""
     return isinstance(name, str) and (name in FORMATS or name in UNSUPPORTED_FORMATS)
 
 
 def _all_have_type(node: dict[str, Any], keyword: str) -> bool:
-    """Whether `type` says nothing that the values of `const` or `enum` do not say."""
+    """Whether `type` is redundant, since all values of `const` or `enum` have one of its types."""
     if keyword not in ("const", "enum"):
         return False
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -124,7 +124,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _below(node: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any, str]]:
-    """(keyword, schema, its place)"""
+    """(keyword, subschema, its JSON pointer)"""
     for keyword in ("additionalProperties", "items"):
         yield keyword, node.get(keyword), f"{pointer}/{keyword}"
     for keyword in ("anyOf", "prefixItems"):
@@ -137,7 +137,7 @@ def _below(node: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any, str]]
 
 
 def _target(root: Any, reference: Any, pointer: str, style: str) -> tuple[Any, str]:
-    """As xgrammar finds it: step by step through objects, names as they are."""
+    """The target of a reference as xgrammar resolves it: through objects only, without unescaping names."""
     what = f"is {preview(reference)}, which cannot be kept in arguments of the style {style}"
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise SchemaError("$ref", pointer, f"{what}; allowed there: # or what begins with #/")
