@@ -1,8 +1,8 @@
-"""Every engine option, once.
+"""The engine options, each declared once.
 
-`EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt, fields
-of this class and command-line flags of the offline tools. `runner.start.resolve` turns it into a `RuntimeConfig`, in
-which no "auto" is left.
+`EngineConfig` holds the user's settings. Its field names are the `parameters` of model_repository/engine/config.pbtxt
+and the command-line flags of the offline tools. `runner.start.resolve` turns it into a `RuntimeConfig`, in which no
+"auto" is left.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Option:
 
     name: str
     type: type  # str, int, float or bool
-    optional: bool  # None is allowed and written as an empty parameter
+    optional: bool  # None is allowed, and written as an empty parameter
     default: Any
     help: str
     flags: tuple[str, ...]  # command-line spellings, the first one is canonical
-    allowed: str  # in words, for error messages
+    allowed: str  # description of allowed values, for error messages
     check: Callable[[Any], bool]
-    internal: bool  # for benchmarks and tests: works everywhere, and stands in no table
+    internal: bool  # for benchmarks and tests: accepted everywhere, but not documented
 
     def parse(self, text: str) -> Any:
         """The value that `text` stands for. Raises ConfigError naming the option, the text and what is allowed."""
@@ -59,7 +59,7 @@ class Option:
         return self.validate(value)
 
     def validate(self, value: Any) -> Any:
-        """Returns the value. Raises ConfigError where it is not allowed."""
+        """Returns the value. Raises ConfigError if it is not allowed."""
         if value is None and self.optional:
             return value
         right_type = isinstance(value, self.type) or (self.type is float and isinstance(value, int))
@@ -107,7 +107,7 @@ def _backend_names(value: str) -> bool:
 
 
 def read_weights(text: str) -> dict[str, float] | None:
-    """Of `tenant_weights`, by name; None: it is wrong."""
+    """Parses `tenant_weights` into weights by tenant; None: the text is invalid."""
     weights: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = part.rpartition("=")
@@ -352,12 +352,12 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """What `speculative_config` says; None: there is no speculation."""
+        """The parsed `speculative_config`; None: no speculative decoding."""
         return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @property
     def ranks_per_node(self) -> int:
-        """Tensor-parallel ranks on one machine: node i has those from i times as many on."""
+        """Tensor-parallel ranks on one machine. The first rank of node i is i * ranks_per_node."""
         return self.tp // self.nodes
 
     def first_device(self, dp_rank: int) -> int:
@@ -381,7 +381,7 @@ class EngineConfig:
             raise ConfigError(f"speculative_config is {self.speculative_config!r}; {error}") from None
 
     def _check_kv_event_ports(self) -> None:
-        """Each engine core listens at a port of its own for events, and at one for those who missed some."""
+        """Each engine core has its own port for KV events, and one for their replay; these must not overlap."""
         addresses = (self.kv_events_endpoint, self.kv_events_replay_endpoint)
         ports = [int(one.rpartition(":")[2]) for one in addresses if one is not None and one.startswith("tcp://")]
         if len(ports) == 2 and abs(ports[0] - ports[1]) < self.dp:
