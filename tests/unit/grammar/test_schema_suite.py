@@ -48,8 +48,8 @@ def refusal(schema: Any) -> str:
 
 
 def check(group: Any, answers: list[str | None], needed: float) -> None:
-    """At least `needed` of the answers ended (None: did not), and all that did are valid. Where some are needed, they or
-    what the grammar accepts are more than empty containers."""
+    """At least `needed` of the answers ended (None: did not), and all that did are valid. Where some are needed, they
+    or what the grammar accepts are more than empty containers."""
     schema = group["schema"]
     ended = [answer for answer in answers if answer is not None]
     assert len(ended) >= needed, f"{len(ended)} of {len(answers)} ended: {answers}"
