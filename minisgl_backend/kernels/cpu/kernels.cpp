@@ -22,22 +22,24 @@ using bf16 = uint16_t;
 
 constexpr int kTile = 8;        // rows of activations that share a pass over weights
 constexpr long kGranule = 12;   // outputs of a thread are a multiple: whole tiles of 1, 2, 3 and 4 rows of weights
+constexpr long kBlock = 48;     // outputs whose sums are kept until what follows them is computed, 16 at a time
 constexpr long kSerial = 1 << 15;  // numbers below which a second thread costs more than it saves
 
 inline __m512 load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 
+inline __m512 load(const bf16* p, __mmask16 mask) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+}
+
 inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 inline __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-inline float widen(bf16 x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  return __builtin_bit_cast(float, bits);
+inline void store(bf16* p, __mmask16 mask, __m512 x) {
+  _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
 }
-
-inline bf16 narrow(float x) { return (bf16)_mm_cvtsi128_si32((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x))); }
 
 // e^x: a power of two times a polynomial on [-ln(2)/2, ln(2)/2] (relative error below 1e-6).
 inline __m512 exponential(__m512 x) {
@@ -61,13 +63,48 @@ void norm_row(const bf16* x, const bf16* weight, float eps, long size, bf16* out
   }
 }
 
+// The steps of adding up each of several vectors, two at a time: 16 numbers of each become 8, 4, 2 and 1. A vector that
+// is added up alone, by _mm512_reduce_add_ps, takes the same steps, so that a sum does not depend on how many there are.
+inline __m512 to_8(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+inline __m512 to_4(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+inline __m512 to_2(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+}
+inline __m512 to_1(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+
+// out[i] = the sum of v[i]: 16 vectors with 45 instructions, of which one alone takes nine.
+inline void sums_of_16(const __m512* v, float* out) {
+  __m512 four[4];  // of four vectors each, four numbers; the order is such that the result's is that of v
+  for (int i = 0; i < 4; i++) four[i] = to_4(to_8(v[i], v[i + 4]), to_8(v[i + 8], v[i + 12]));
+  _mm512_storeu_ps(out, to_1(to_2(four[0], four[1]), to_2(four[2], four[3])));
+}
+
+inline void sums_of_8(const __m512* v, float* out) {
+  const __m512 two = to_2(to_4(to_8(v[0], v[2]), to_8(v[4], v[6])), to_4(to_8(v[1], v[3]), to_8(v[5], v[7])));
+  const __m512i order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, to_1(two, two))));
+}
+
+template <int N>
+inline void sums_of(const __m512* v, float* out) {
+  int i = 0;
+  for (; i + 16 <= N; i += 16) sums_of_16(v + i, out + i);
+  if (i + 8 <= N) sums_of_8(v + i, out + i), i += 8;
+  for (; i < N; i++) out[i] = _mm512_reduce_add_ps(v[i]);
+}
+
 // out[r * M + m] = weights[r] . x[m], for R rows of weights and M of x; `ahead`: elements from a row to the same row of
 // the next tile.
 template <int R, int M>
 void dot(const bf16* const* weights, const bf16* x, long size, long ahead, float* out) {
-  __m512 sums[R][M];
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) sums[r][m] = _mm512_setzero_ps();
+  __m512 sums[R * M];
+  for (auto& one : sums) one = _mm512_setzero_ps();
   for (long k = 0; k < size; k += 32) {
     __m512bh w[R];
     for (int r = 0; r < R; r++) {
@@ -76,11 +113,10 @@ void dot(const bf16* const* weights, const bf16* x, long size, long ahead, float
     }
     for (int m = 0; m < M; m++) {
       const __m512bh v = load_pairs(x + m * size + k);
-      for (int r = 0; r < R; r++) sums[r][m] = _mm512_dpbf16_ps(sums[r][m], w[r], v);
+      for (int r = 0; r < R; r++) sums[r * M + m] = _mm512_dpbf16_ps(sums[r * M + m], w[r], v);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) out[r * M + m] = _mm512_reduce_add_ps(sums[r][m]);
+  sums_of<R * M>(sums, out);
 }
 
 using Dot = void (*)(const bf16* const*, const bf16*, long, long, float*);
@@ -95,17 +131,14 @@ struct Gemm {
   bool gated;
 };
 
-// gate = silu(gate) * up, for the up to 16 numbers of a tile.
-void activate(float* gate, const float* up) {
-  const __m512 x = _mm512_loadu_ps(gate);
+inline __m512 silu(__m512 x) {
   const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-  _mm512_storeu_ps(gate, _mm512_mul_ps(silu, _mm512_loadu_ps(up)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-// Columns [begin, end) of the output.
-void outputs_of(const Gemm& p, long begin, long end) {
-  float sums[4 * kTile] = {};
+// Columns [begin, end) of the output, at most kBlock. `sums`: [gated ? 2 : 1][rows][kBlock], for what is in between.
+void outputs_of(const Gemm& p, long begin, long end, float* sums) {
+  float tile[4 * kTile];
   const bf16* weights[4];
   // Up to the number of weight rows whose sums fit in registers; a gate and its up are two.
   const long per_output = p.gated ? 2 : 1;
@@ -118,17 +151,25 @@ void outputs_of(const Gemm& p, long begin, long end) {
     }
     for (long row = 0, m; row < p.rows; row += m) {
       m = std::min<long>(kTile, p.rows - row);
-      kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, sums);
-      if (p.gated) activate(sums, sums + count * m);
-      for (long i = 0; i < count; i++) {
-        for (long r = 0; r < m; r++) {
-          const long at = (row + r) * p.outputs + n + i;
-          float value = sums[i * m + r];
-          if (p.bias) value += widen(p.bias[n + i]);
-          if (p.residual) value += widen(p.residual[at]);
-          p.out[at] = narrow(value);
-        }
+      kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, tile);
+      const float* next = tile;
+      for (long part = 0; part < per_output; part++) {
+        float* column = sums + (part * p.rows + row) * kBlock + n - begin;
+        for (long i = 0; i < count; i++)
+          for (long r = 0; r < m; r++) column[r * kBlock + i] = *next++;
       }
+    }
+  }
+  for (long row = 0; row < p.rows; row++) {
+    for (long n = begin; n < end; n += 16) {
+      const __mmask16 mask = (1u << std::min(16L, end - n)) - 1;
+      const float* sum = sums + row * kBlock + n - begin;
+      const long at = row * p.outputs + n;
+      __m512 value = _mm512_loadu_ps(sum);
+      if (p.gated) value = _mm512_mul_ps(silu(value), _mm512_loadu_ps(sum + p.rows * kBlock));
+      if (p.bias) value = _mm512_add_ps(value, load(p.bias + n, mask));
+      if (p.residual) value = _mm512_add_ps(value, load(p.residual + at, mask));
+      store(p.out + at, mask, value);
     }
   }
 }
@@ -201,7 +242,12 @@ void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, 
   const long share = outputs / (16 * omp_get_max_threads());
   const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
 #pragma omp parallel for schedule(dynamic)
-  for (long n = 0; n < outputs; n += block) outputs_of(gemm, n, std::min(outputs, n + block));
+  for (long n = 0; n < outputs; n += block) {
+    static thread_local std::vector<float> sums;
+    sums.resize((gated ? 2 : 1) * rows * kBlock);
+    const long end = std::min(outputs, n + block);
+    for (long begin = n; begin < end; begin += kBlock) outputs_of(gemm, begin, std::min(end, begin + kBlock), sums.data());
+  }
 }
 
 // Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is rotated in place, k and v go to the caches.
