@@ -63,8 +63,8 @@ void norm_row(const bf16* x, const bf16* weight, float eps, long size, bf16* out
   }
 }
 
-// The steps of adding up each of several vectors, two at a time: 16 numbers of each become 8, 4, 2 and 1. A vector that
-// is added up alone, by _mm512_reduce_add_ps, takes the same steps, so that a sum does not depend on how many there are.
+// The steps of adding up each of several vectors, two at a time: 16 numbers of each become 8, 4, 2 and 1. A vector
+// that is added up alone, by _mm512_reduce_add_ps, takes the same steps: a sum does not depend on how many there are.
 inline __m512 to_8(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
 }
@@ -78,24 +78,24 @@ inline __m512 to_1(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
-// out[i] = the sum of v[i]: 16 vectors with 45 instructions, of which one alone takes nine.
-inline void sums_of_16(const __m512* v, float* out) {
+// Number i of the result is the sum of v[i]: 16 vectors with 45 instructions, of which one alone takes nine.
+inline __m512 sums_of_16(const __m512* v) {
   __m512 four[4];  // of four vectors each, four numbers; the order is such that the result's is that of v
   for (int i = 0; i < 4; i++) four[i] = to_4(to_8(v[i], v[i + 4]), to_8(v[i + 8], v[i + 12]));
-  _mm512_storeu_ps(out, to_1(to_2(four[0], four[1]), to_2(four[2], four[3])));
+  return to_1(to_2(four[0], four[1]), to_2(four[2], four[3]));
 }
 
-inline void sums_of_8(const __m512* v, float* out) {
+inline __m256 sums_of_8(const __m512* v) {
   const __m512 two = to_2(to_4(to_8(v[0], v[2]), to_8(v[4], v[6])), to_4(to_8(v[1], v[3]), to_8(v[5], v[7])));
   const __m512i order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-  _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, to_1(two, two))));
+  return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, to_1(two, two)));
 }
 
 template <int N>
 inline void sums_of(const __m512* v, float* out) {
   int i = 0;
-  for (; i + 16 <= N; i += 16) sums_of_16(v + i, out + i);
-  if (i + 8 <= N) sums_of_8(v + i, out + i), i += 8;
+  for (; i + 16 <= N; i += 16) _mm512_storeu_ps(out + i, sums_of_16(v + i));
+  if (i + 8 <= N) _mm256_storeu_ps(out + i, sums_of_8(v + i)), i += 8;
   for (; i < N; i++) out[i] = _mm512_reduce_add_ps(v[i]);
 }
 
@@ -174,47 +174,102 @@ void outputs_of(const Gemm& p, long begin, long end, float* sums) {
   }
 }
 
-// One key-value head of one sequence: its `group` queries over the tokens [begin, end) of `pages`.
-template <int D>
-void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, const int32_t* pages, long page_size,
-            long page_stride, long begin, long end, float scale, float* scores) {
-  const long length = end - begin, stride = (length + 15) / 16 * 16;
-  // visit(token, its cache row) for all tokens, page by page: a division costs as much as a row.
-  const auto each = [&](const bf16* cache, const auto& visit) {
+// The tokens [begin, end) of one sequence, whose pages are `stride` numbers apart in a cache of one head.
+struct Tokens {
+  const int32_t* pages;
+  long page_size, stride, begin, end;
+
+  // visit(token, its row of `cache`) for all of them, page by page: a division costs as much as a row.
+  template <int D, class Visit>
+  void each(const bf16* cache, const Visit& visit) const {
     for (long t = begin; t < end;) {
-      const bf16* row = cache + pages[t / page_size] * page_stride + t % page_size * D;
+      const bf16* row = cache + pages[t / page_size] * stride + t % page_size * D;
       for (const long last = std::min(end, (t / page_size + 1) * page_size); t < last; t++, row += D) visit(t, row);
     }
-  };
-  each(k, [&](long t, const bf16* key) {
-    __m512bh parts[D / 32];
-    for (int i = 0; i < D / 32; i++) parts[i] = load_pairs(key + 32 * i);
+  }
+};
+
+// scores[g * stride + t - begin] = scale * q[g] . k[t], for `group` queries.
+template <int D>
+void scores_of(const bf16* q, int group, const bf16* k, const Tokens& tokens, float scale, float* scores, long stride) {
+  const bf16* keys[16];
+  int count = 0;
+  const auto score = [&] {
     for (int g = 0; g < group; g++) {
-      __m512 sum = _mm512_setzero_ps();
-      for (int i = 0; i < D / 32; i++) sum = _mm512_dpbf16_ps(sum, load_pairs(q + g * D + 32 * i), parts[i]);
-      scores[g * stride + t - begin] = _mm512_reduce_add_ps(sum) * scale;
+      __m512bh query[D / 32];
+      for (int i = 0; i < D / 32; i++) query[i] = load_pairs(q + g * D + 32 * i);
+      __m512 sums[16];
+      for (int t = 0; t < 16; t++) {
+        sums[t] = _mm512_setzero_ps();
+        for (int i = 0; i < D / 32; i++) sums[t] = _mm512_dpbf16_ps(sums[t], query[i], load_pairs(keys[t] + 32 * i));
+      }
+      _mm512_storeu_ps(scores + g * stride, _mm512_mul_ps(sums_of_16(sums), _mm512_set1_ps(scale)));
+    }
+    scores += 16;
+    count = 0;
+  };
+  tokens.each<D>(k, [&](long, const bf16* key) {
+    keys[count++] = key;
+    if (count == 16) score();
+  });
+  if (count == 0) return;
+  std::fill(keys + count, keys + 16, keys[0]);  // what is computed of these is not used
+  score();
+}
+
+// The `length` scores of one query, in a row of a multiple of 16, become exp(score - largest); returns 1 / their sum.
+float softmax_weights(float* row, long length) {
+  const long stride = (length + 15) / 16 * 16;
+  std::fill(row + length, row + stride, -std::numeric_limits<float>::infinity());
+  __m512 largest = _mm512_loadu_ps(row);
+  for (long t = 16; t < stride; t += 16) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + t));
+  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+  __m512 sum = _mm512_setzero_ps();
+  for (long t = 0; t < stride; t += 16) {
+    const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(row + t), top));
+    _mm512_storeu_ps(row + t, weight);
+    sum = _mm512_add_ps(sum, weight);
+  }
+  return 1.0f / _mm512_reduce_add_ps(sum);
+}
+
+// out [G, D]: softmax(scores) @ v of G queries at a time, so that each value is read and widened once for all of them.
+template <int D, int G>
+void weighted_values(const bf16* v, const Tokens& tokens, float* scores, long stride, bf16* out) {
+  float inverse[G];
+  __m512 values[G][D / 16];
+  for (int g = 0; g < G; g++) {
+    inverse[g] = softmax_weights(scores + g * stride, tokens.end - tokens.begin);
+    for (auto& one : values[g]) one = _mm512_setzero_ps();
+  }
+  tokens.each<D>(v, [&](long t, const bf16* value) {
+    __m512 weights[G];
+    for (int g = 0; g < G; g++) weights[g] = _mm512_set1_ps(scores[g * stride + t - tokens.begin]);
+    for (int i = 0; i < D / 16; i++) {
+      const __m512 part = load(value + 16 * i);
+      for (int g = 0; g < G; g++) values[g][i] = _mm512_fmadd_ps(weights[g], part, values[g][i]);
     }
   });
-  for (int g = 0; g < group; g++) {
-    float* row = scores + g * stride;
-    std::fill(row + length, row + stride, -std::numeric_limits<float>::infinity());
-    __m512 largest = _mm512_loadu_ps(row);
-    for (long t = 16; t < stride; t += 16) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + t));
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    __m512 sum = _mm512_setzero_ps();
-    for (long t = 0; t < stride; t += 16) {
-      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(row + t), top));
-      _mm512_storeu_ps(row + t, weight);
-      sum = _mm512_add_ps(sum, weight);
-    }
-    __m512 values[D / 16];
-    for (auto& one : values) one = _mm512_setzero_ps();
-    each(v, [&](long t, const bf16* value) {
-      const __m512 weight = _mm512_set1_ps(row[t - begin]);
-      for (int i = 0; i < D / 16; i++) values[i] = _mm512_fmadd_ps(weight, load(value + 16 * i), values[i]);
-    });
-    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
-    for (int i = 0; i < D / 16; i++) store(out + g * D + 16 * i, _mm512_mul_ps(values[i], inverse));
+  for (int g = 0; g < G; g++) {
+    const __m512 scale = _mm512_set1_ps(inverse[g]);
+    for (int i = 0; i < D / 16; i++) store(out + g * D + 16 * i, _mm512_mul_ps(values[g][i], scale));
+  }
+}
+
+// One key-value head of one sequence, with its `group` queries.
+template <int D>
+void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, const Tokens& tokens, float scale,
+            float* scores) {
+  constexpr int kMost = 256 / D;  // queries whose sums of values stay in 16 registers
+  const long stride = (tokens.end - tokens.begin + 15) / 16 * 16;
+  scores_of<D>(q, group, k, tokens, scale, scores, stride);
+  for (int g = 0, count; g < group; g += count) {
+    count = std::min(kMost, group - g);
+    const auto kernel = count == 1   ? weighted_values<D, 1>
+                        : count == 2 ? weighted_values<D, std::min(2, kMost)>
+                        : count == 3 ? weighted_values<D, std::min(3, kMost)>
+                                     : weighted_values<D, kMost>;
+    kernel(v, tokens, scores + g * stride, stride, out + g * D);
   }
 }
 
@@ -246,7 +301,8 @@ void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, 
     static thread_local std::vector<float> sums;
     sums.resize((gated ? 2 : 1) * rows * kBlock);
     const long end = std::min(outputs, n + block);
-    for (long begin = n; begin < end; begin += kBlock) outputs_of(gemm, begin, std::min(end, begin + kBlock), sums.data());
+    for (long begin = n; begin < end; begin += kBlock)
+      outputs_of(gemm, begin, std::min(end, begin + kBlock), sums.data());
   }
 }
 
@@ -310,9 +366,9 @@ void minisgl_decode_attention(const bf16* q, long q_stride, const bf16* k_cache,
     const long end = lengths[i], begin = window ? std::max(0L, end - window) : 0;
     if (scores.size() < (size_t)(group * (end - begin + 16))) scores.resize(group * (end - begin + 16));
     const long at = head * page_size * dim;
+    const Tokens tokens = {page_table + rows[i] * pages_per_row, page_size, kv_heads * page_size * dim, begin, end};
     kernel(q + i * q_stride + head * group * dim, out + (i * q_heads + head * group) * dim, group, k_cache + at,
-           v_cache + at, page_table + rows[i] * pages_per_row, page_size, kv_heads * page_size * dim, begin, end, scale,
-           scores.data());
+           v_cache + at, tokens, scale, scores.data());
   }
 }
 
