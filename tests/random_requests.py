@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ FIRST_TEXT_TOKEN = 16  # special tokens are below
 LONGEST_PROMPT = 400
 MOST_TOKENS = 40
 MOST_SEQUENCES = 3  # of one request
+LEAST_RELATIVE = 1e-5  # of a log-probability of -25 in 32 bits; sums of 256 numbers in another order differ by that
 
 _SCHEMA = {
     "type": "object",
@@ -152,7 +154,8 @@ def assert_same(
     found: Sequence[Sequence[RandomAnswer]],
     tolerance: float = 2e-3,
 ) -> None:
-    """Equal tokens, reasons and, within `tolerance` (nats), log-probabilities.
+    """Equal tokens, reasons and, within `tolerance` (nats), log-probabilities; of tokens so unlikely that this is less
+    than LEAST_RELATIVE of their log-probability, within that.
 
     Of requests whose client leaves, and may leave earlier or later on the other side, what both have heard is equal.
     """
@@ -180,9 +183,13 @@ def assert_same(
 
 def _assert_close(one: Logprobs, other: Logprobs, tolerance: float, what: str) -> None:
     assert one.token_id == other.token_id, what
-    assert abs(one.logprob - other.logprob) <= tolerance, what
+    assert _is_close(one.logprob, other.logprob, tolerance), what
     assert len(one.top_ids) == len(other.top_ids), what
-    assert all(abs(a - b) <= tolerance for a, b in zip(one.top, other.top, strict=True)), what
+    assert all(_is_close(a, b, tolerance) for a, b in zip(one.top, other.top, strict=True)), what
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    return math.isclose(one, other, rel_tol=LEAST_RELATIVE, abs_tol=tolerance)
 
 
 def _hear(core: EngineCore, answers: dict[int, RandomAnswer]) -> None:
