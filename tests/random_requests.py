@@ -29,7 +29,7 @@ FIRST_TEXT_TOKEN = 16  # special tokens are below
 LONGEST_PROMPT = 400
 MOST_TOKENS = 40
 MOST_SEQUENCES = 3  # of one request
-LEAST_RELATIVE = 1e-5  # of a log-probability of -25 in 32 bits; sums of 256 numbers in another order differ by that
+RELATIVE_TOLERANCE = 1e-5  # of log-probabilities in 32 bits: sums in another order differ by that around -25
 
 _SCHEMA = {
     "type": "object",
@@ -154,8 +154,7 @@ def assert_same(
     found: Sequence[Sequence[RandomAnswer]],
     tolerance: float = 2e-3,
 ) -> None:
-    """Equal tokens, reasons and, within `tolerance` (nats), log-probabilities; of tokens so unlikely that this is less
-    than LEAST_RELATIVE of their log-probability, within that.
+    """Equal tokens, reasons and log-probabilities, these within `tolerance` (nats) or RELATIVE_TOLERANCE.
 
     Of requests whose client leaves, and may leave earlier or later on the other side, what both have heard is equal.
     """
@@ -189,7 +188,7 @@ def _assert_close(one: Logprobs, other: Logprobs, tolerance: float, what: str) -
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
-    return math.isclose(one, other, rel_tol=LEAST_RELATIVE, abs_tol=tolerance)
+    return math.isclose(one, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=tolerance)
 
 
 def _hear(core: EngineCore, answers: dict[int, RandomAnswer]) -> None:
