@@ -62,7 +62,7 @@ class Fp8LinearMethod(LinearMethod):
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.weight.data, self.weight_scale.data, generator)
         if self.bias is not None:
-            self.bias.data.fill_(1.0)
+            self.bias.data.normal_(0.0, NOISE, generator=generator)
 
 
 class Fp8ConvertedExpertsMethod(Fp8ExpertsMethod):

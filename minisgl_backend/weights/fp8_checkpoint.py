@@ -102,9 +102,10 @@ class Fp8CheckpointLinearMethod(LinearMethod):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.weight, self.weight_scale, generator)
-        for vector in (self.bias, self.input_scale):
-            if vector is not None:
-                vector.data.fill_(1.0)
+        if self.bias is not None:
+            self.bias.data.normal_(0.0, NOISE, generator=generator)
+        if self.input_scale is not None:
+            self.input_scale.data.fill_(1.0)
 
     def _weight_only(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         return self._plain.linear(x, weight=self.dequantized().to(self._dtype), bias=self._bias, **options)

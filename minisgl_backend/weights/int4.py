@@ -135,7 +135,7 @@ class Int4LinearMethod(LinearMethod):
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.words, self.scales, self.zeros, generator)
         if self.bias is not None:
-            self.bias.data.fill_(1.0)
+            self.bias.data.normal_(0.0, NOISE, generator=generator)
         if self.group_of_input is not None:
             groups = torch.arange(self.spec.input_size, device=self.words.device) // self._groups.stored
             self.group_of_input.data.copy_(groups.expand_as(self.group_of_input))

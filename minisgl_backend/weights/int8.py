@@ -65,7 +65,7 @@ class Int8LinearMethod(LinearMethod):
         self.weight.data.random_(-127, 128, generator=generator)
         self.weight_scale.data.fill_(NOISE / _DEVIATION)
         if self.bias is not None:
-            self.bias.data.fill_(1.0)
+            self.bias.data.normal_(0.0, NOISE, generator=generator)
 
 
 class Int8ExpertsMethod(ScaledExpertsMethod):

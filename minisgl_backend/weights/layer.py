@@ -18,10 +18,13 @@ class WeightedLayer(nn.Module):
         raise NotImplementedError
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
-        """Random weights of a plausible size in place of those of a checkpoint."""
-        for parameter in self.parameters(recurse=False):
-            if parameter.dim() == 1:
-                parameter.data.fill_(1.0)
+        """Random weights of a plausible size in place of those of a checkpoint.
+
+        Biases are noise too: the same number in all of them would soon be most of every token's hidden state, and a
+        router would send all tokens to the same experts."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dim() == 1 and not name.endswith("bias"):
+                parameter.data.fill_(1.0)  # of norms, for example
             else:
                 parameter.data.normal_(0.0, NOISE, generator=generator)
 

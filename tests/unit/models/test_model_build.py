@@ -17,6 +17,7 @@ from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.families import FAMILIES
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import read_kv_scales
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.sizes import weight_bytes
@@ -209,3 +210,15 @@ def test_dummy_weights_need_no_files_and_are_the_same_every_time(qwen3: Path) ->
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
         assert bool(a.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("gpt_oss", None), ("qwen2-tied", "fp8")])
+def test_dummy_biases_are_noise(name: str, quantization: str | None, tmp_path: Path) -> None:
+    """The same number in all of them would soon be most of every hidden state: a router would choose the same experts
+    for all tokens, and a benchmark would read few of them."""
+    save_checkpoint(name, tmp_path)
+    model = build(tmp_path, dummy_weights=True, quantization=QuantizationConfig.converting(quantization))
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    assert len(biases) >= 2
+    assert max(float(bias.abs().max()) for bias in biases) < 0.2
+    assert min(float(bias.std()) for bias in biases) > 0
