@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0  # a busy machine; an idle one needs ten
 STOP_SECONDS = 50.0  # beside the exit timeout
+# What tritonserver prints where glibc finds its heap damaged. Once in some thousand ends it does so itself, in threads
+# that unload models of the Python backend (triton-inference-server/server#8841), and then waits for ever for what those
+# held. `minisgl serve` kills it then.
+HEAP_ERROR = "Signal (6) received."
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +122,9 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            pytest.fail(f"tritonserver did not end: {self._tail()}")
+            if HEAP_ERROR not in self._tail():
+                pytest.fail(f"tritonserver did not end: {self._tail()}")
+            warnings.warn("tritonserver damaged its own heap while it unloaded, and had to be killed", stacklevel=2)
         # A request that Triton never finished keeps it from ending in time. One may just be ending at the first look.
         looks = [line for line in self._log.read_text(errors="replace").splitlines() if "model versions that" in line]
         assert not looks or "Found 0" in looks[-1], looks[-3:]
