@@ -173,7 +173,13 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     ),
     "dots1": _maker("Dots1ForCausalLM", first_k_dense_replace=1, sliding_window=24, max_window_layers=1, **ROUTED),
     "minimax_m2": _maker(
-        "MiniMaxM2ForCausalLM", head_dim=32, rotary_dim=16, num_local_experts=6, num_experts_per_tok=2
+        "MiniMaxM2ForCausalLM",
+        head_dim=32,
+        rotary_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        # transformers 5.17 does not read rotary_dim.
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
     "ernie4_5_moe": _maker(
         "Ernie4_5_MoeForCausalLM", head_dim=32, moe_intermediate_size=32, moe_num_experts=6, moe_k=2
