@@ -7,9 +7,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.kernels.timing import Timer
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
+from minisgl_backend.attention.layer import LatentHeads, LatentProjection
+from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,
@@ -17,9 +21,14 @@ from minisgl_backend.kernels.attention.latent_decode import (
     latent_decode_shape,
 )
 from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
+from minisgl_backend.kv.latent import LatentLayout
+from minisgl_backend.kv.layout import ONE
+from minisgl_backend.kv.pool import KVPool
 
 RANK, ROPE, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64
 SCALE = (NOPE + ROPE) ** -0.5
+LAYER_BATCHES, LAYER_TOKENS, LAYER_HEADS = (1, 2, 4, 8, 16, 64), (1024, 8192), (16, 32, 128)
+BACKENDS = ("triton", "fa", "flashmla")
 CASES = ((1, 1024), (1, 8192), (1, 16000), (64, 1024), (64, 8192), (64, 16000))  # batch, tokens of each sequence
 # Rows, tile, warps, stages.
 FEW_ROWS = [(16, 32, 4, 3), (16, 32, 4, 5), (16, 64, 4, 2), (16, 64, 8, 2), (16, 128, 8, 2)]
@@ -35,6 +44,58 @@ def bench_latents(results: dict[str, dict], tune: bool, timer: Timer) -> None:
         if not timer.compiles_only:
             print(f"latents {heads} heads {batch}x{tokens}", found, flush=True)
     results["latents prefill"] = _bench_prefill(timer)
+    if not timer.compiles_only:
+        for heads, batch, tokens in itertools.product(LAYER_HEADS, LAYER_BATCHES, LAYER_TOKENS):
+            found = {name: _bench_layer(name, batch, tokens, heads, timer) for name in BACKENDS}
+            results[f"latents layer {heads} heads {batch}x{tokens}"] = found
+            print(f"latents layer {heads} heads {batch}x{tokens}", found, flush=True)
+
+
+def _bench_layer(name: str, batch: int, tokens: int, heads: int, timer: Timer) -> float | str:
+    """Microseconds of a backend's decode attention of one layer, both products with `kv_b_proj` included, as it is
+    captured in an engine; what it plans once a step is not."""
+    try:
+        case = LayerCase(batch, tokens, heads)
+        backend = create_attention(name, name, case.spec)
+        backend.allocate_graph(batch)
+        plan = backend.plan_capture(case.inputs)
+        return round(timer([functools.partial(backend.attend, layer, case.q, plan) for layer in case.layers], 5), 1)
+    except Exception as error:  # a package that is not there is a result too
+        return f"{type(error).__name__} {error}"[:40]
+
+
+class LayerCase:
+    """Layers of DeepSeek's sizes with random latents and weights, and a decode step of `batch` sequences."""
+
+    def __init__(self, batch: int, tokens: int, heads: int, most_layers: int = 20) -> None:
+        pages = -(-tokens // PAGE)
+        count = max(2, min(most_layers, int(1e9 / (batch * pages * PAGE * 1152))))  # past the L2 cache
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        sizes = LatentHeads(rank=RANK, nope_dim=NOPE, rope_dim=ROPE, v_dim=VALUE)
+        group = LayerGroup(
+            layers=tuple(range(count)), num_q_heads=heads, kv=LatentLayout(rank=RANK, rope_dim=ROPE, dtype=dtype),
+            scale=SCALE, latent=sizes,
+        )  # fmt: skip
+        self.spec = AttentionSpec(
+            groups=(group,), page_size=PAGE, max_seq_len=pages * PAGE, max_rows=257, dtype=dtype, device=device
+        )
+        parts = self.spec.page_parts
+        pool = KVPool(self.spec.kv_layouts, PAGE, batch * pages, device, [ONE] * len(parts), parts)
+        weight = torch.randn(heads, NOPE + VALUE, RANK, dtype=dtype, device=device) * RANK**-0.5
+        self.layers = []
+        for index in range(count):
+            pool.layer(index).k.normal_()
+            # Only prefill expands.
+            projection = LatentProjection(weight=weight, v_dim=VALUE, expand_into=lambda latents, out: None)
+            self.layers.append(self.spec.layer(index, pool.layer(index), latent=projection))
+        table = torch.zeros(257, pages, dtype=torch.int32)
+        table[:batch] = torch.randperm(batch * pages).int().view(batch, pages) + 1
+        lens, rows = np.full(batch, tokens, np.int32), np.arange(batch, dtype=np.int32)
+        self.inputs = DecodeInputs(
+            kv_lens=torch.from_numpy(lens).to(device), rows=torch.from_numpy(rows).to(device),
+            page_table=table.to(device), kv_lens_host=lens, rows_host=rows,
+        )  # fmt: skip
+        self.q = torch.randn(batch, heads, NOPE + ROPE, device=device).to(dtype)
 
 
 def _bench_decode(found: dict[str, Any], batch: int, tokens: int, heads: int, tune: bool, timer: Timer) -> None:

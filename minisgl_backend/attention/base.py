@@ -252,6 +252,11 @@ class AttentionBackend(ABC):
         """Batch sizes up to max_batch, ascending: the smallest for each distinct set of compiled kernels."""
         return (1,)
 
+    def length_bounds(self, batch_size: int) -> tuple[int, ...]:
+        """Mean context lengths above which decode steps of this many rows take other kernels, ascending: below, between
+        and above them a graph each is captured."""
+        return ()
+
     def fuses_rope(self, plan: Plan) -> bool:
         """Whether decode_with_rope serves this decode plan, and is faster."""
         return False

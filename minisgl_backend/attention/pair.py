@@ -80,6 +80,10 @@ class AttentionPair:
         """See AttentionBackend."""
         return tuple(sorted({batch for one in self._decode for batch in one.decode_batches(max_batch)}))
 
+    def length_bounds(self, batch_size: int) -> tuple[int, ...]:
+        """See AttentionBackend."""
+        return tuple(sorted({bound for one in self._decode for bound in one.length_bounds(batch_size)}))
+
     def fuses_rope(self, layer: AttentionLayer, plan: PairPlan) -> bool:
         """Whether `attend_with_rope` serves this step: decode only, on a backend that has a kernel for it."""
         if plan.prefill is not None or plan.decode is None or plan.has_drafts or not self._rotates[layer.group]:

@@ -6,6 +6,7 @@ Backends are imported only when they are chosen, so a missing package only matte
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any
 
 from minisgl_backend.attention.backend_entry import PLAIN_SCORES, BackendEntry, Scores
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
-from minisgl_backend.attention.by_batch_size import BackendByBatchSize
+from minisgl_backend.attention.by_step import BackendByStep
 from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_entry import LatentEntry
 from minisgl_backend.attention.pair import AttentionPair
@@ -158,8 +159,15 @@ class AttentionChoice:
 
 
 # Decode over latents on Hopper (docs/performance.md): FlashMLA's tiles have rows for this many query heads; with more,
-# FlashAttention is faster at every batch size; for a single row `triton` is the fastest.
-FLASHMLA_HEADS, LONE_LATENT_ROW = 64, FewRows("triton", rows=1)
+# FlashAttention is faster. `triton` is the fastest for few rows, of up to so many query heads.
+FLASHMLA_HEADS = 64
+FEW_LATENT_ROWS: Mapping[float, FewRows] = MappingProxyType(
+    {
+        16: FewRows("triton", ((2, math.inf), (4, 8192), (8, 2800))),
+        32: FewRows("triton", ((1, math.inf), (2, 9000), (4, 2800))),
+        math.inf: FewRows("triton", ((1, 8192), (2, 2800))),
+    }
+)
 
 
 def choose_attention(
@@ -192,7 +200,7 @@ def choose_attention(
     if requested == "auto":
         prefill, decode, warnings = _automatic(head_dims, *needs, missing, num_q_heads or 1)
         if latents is not None and decode in ("flashmla", "fa") and missing("triton") is None:
-            few_rows = LONE_LATENT_ROW
+            few_rows = next(few for heads, few in FEW_LATENT_ROWS.items() if (num_q_heads or 1) <= heads)
     else:
         prefill, decode = _named(requested, compute_capability, scores, latents, missing)
         for name in (prefill, decode):
@@ -213,7 +221,7 @@ def create_attention(prefill: str, decode: str, spec: AttentionSpec, few_rows: F
     decode_backends = prefill_backends if decode == prefill else _create(decode, spec)
     if few_rows is not None:
         pairs = zip(_create(few_rows.backend, spec), decode_backends, strict=True)
-        decode_backends = [BackendByBatchSize(few, more, few_rows.rows) for few, more in pairs]
+        decode_backends = [BackendByStep(few, more, few_rows) for few, more in pairs]
     return AttentionPair(spec, prefill_backends, decode_backends)
 
 

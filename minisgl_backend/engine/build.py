@@ -240,7 +240,7 @@ def _resolve(
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     ranks += f" over {config.nodes} nodes" if config.nodes > 1 else ""
     few = runtime.few_rows
-    few_rows = "" if few is None else f" ({few.backend} for decode steps of {few.rows} row{'s' * (few.rows > 1)})"
+    few_rows = "" if few is None else f" ({few})"
     return runtime, (
         f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
         f"attention {runtime.prefill_backend},{runtime.decode_backend}{few_rows}, "

@@ -3,6 +3,7 @@ the `triton` backend's decode kernel (kernels/attention/choose.py)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,8 +50,9 @@ def _choice(
 ) -> Choice:
     if rows > MOST_LOGITS:
         return Choice(prefill, "the backend of prompts")
-    if few_rows is not None and rows <= few_rows.rows:
-        return Choice(few_rows.backend, "the backend of decode steps of few rows")
+    if few_rows is not None and (bound := few_rows.bound(rows)):
+        length = "" if math.isinf(bound) else f" with up to {bound:,.0f} tokens each; above, {decode}"
+        return Choice(few_rows.backend, f"the backend of decode steps of few rows{length}")
     if decode != "triton" or group.latent is not None or not facts.multiprocessors:
         return Choice(decode, "the backend of decode steps")
     can_share = group.sees_all and not group.kv.is_fp8

@@ -5,19 +5,23 @@ FlashInfer's kernels for Hopper and its older ones, and two backends that share 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_fi import FlashInferLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
-from minisgl_backend.attention.pair import AttentionPair
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.runner.graphs.whole import CudaGraphRunner, DecodeOutputs, DecodeSteps
 from tests.latents import LatentCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,7 +38,7 @@ def create(name: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> A
     """Of one of NAMES. Skips where it does not run here."""
     if name == MIXED:
         check_backend("flashmla", spec.page_size)
-        return create_attention("triton", "flashmla", spec, FewRows("triton", 8))
+        return create_attention("triton", "flashmla", spec, FewRows("triton", ((2, 500), (8, math.inf))))
     monkeypatch.setattr(FlashInferLatentBackend, "kernels", "fa2" if name == FI_FA2 else "auto")
     if name == FI_FA2 and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fi takes them by itself here")
@@ -84,6 +88,35 @@ def test_decode_eager_and_captured(name: str, page_size: int, sizes: str, monkey
         backend.plan_replay(replace(ones, kv_lens_host=case.kv_lens))
         graph.replay()
         assert error(out, expected) < 1e-2
+
+
+def test_a_captured_size_has_a_graph_for_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed by the lengths of each step."""
+    case = LatentCase(DEEPSEEK, 16, [700, 600], 64, torch.bfloat16, "cuda", max_rows=4)
+    attention, reference = create(MIXED, case.spec, monkeypatch), create_attention("torch", "torch", case.spec)
+    inputs, q = case.decode_inputs(), case.queries(2)
+    inputs.kv_lens.fill_(1)
+
+    def decode(inputs: DecodeInputs, plan: PairPlan) -> DecodeOutputs:
+        return DecodeOutputs(logits=attention.attend(case.layer, q, plan), token_ids=inputs.rows)
+
+    graphs = CudaGraphRunner((2,))
+    builder: Any = SimpleNamespace(
+        padding_inputs=lambda size: replace(inputs, kv_lens_host=np.ones(size, dtype=np.int32))
+    )
+    graphs.capture(DecodeSteps(decode=decode, warm_up=decode, sample=None), builder, attention)
+    outputs = []
+    for lens in ([700, 600], [300, 600], [700, 600]):
+        lengths = np.array(lens, dtype=np.int32)
+        inputs.kv_lens.copy_(torch.from_numpy(lengths))
+        step = replace(inputs, kv_lens_host=lengths)
+        expected = reference.attend(case.layer, q, reference.plan(None, step))
+        graphs.plan_replay(step)
+        outputs.append(graphs.replay(2).logits)
+        assert error(outputs[-1], expected) < 1e-2
+    assert outputs[0] is outputs[2], "one graph"
+    assert outputs[0] is not outputs[1], "another for short contexts"
+    graphs.close()
 
 
 @pytest.mark.parametrize(("page_size", "num_q_heads"), [(16, 16), (64, 128)])

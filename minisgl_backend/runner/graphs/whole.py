@@ -1,4 +1,5 @@
-"""Captured decode steps: one graph for each of a few batch sizes, replayed with static inputs.
+"""Captured decode steps: one graph for each of a few batch sizes, replayed with static inputs. Where attention takes
+other kernels for long contexts, a size has another graph for those.
 
 A graph reads the staging buffer's own rows and lengths, so a replay only needs the upload; everything from the token
 gather to the token scatter is inside. It samples with the temperature only. For few rows, the kernels of all other
@@ -9,9 +10,11 @@ one by one would take the host longer than the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
@@ -92,10 +95,14 @@ class CudaGraphRunner(GraphRunner):
         super().__init__(sizes, draft_sizes)
         self._on_progress = on_progress or (lambda done, total: None)
         self._memory = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
+        # By size and range of context lengths, see AttentionPair.length_bounds.
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
         # For sizes whose normal graph stores keys and attends in one kernel, which does not work with drafts.
         self._draft_graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
-        self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
+        # By size, range and one of SAMPLING_GRAPHS.
+        self._sampling: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        self._bounds: dict[int, tuple[int, ...]] = {}  # of sizes that have several ranges
+        self._ranges: dict[int, int] = {}  # by size: that of the last `plan_replay`
         self._attention: AttentionPair | None = None
 
     def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
@@ -104,18 +111,24 @@ class CudaGraphRunner(GraphRunner):
         stream = torch.cuda.Stream()
         with many_captures():
             for done, size in enumerate(reversed(self.sizes)):
-                inputs = builder.padding_inputs(size)
-                plan = attention.plan_capture(inputs)
-                # The inputs are filled on this stream, in uninitialised memory.
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    self._capture(size, steps, inputs, plan)
-                    if size in self.draft_sizes and attention.fuses_some_rope(plan):
-                        self._capture_drafts(size, steps, replace(inputs, has_drafts=True))
+                if bounds := attention.length_bounds(size):
+                    self._bounds[size] = bounds
+                for index, length in enumerate((1, *(bound + 1 for bound in bounds))):
+                    inputs = builder.padding_inputs(size)
+                    if index:  # what is planned on the host looks only at these lengths
+                        inputs = replace(inputs, kv_lens_host=np.full(size, length, dtype=np.int32))
+                    plan = attention.plan_capture(inputs)
+                    # The inputs are filled on this stream, in uninitialised memory.
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        self._capture(size, index, steps, inputs, plan)
+                        if size in self.draft_sizes and attention.fuses_some_rope(plan):
+                            self._capture_drafts(size, steps, replace(inputs, has_drafts=True))
                 self._on_progress(done + 1, len(self.sizes))
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
+    def _capture(self, size: int, index: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
+        """index: of the range of context lengths."""
         # Libraries choose kernels and allocate workspaces now, not during the capture. The last sampling graph has all
         # kernels of the others.
         warmed_up = steps.warm_up(inputs, plan)
@@ -125,12 +138,12 @@ class CudaGraphRunner(GraphRunner):
         torch.cuda.current_stream().synchronize()
         with captured(self._memory) as graph:
             outputs = steps.decode(inputs, plan)
-        self._graphs[size] = graph, outputs
+        self._graphs[size, index] = graph, outputs
         for kernels in SAMPLING_GRAPHS if sample is not None else ():
             assert sample is not None, "otherwise there are no kernels"
             with captured(self._memory) as sampling:
                 sample(inputs, outputs, kernels)
-            self._sampling[size, kernels] = sampling
+            self._sampling[size, index, kernels] = sampling
 
     def _capture_drafts(self, size: int, steps: DecodeSteps, inputs: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
@@ -144,22 +157,27 @@ class CudaGraphRunner(GraphRunner):
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
         self._attention.plan_replay(decode)
+        if (bounds := self._bounds.get(decode.batch_size)) is not None:
+            self._ranges[decode.batch_size] = bisect_left(bounds, float(decode.kv_lens_host.mean()))
 
     def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
-        graphs = self._draft_graphs if has_drafts and size in self._draft_graphs else self._graphs
-        graph, outputs = graphs[size]
+        if has_drafts and size in self._draft_graphs:
+            graph, outputs = self._draft_graphs[size]
+        else:
+            graph, outputs = self._graphs[size, self._ranges.get(size, 0)]
         graph.replay()
         return outputs
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
-        self._sampling[size, sampling_graph].replay()
+        self._sampling[size, self._ranges.get(size, 0), sampling_graph].replay()
 
     def close(self) -> None:
         steps = (*self._graphs.values(), *self._draft_graphs.values())
         for graph in (*self._sampling.values(), *(graph for graph, _ in steps)):
             graph.reset()
-        for graphs in (self._sampling, self._graphs, self._draft_graphs):
-            graphs.clear()
+        self._sampling.clear()
+        self._graphs.clear()
+        self._draft_graphs.clear()
 
 
 class EagerGraphRunner(GraphRunner):

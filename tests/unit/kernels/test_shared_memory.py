@@ -94,7 +94,7 @@ def stored(capability, limit, fp8):
 def latents(capability, limit, number, heads, batch, fp8=0):
     cut = latent_decode.latent_decode_shape(batch, heads, 132, limit, half_precision=number == "bf16")
     return shared(latent_decode._latent_decode_kernel, capability, number, cut.num_warps, cut.num_stages, MAX_BATCH=64,
-                  LEAST_TILES=1, TILE=cut.tile, PAGE_SIZE=64, ROWS=cut.rows, NUM_ROWS=heads, NUM_HEADS=heads, QUERIES=1,
+                  TILE=cut.tile, PAGE_SIZE=64, ROWS=cut.rows, NUM_ROWS=heads, NUM_HEADS=heads, QUERIES=1,
                   RANK=512, RANK_PADDED=512, ROPE=64, ROPE_PADDED=64, FP8=bool(fp8), PDL=False)
 
 def expanded(capability, limit, number, nope, value):

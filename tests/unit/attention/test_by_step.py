@@ -1,13 +1,14 @@
-"""Two backends for decode, by the number of rows."""
+"""Two backends for decode, by the number of rows and their contexts."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl_backend.attention.by_batch_size import BackendByBatchSize
+from minisgl_backend.attention.by_step import BackendByStep
 from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.latent_reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
@@ -38,31 +39,34 @@ class Captured(TorchLatentBackend):
         return tuple({1, min(4, max_batch)})
 
 
-@pytest.mark.parametrize("lengths", [[20], [20, 3, 40]])
-def test_steps_of_few_rows_are_decoded_by_their_own_backend(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "is_few"), [([20], True), ([200], True), ([20, 40], True), ([20, 41], False), ([20, 3, 40], False)]
+)
+def test_few_rows_with_short_contexts_are_decoded_by_their_own_backend(lengths: list[int], is_few: bool) -> None:
     case = LatentCase(HEADS, 4, lengths, 16)
-    attention = create_attention("torch", "torch", case.spec, FewRows("torch", 2))
+    attention = create_attention("torch", "torch", case.spec, FewRows("torch", ((1, math.inf), (2, 30))))
     reference = create_attention("torch", "torch", case.spec)
     inputs, q = case.decode_inputs(), case.queries(len(lengths))
     plan = attention.plan(None, inputs)
     (backend,) = attention.backends[1]
-    assert isinstance(backend, BackendByBatchSize)
+    assert isinstance(backend, BackendByStep)
     assert plan.decode is not None
-    assert plan.decode[0].backend is (backend._few if len(lengths) <= 2 else backend._more)
+    assert plan.decode[0].backend is (backend._few if is_few else backend._more)
     expected = reference.attend(case.layer, q, reference.plan(None, inputs))
     torch.testing.assert_close(attention.attend(case.layer, q, plan), expected)
 
 
-def test_each_captured_size_has_one_backend() -> None:
-    case = LatentCase(HEADS, 4, [5, 6, 7], 16)
+def test_each_captured_size_and_range_of_lengths_has_one_backend() -> None:
+    case = LatentCase(HEADS, 4, [5, 6, 70], 16)
     few, more = (Captured(case.spec, case.group) for _ in range(2))
-    both = BackendByBatchSize(few, more, 2)
+    both = BackendByStep(few, more, FewRows("torch", ((1, math.inf), (2, 30))))
     both.allocate_graph(8)
-    for lengths in ([5], [5, 6, 7]):
+    for lengths in ([5], [5, 6, 7], [5, 70]):
         inputs = LatentCase(HEADS, 4, lengths, 16).decode_inputs()
         both.plan_capture(inputs)
         both.plan_replay(inputs)
     assert few.notes == [("allocate", 2), ("capture", 1), ("replay", 1)]
-    assert more.notes == [("allocate", 8), ("capture", 3), ("replay", 3)]
+    assert more.notes == [("allocate", 8), ("capture", 3), ("replay", 3), ("capture", 2), ("replay", 2)]
     assert both.decode_batches(8) == (1, 2, 3, 4), "the first of more than two is another kernel's"
     assert both.decode_batches(1) == (1,)
+    assert [both.length_bounds(size) for size in (1, 2, 3)] == [(), (30,), ()]

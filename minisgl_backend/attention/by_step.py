@@ -1,12 +1,14 @@
-"""Decode by one backend for steps with few rows, and by another for more: each captured batch size has one."""
+"""Decode by one backend for steps with few rows and short contexts, and by another for all others."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, Plan, PrefillInputs
+from minisgl_backend.attention.few_rows import FewRows
 from minisgl_backend.attention.layer import AttentionLayer
 
 
@@ -16,16 +18,22 @@ class _Plan:
     plan: Plan
 
 
-class BackendByBatchSize(AttentionBackend):
-    """Two backends of the same layers, which support CUDA graphs and do not fuse rope. The second serves prefill."""
+class BackendByStep(AttentionBackend):
+    """Two backends of the same layers, which support CUDA graphs and do not fuse rope. The second serves prefill.
 
-    def __init__(self, few: AttentionBackend, more: AttentionBackend, most_few: int) -> None:
-        """most_few: rows up to which `few` decodes."""
+    A captured batch size has one graph for each backend that decodes some of its lengths.
+    """
+
+    def __init__(self, few: AttentionBackend, more: AttentionBackend, choice: FewRows) -> None:
+        """choice: the steps that `few` decodes."""
         super().__init__(more.spec, more.group)
-        self._few, self._more, self._most_few = few, more, most_few
+        self._few, self._more, self._choice = few, more, choice
 
     def _of(self, inputs: DecodeInputs) -> AttentionBackend:
-        return self._few if inputs.batch_size <= self._most_few else self._more
+        bound = self._choice.bound(inputs.batch_size)
+        if 0 < bound < math.inf and inputs.kv_lens_host.mean() > bound:
+            return self._more
+        return self._few if bound else self._more
 
     def plan_prefill(self, inputs: PrefillInputs) -> Plan:
         return self._more.plan_prefill(inputs)
@@ -44,12 +52,16 @@ class BackendByBatchSize(AttentionBackend):
         plan.backend.decode_into(layer, q, plan.plan, out)
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
-        most = self._most_few
+        most = self._choice.rows
         more = (max(batch, most + 1) for batch in self._more.decode_batches(max_batch) if max_batch > most)
         return tuple(sorted({*self._few.decode_batches(min(max_batch, most)), *more}))
 
+    def length_bounds(self, batch_size: int) -> tuple[int, ...]:
+        bound = self._choice.bound(batch_size)
+        return (int(bound),) if 0 < bound < self.spec.max_seq_len else ()
+
     def allocate_graph(self, max_batch_size: int) -> None:
-        self._few.allocate_graph(min(max_batch_size, self._most_few))
+        self._few.allocate_graph(min(max_batch_size, self._choice.rows))
         self._more.allocate_graph(max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> _Plan:
