@@ -55,7 +55,7 @@ def _bench_layer(name: str, batch: int, tokens: int, heads: int, timer: Timer) -
     """Microseconds of a backend's decode attention of one layer, both products with `kv_b_proj` included, as it is
     captured in an engine; what it plans once a step is not."""
     try:
-        case = LayerCase(batch, tokens, heads)
+        case = _LayerCase(batch, tokens, heads)
         backend = create_attention(name, name, case.spec)
         backend.allocate_graph(batch)
         plan = backend.plan_capture(case.inputs)
@@ -64,12 +64,12 @@ def _bench_layer(name: str, batch: int, tokens: int, heads: int, timer: Timer) -
         return f"{type(error).__name__} {error}"[:40]
 
 
-class LayerCase:
+class _LayerCase:
     """Layers of DeepSeek's sizes with random latents and weights, and a decode step of `batch` sequences."""
 
-    def __init__(self, batch: int, tokens: int, heads: int, most_layers: int = 20) -> None:
+    def __init__(self, batch: int, tokens: int, heads: int) -> None:
         pages = -(-tokens // PAGE)
-        count = max(2, min(most_layers, int(1e9 / (batch * pages * PAGE * 1152))))  # past the L2 cache
+        count = max(2, min(20, int(1e9 / (batch * pages * PAGE * 1152))))  # past the L2 cache
         device, dtype = torch.device("cuda"), torch.bfloat16
         sizes = LatentHeads(rank=RANK, nope_dim=NOPE, rope_dim=ROPE, v_dim=VALUE)
         group = LayerGroup(

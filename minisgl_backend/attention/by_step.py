@@ -30,10 +30,10 @@ class BackendByStep(AttentionBackend):
         self._few, self._more, self._choice = few, more, choice
 
     def _of(self, inputs: DecodeInputs) -> AttentionBackend:
-        bound = self._choice.bound(inputs.batch_size)
-        if 0 < bound < math.inf and inputs.kv_lens_host.mean() > bound:
+        limit = self._choice.max_context_len(inputs.batch_size)
+        if 0 < limit < math.inf and inputs.kv_lens_host.mean() > limit:
             return self._more
-        return self._few if bound else self._more
+        return self._few if limit else self._more
 
     def plan_prefill(self, inputs: PrefillInputs) -> Plan:
         return self._more.plan_prefill(inputs)
@@ -57,8 +57,8 @@ class BackendByStep(AttentionBackend):
         return tuple(sorted({*self._few.decode_batches(min(max_batch, most)), *more}))
 
     def length_bounds(self, batch_size: int) -> tuple[int, ...]:
-        bound = self._choice.bound(batch_size)
-        return (int(bound),) if 0 < bound < self.spec.max_seq_len else ()
+        limit = self._choice.max_context_len(batch_size)
+        return (int(limit),) if 0 < limit < self.spec.max_seq_len else ()
 
     def allocate_graph(self, max_batch_size: int) -> None:
         self._few.allocate_graph(min(max_batch_size, self._choice.rows))

@@ -11,21 +11,21 @@ class FewRows:
     """The backend that decodes steps with few rows; with some of them only while their contexts are short."""
 
     backend: str
-    # Ascending: a step of up to so many rows is decoded by `backend` if their mean context has up to so many tokens.
-    most_tokens: tuple[tuple[int, float], ...]
+    # (batch size, mean context length in tokens), both upper bounds; ascending batch sizes.
+    limits: tuple[tuple[int, float], ...]
 
     @property
     def rows(self) -> int:
         """Rows up to which `backend` decodes some steps."""
-        return self.most_tokens[-1][0]
+        return self.limits[-1][0]
 
-    def bound(self, rows: int) -> float:
-        """Tokens of the mean context up to which `backend` decodes steps of so many rows; 0: none of them."""
-        return next((tokens for most, tokens in self.most_tokens if rows <= most), 0)
+    def max_context_len(self, batch_size: int) -> float:
+        """The largest mean context length, in tokens, at which `backend` decodes this batch size; 0: it never does."""
+        return next((tokens for rows, tokens in self.limits if batch_size <= rows), 0)
 
     def __str__(self) -> str:
         parts = [
             f"{rows} row{'s' * (rows > 1)}" + ("" if math.isinf(tokens) else f" and {tokens:,.0f} tokens each")
-            for rows, tokens in self.most_tokens
+            for rows, tokens in self.limits
         ]
         return f"{self.backend} for decode steps of up to " + ", or ".join(parts)

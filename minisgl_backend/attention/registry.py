@@ -159,7 +159,7 @@ class AttentionChoice:
 
 
 # Decode over latents on Hopper (docs/performance.md): FlashMLA's tiles have rows for this many query heads; with more,
-# FlashAttention is faster. `triton` is the fastest for few rows, of up to so many query heads.
+# FlashAttention is faster. At small batch sizes `triton` is the fastest; keys are maximum numbers of query heads.
 FLASHMLA_HEADS = 64
 FEW_LATENT_ROWS: Mapping[float, FewRows] = MappingProxyType(
     {

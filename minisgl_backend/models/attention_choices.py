@@ -50,8 +50,8 @@ def _choice(
 ) -> Choice:
     if rows > MOST_LOGITS:
         return Choice(prefill, "the backend of prompts")
-    if few_rows is not None and (bound := few_rows.bound(rows)):
-        length = "" if math.isinf(bound) else f" with up to {bound:,.0f} tokens each; above, {decode}"
+    if few_rows is not None and (limit := few_rows.max_context_len(rows)):
+        length = "" if math.isinf(limit) else f" with up to {limit:,.0f} tokens each; above, {decode}"
         return Choice(few_rows.backend, f"the backend of decode steps of few rows{length}")
     if decode != "triton" or group.latent is not None or not facts.multiprocessors:
         return Choice(decode, "the backend of decode steps")

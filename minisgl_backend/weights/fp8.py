@@ -22,7 +22,7 @@ from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod
-from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
@@ -61,8 +61,7 @@ class Fp8LinearMethod(LinearMethod):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.weight.data, self.weight_scale.data, generator)
-        if self.bias is not None:
-            self.bias.data.normal_(0.0, NOISE, generator=generator)
+        fill_bias_with_noise(self.bias, generator)
 
 
 class Fp8ConvertedExpertsMethod(Fp8ExpertsMethod):

@@ -18,7 +18,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Kernels, Fp8Weight, dequantize
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod, empty_scales
-from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
 from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
@@ -102,8 +102,7 @@ class Fp8CheckpointLinearMethod(LinearMethod):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.weight, self.weight_scale, generator)
-        if self.bias is not None:
-            self.bias.data.normal_(0.0, NOISE, generator=generator)
+        fill_bias_with_noise(self.bias, generator)
         if self.input_scale is not None:
             self.input_scale.data.fill_(1.0)
 

@@ -30,7 +30,7 @@ from minisgl_backend.weights.int4_checkpoint import (
     scales_part,
     zeros_part,
 )
-from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import bias_part
@@ -134,8 +134,7 @@ class Int4LinearMethod(LinearMethod):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.words, self.scales, self.zeros, generator)
-        if self.bias is not None:
-            self.bias.data.normal_(0.0, NOISE, generator=generator)
+        fill_bias_with_noise(self.bias, generator)
         if self.group_of_input is not None:
             groups = torch.arange(self.spec.input_size, device=self.words.device) // self._groups.stored
             self.group_of_input.data.copy_(groups.expand_as(self.group_of_input))

@@ -15,7 +15,7 @@ from minisgl_backend.kernels.moe.int8 import moe
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.fp8_checkpoint import scale_part
 from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
-from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
@@ -64,8 +64,7 @@ class Int8LinearMethod(LinearMethod):
     def fill_with_noise(self, generator: torch.Generator) -> None:
         self.weight.data.random_(-127, 128, generator=generator)
         self.weight_scale.data.fill_(NOISE / _DEVIATION)
-        if self.bias is not None:
-            self.bias.data.normal_(0.0, NOISE, generator=generator)
+        fill_bias_with_noise(self.bias, generator)
 
 
 class Int8ExpertsMethod(ScaledExpertsMethod):

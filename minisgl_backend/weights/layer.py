@@ -29,6 +29,12 @@ class WeightedLayer(nn.Module):
                 parameter.data.normal_(0.0, NOISE, generator=generator)
 
 
+def fill_bias_with_noise(bias: torch.Tensor | None, generator: torch.Generator) -> None:
+    """For `fill_with_noise` of layers whose other parameters need more than noise."""
+    if bias is not None:
+        bias.data.normal_(0.0, NOISE, generator=generator)
+
+
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Uninitialised, and never in need of gradients."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -15,7 +15,7 @@ import torch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.moe.mxfp4_torch import BLOCK, BLOCK_BYTES, Mxfp4Kernels
 from minisgl_backend.kernels.plain import PlainKernels
-from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.layer import empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
 from minisgl_backend.weights.plain import experts_bias_part
@@ -107,8 +107,7 @@ class Mxfp4ExpertsMethod(ExpertsMethod):
         for scales in (self.gate_up_scale, self.down_scale):
             scales.data.fill_(_NOISE_SCALE)
         for bias in (self.gate_up_bias, self.down_bias):
-            if bias is not None:
-                bias.data.normal_(0.0, NOISE, generator=generator)
+            fill_bias_with_noise(bias, generator)
 
 
 class Mxfp4Factory(MethodFactory):

@@ -25,9 +25,9 @@ from minisgl_backend.kv.layout import FP8
 
 LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # per block of rows: two on each of 132 multiprocessors
-# Query heads of a batch up to which several programs merge one head's parts, and read so many of them at once.
-MERGED_AT_ONCE = ((64, 128), (128, 64), (256, 32))
-FEW_SEQUENCES = 8  # up to which 16 rows a program have a multiprocessor for themselves
+# Of the merge (split-KV): (maximum query heads of the whole batch, partial results that a program reads at once).
+MERGE_PARTS = ((64, 128), (128, 64), (256, 32))
+SMALL_BATCH = 8  # sequences; up to this, one program of 16 rows runs on a multiprocessor, else two
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class LatentDecodeShape:
     num_warps: int
     num_stages: int
     workers: int  # programs of one block of rows
-    least_tiles: int = 1  # of a program's share
 
 
 class LatentDecodeWorkspace:
@@ -66,9 +65,9 @@ def latent_decode_shape(
     """The shape that was measured best on an H100 (benchmarks/kernels); num_rows: query heads of all query tokens of a
     sequence, shared: bytes of a multiprocessor's shared memory.
 
-    16 rows are memory-bound, and two programs run at once on a multiprocessor, but for few sequences, whose many parts
-    take longer to merge; 64 rows are what one program's registers hold; for a single sequence, 32 rows give more
-    programs, and 16 do for two of 32 heads.
+    16 rows are memory-bound: two programs run at once on a multiprocessor, except in small batches, where more partial
+    results take longer to merge. 64 rows are what one program's registers hold. Fewer rows give more programs, which
+    the smallest batches need: 32 for one sequence, 16 for up to two of at most 32 heads.
     """
     if num_rows <= 16 or (num_rows <= 32 and batch <= 2):
         most = 16
@@ -78,15 +77,19 @@ def latent_decode_shape(
     rows, tile, num_warps, num_stages = next((cut[:4] for cut in cuts if cut[4] <= shared), cuts[-1][:4])
     if not half_precision:
         rows, tile, num_warps, num_stages = _FLOAT32
-    at_once = 2 if rows == 16 and batch > FEW_SEQUENCES else 1  # programs per multiprocessor
+    at_once = 2 if rows == 16 and batch > SMALL_BATCH else 1  # programs per multiprocessor
     workers = min(MAX_WORKERS, max(1, at_once * num_sms // cdiv(num_rows, rows)))
     return LatentDecodeShape(rows, tile, num_warps, num_stages, workers)
 
 
 def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
     """Batch sizes up to max_batch, ascending: the smallest for each distinct compiled kernel."""
-    firsts = (1, 2, 3, *(most // num_rows + 1 for most, _ in MERGED_AT_ONCE))
-    return tuple(sorted({batch for batch in firsts if batch <= max_batch}))
+    firsts: dict[tuple[object, ...], int] = {}
+    for batch in range(1, max_batch + 1):
+        shape = latent_decode_shape(batch, num_rows)
+        merge = _merge_shape(batch * num_rows, 1)
+        firsts.setdefault((shape.rows, shape.tile, shape.num_warps, shape.num_stages, *merge), batch)
+    return tuple(firsts.values())
 
 
 def latent_decode_attention(
@@ -118,7 +121,7 @@ def latent_decode_attention(
     _latent_decode_kernel[(cdiv(num_rows, shape.rows), workers)](
         q, q_rope, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
         scale * kv_scale * LOG2_E, kv_scale, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
-        shape.least_tiles, MAX_BATCH=workspace.batch_padded, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
+        MAX_BATCH=workspace.batch_padded, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
         RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, next_power_of_2(rope)),
         FP8=cache.dtype == FP8,
@@ -136,16 +139,16 @@ def _merge_shape(num_rows: int, rank_padded: int) -> tuple[int, int]:
     """Of a program of the merge: numbers of the latent, and parts that it reads at once; num_rows: of the batch.
 
     The fewer sequences there are, the more parts each has, of which every further read takes about a microsecond."""
-    for most, parts in MERGED_AT_ONCE:
+    for most, parts in MERGE_PARTS:
         if num_rows <= most:
             return min(64, rank_padded), parts
     return rank_padded, 4
 
 
-@triton.jit(do_not_specialize=["batch", "least_tiles"])
+@triton.jit(do_not_specialize=["batch"])
 def _latent_decode_kernel(
     q_ptr, q_rope_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
-    v_scale, q_stride_t, q_stride_h, table_stride, batch, least_tiles,
+    v_scale, q_stride_t, q_stride_h, table_stride, batch,
     MAX_BATCH: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
@@ -158,7 +161,7 @@ def _latent_decode_kernel(
     lens = tl.load(kv_lens_ptr + i, mask=i < batch, other=0)
     ends = tl.cumsum(tl.cdiv(lens, TILE), 0)
     all_tiles = tl.max(ends, 0)
-    share = tl.maximum(tl.cdiv(all_tiles, tl.num_programs(1)), least_tiles)
+    share = tl.cdiv(all_tiles, tl.num_programs(1))
     tile = worker * share
     stop = tl.minimum(tile + share, all_tiles)
     b = tl.sum((ends <= tile).to(tl.int32), 0)

@@ -114,9 +114,9 @@ class CudaGraphRunner(GraphRunner):
                 if bounds := attention.length_bounds(size):
                     self._bounds[size] = bounds
                 for index, length in enumerate((1, *(bound + 1 for bound in bounds))):
-                    inputs = builder.padding_inputs(size)
-                    if index:  # what is planned on the host looks only at these lengths
-                        inputs = replace(inputs, kv_lens_host=np.full(size, length, dtype=np.int32))
+                    # Only the host's lengths choose the kernels; on the device it is padding.
+                    lengths = np.full(size, length, dtype=np.int32)
+                    inputs = replace(builder.padding_inputs(size), kv_lens_host=lengths)
                     plan = attention.plan_capture(inputs)
                     # The inputs are filled on this stream, in uninitialised memory.
                     stream.wait_stream(torch.cuda.current_stream())
