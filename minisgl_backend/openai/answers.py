@@ -13,6 +13,8 @@ from minisgl_backend.openai.triton import Generation
 class Answer(Protocol):
     """One request in progress."""
 
+    keep_alive: bytes  # what a stream says while it has nothing to say
+
     def events(self) -> AsyncIterator[bytes]:
         """The events of a stream. Raises ApiError, ClientLeft."""
         ...

@@ -76,6 +76,8 @@ class ContentBlocks:
 class MessagesAnswer:
     """One request in progress."""
 
+    keep_alive = named_event("ping", {"type": "ping"})
+
     def __init__(
         self,
         generation: Generation,

@@ -39,7 +39,7 @@ from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
-from minisgl_backend.openai.sse import EventStream, encode
+from minisgl_backend.openai.sse import SILENT_SECONDS, EventStream, encode
 from minisgl_backend.openai.tracing import TraceRequests, Tracing
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
@@ -203,7 +203,7 @@ class Endpoint:
         stream: bool,
         context: RequestContext,
     ) -> Response:
-        """Waits for the first event of a stream, so that an invalid request gets an error status."""
+        """Waits for the first event of a stream, so that an invalid request gets an error status, but not for long."""
 
         def left() -> None:
             for generation in generations:
@@ -220,9 +220,16 @@ class Endpoint:
                     context.trace.note_answer(generations)
                 return Response(body, media_type="application/json", headers=headers)
             events = self._counted(answer.events(), generations, context)
-            first = await anext(events)
+            first = asyncio.ensure_future(_first(events))
+            try:
+                await asyncio.wait([first], timeout=SILENT_SECONDS)
+            except asyncio.CancelledError:
+                first.cancel()
+                raise
+            if first.done():
+                first.result()
             handed_over = True
-            return EventStream(first, events, answer.error_event, watch, headers)
+            return EventStream(answer, first, events, watch, headers)
         except ClientLeft:
             return Response(status_code=LEFT)
         finally:
@@ -368,6 +375,10 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         return _json({"version": minisgl_backend.__version__})
 
     add_page(app)
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
 
 
 def _json(value: Any, status: int = 200) -> Response:

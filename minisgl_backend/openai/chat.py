@@ -11,12 +11,14 @@ from minisgl_backend.openai.logprobs import chat_logprobs, said
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
-from minisgl_backend.openai.sse import DONE, encode, event, event_prefix
+from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, encode, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 
 class ChatAnswer:
     """One request in progress."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,

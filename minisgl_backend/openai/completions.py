@@ -11,7 +11,7 @@ from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from minisgl_backend.openai.requests.completions import CompletionRequest
-from minisgl_backend.openai.sse import DONE, encode, event, event_prefix
+from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, encode, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 _MERGED = 64  # deltas of several prompts that may wait to be sent
@@ -39,6 +39,8 @@ class _Choice:
 
 class CompletionAnswer:
     """One request in progress: a generation for each prompt."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs, said
 from minisgl_backend.openai.message import MessageParser, new_call_id
 from minisgl_backend.openai.requests.responses import ResponsesRequest
-from minisgl_backend.openai.sse import encode, named_event
+from minisgl_backend.openai.sse import KEEP_ALIVE, encode, named_event
 from minisgl_backend.openai.triton import Delta, Generation
 from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import CLOSE
@@ -99,6 +99,8 @@ class OutputItems:
 class ResponseAnswer:
     """One request in progress."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         request: ResponsesRequest,
@@ -121,17 +123,12 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
-        begun = False
         async for events, status in self._progress():
-            if not begun:
-                created = {"response": self.response("in_progress")}
-                events = [{"type": f"response.{kind}", **created} for kind in ("created", "in_progress")] + events
-                begun = True
             if status is not None:
                 response = await self._kept(status)
                 events.append({"type": f"response.{status}", "response": response})
-            if events:
-                yield b"".join(map(self._encode, events))
+            if data := self._encode(events):
+                yield data
 
     async def whole(self) -> bytes:
         """The whole answer."""
@@ -148,7 +145,7 @@ class ResponseAnswer:
 
     def error_event(self, error: ApiError) -> bytes:
         self._output.close("incomplete")
-        return self._encode({"type": "response.failed", "response": self.response("failed", error)})
+        return self._encode([{"type": "response.failed", "response": self.response("failed", error)}])
 
     async def _progress(self) -> AsyncIterator[tuple[list[Event], str | None]]:
         """(new events, the final status: None while the response goes on)."""
@@ -218,10 +215,16 @@ class ResponseAnswer:
             "total_tokens": counts["total_tokens"],
         }
 
-    def _encode(self, event: Event) -> bytes:
-        data = named_event(event["type"], {**event, "sequence_number": self._number})
-        self._number += 1
-        return data
+    def _encode(self, events: Sequence[Event]) -> bytes:
+        """Numbered; a stream begins with two of its own, whatever comes first."""
+        if not self._number:
+            created = {"response": self.response("in_progress")}
+            events = [{"type": f"response.{kind}", **created} for kind in ("created", "in_progress")] + [*events]
+        first, self._number = self._number, self._number + len(events)
+        return b"".join(
+            named_event(event["type"], {**event, "sequence_number": number})
+            for number, event in enumerate(events, first)
+        )
 
 
 def begun_response(request: ResponsesRequest, header: Header, *, is_kept: bool) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,8 +13,24 @@ from starlette.types import Receive, Scope, Send
 from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.leaving import ClientWatch
 
+if TYPE_CHECKING:
+    from minisgl_backend.openai.answers import Answer
+
 DONE = b"data: [DONE]\n\n"
-encode = msgspec.json.Encoder().encode
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events skip
+SILENT_SECONDS = 5.0  # the longest that a stream says nothing; proxies give up after 15 to 60
+_encode = msgspec.json.Encoder().encode
+# The ends of lines that JSON takes as they are: others are control characters, which it escapes.
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+
+
+def encode(value: Any) -> bytes:
+    """JSON in one line, also for readers that end lines where Unicode does, as Python's `str.splitlines` does."""
+    data = _encode(value)
+    if not data.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            data = data.replace(end, escaped)
+    return data
 
 
 def event(value: Any) -> bytes:
@@ -32,37 +49,64 @@ def event_prefix(header: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come. An error after the first event is sent as an event, since the status has been sent."""
+    """Sends events as they come, and signs of life while none comes.
+
+    An error after the head is sent as an event, since the status has been sent.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes,
+        answer: Answer,
+        first: asyncio.Task[bytes],
         events: AsyncGenerator[bytes],
-        error_event: Callable[[ApiError], bytes],
         watch: ClientWatch,
         headers: dict[str, str] | None = None,
     ) -> None:
+        """`events`: those of the answer; `first` is to have the first of them."""
+        self._answer = answer
         self._first = first
         self._events = events
-        self._error_event = error_event
         self._watch = watch
+        self._said_at = 0.0  # by the event loop's clock
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async def say(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._said_at = loop.time()
+
+        loop = asyncio.get_running_loop()
+        signs = None
         try:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if not self._first.done():
+                await say(self._answer.keep_alive)
+            signs = loop.create_task(self._say_signs(say))
+            await say(await self._first)
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await say(data)
         except ClientLeft:
             return
         except ApiError as error:
-            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
+            await say(self._answer.error_event(error))
         finally:
+            if signs is not None:
+                signs.cancel()
             self._watch.close()
+            self._first.cancel()
+            await asyncio.wait([self._first])
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _say_signs(self, say: Callable[[bytes], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            silent = loop.time() - self._said_at
+            if silent < SILENT_SECONDS:
+                await asyncio.sleep(SILENT_SECONDS - silent)
+            else:
+                await say(self._answer.keep_alive)
