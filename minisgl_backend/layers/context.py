@@ -41,6 +41,7 @@ class ForwardContext(ABC):
     is_warm_up: bool = False  # runs only the layers of `decoder.warm_up_layers`; the output is meaningless
     # The pass is captured, or warms up one that is: it launches the same kernels in each replay.
     captured: bool = False
+    overwrites: bool = False  # each call of `attend` overwrites the output of the one before
     aux: AuxStates | None = None
 
     @abstractmethod

@@ -27,6 +27,7 @@ from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
+from minisgl_backend.runner.graphs.head_buffers import HeadBuffers
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
@@ -49,30 +50,33 @@ def no_aux_states(num_tokens: int) -> AuxStates | None:
 class PiecewiseContext(ForwardContext):
     """Copies a layer's queries to a static buffer, and returns the attention output from another."""
 
-    queries: torch.Tensor  # [num_tokens, num_q_heads, q_head_dim]
-    attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
+    heads: HeadBuffers  # of num_tokens rows
     at_attention: AtAttention
     captured: bool = True
+    overwrites: bool = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        queries, attended = self.heads.of(layer)
         # Copied, since each layer's projection has its own memory, which would otherwise have to stay allocated.
-        self.queries.copy_(q)
+        queries.copy_(q)
         self.at_attention(layer)
-        return self.attended
+        return attended
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinglePromptContext(ForwardContext):
-    """Attends into one static buffer, whose padding rows keep their values."""
+    """Attends into static buffers, whose padding rows keep their values."""
 
-    attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
+    heads: HeadBuffers  # of num_tokens rows
     attention: AttentionPair
     plan: PairPlan
     captured: bool = True
+    overwrites: bool = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        self.attention.attend_into(layer, q, self.plan, self.attended)
-        return self.attended
+        _, attended = self.heads.of(layer)
+        self.attention.attend_into(layer, q, self.plan, attended)
+        return attended
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,10 @@ class PiecewiseRunner(ABC):
         """Captures all sizes; called once, before anything runs. The largest comes first: the others reuse its memory.
         The outputs that `aux_states` requests are left in `aux`."""
         spec = attention.spec
-        group = spec.groups[0]  # layers of one model differ in windows, not in heads: one buffer serves all
-        heads = (self.sizes[-1], group.num_q_heads)
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
         shape = (2 + len(spec.cache_windows), self.sizes[-1])  # ids, positions, slots by cache group
         self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
-        self._queries = torch.zeros((*heads, group.q_head_dim), dtype=spec.dtype, device=spec.device)
-        self._attended = torch.zeros((*heads, group.v_head_dim), dtype=spec.dtype, device=spec.device)
+        self._heads = HeadBuffers.allocate(spec, self.sizes[-1])
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
         self.aux = aux_states(self.sizes[-1])
@@ -139,10 +140,11 @@ class PiecewiseRunner(ABC):
         size = piece_size(num_tokens, self.sizes)
         torch.stack([token_ids, positions, *slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
-        self._attended[num_tokens:size].zero_()  # NaN there would reach the padding page
-        queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
+        self._heads.clear_attended(num_tokens, size)  # NaN there would reach the padding page
+        heads = self._heads.first(num_tokens)
 
         def attend(layer: AttentionLayer) -> None:
+            queries, attended = heads.of(layer)
             self._attention.attend_into(layer, queries, plan, attended)
 
         self._replay(size, attend)
@@ -166,16 +168,16 @@ class PiecewiseRunner(ABC):
 
     def _prompt_pass(self, inputs: PromptTensors, is_warm_up: bool = False) -> None:
         """The model's own forward pass over a single prompt; the last token's hidden state goes to a static buffer."""
-        attended = self._attended[: len(inputs.token_ids)]
-        attended.zero_()  # NaN in the rows of padding would reach the padding page
+        size = len(inputs.token_ids)
+        self._heads.clear_attended(0, size)  # NaN in the rows of padding would reach the padding page
         context = SinglePromptContext(
             slots=inputs.slots,
             logits_indices=inputs.last_index,
-            attended=attended,
+            heads=self._heads.first(size),
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
             is_warm_up=is_warm_up,
-            aux=self._aux_of(len(inputs.token_ids)),
+            aux=self._aux_of(size),
         )
         self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
 
@@ -184,8 +186,7 @@ class PiecewiseRunner(ABC):
         token_ids, positions, *slots = self._inputs[:, :size]
         context = PiecewiseContext(
             slots=tuple(slots),
-            queries=self._queries[:size],
-            attended=self._attended[:size],
+            heads=self._heads.first(size),
             at_attention=at_attention,
             is_warm_up=is_warm_up,
             aux=self._aux_of(size),

@@ -65,7 +65,7 @@ def resolve(
         kv_dtype=kv_dtype,
         scores=scores_of(model),
         latents=model.latents,
-        num_q_heads=model.layers[0].attention.num_q_heads // config.tp,
+        num_q_heads=max(layer.attention.num_q_heads for layer in model.layers) // config.tp,
         why_missing=why_missing,
     )
     _check_num_pages(config.num_pages, attention.page_size)

@@ -47,8 +47,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_runner(tiny_model_dir: Path) -> MakeRunner:
-    """Makes runners of the tiny checkpoint on the CPU; graphs and pieces are not captured."""
-    config = ModelConfig.load(tiny_model_dir)
+    """Makes runners of the tiny checkpoint, or that of `folder`, on the CPU; graphs and pieces are not captured."""
 
     def make(
         page_size: int = 4,
@@ -59,8 +58,10 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         tp: TensorParallel | None = None,
         graphs: GraphRunner | None = None,
         proposer: DeviceProposer | None = None,
+        folder: Path = tiny_model_dir,
     ) -> ModelRunner:
-        model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
+        config = ModelConfig.load(folder)
+        model = build_model(config, folder, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
         spec = attention_spec(
             config,
             tp_size=1,
@@ -80,7 +81,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             attention=attention,
             pool=make_pool(spec, 600 // page_size),
             table=table,
-            sampling=SamplingRows(table.max_rows, VOCAB, (2,), MAX_SEQ_LEN, CPU),
+            sampling=SamplingRows(table.max_rows, config.vocab_size, (2,), MAX_SEQ_LEN, CPU),
             tp=tp,
             graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
             pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,

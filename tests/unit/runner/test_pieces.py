@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.graphs.pieces import EagerPieces, piece_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
+from tests.parity.checkpoints import save_checkpoint
 
 
 def test_captured_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:
@@ -33,6 +36,29 @@ def test_captured_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner,
         run(runner, driver, driver.plan(decode=(0, 1, 2, 3)))
     found = [driver.tokens[row][len(prompt) :] for row, prompt in enumerate(PROMPTS)]
     assert [answer[:10] for answer in found] == expected
+
+
+def test_layers_that_differ_in_their_heads(make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Lone prompts, whole and in two chunks, the second of which goes in pieces, as does one beside a running row."""
+    save_checkpoint("gemma4", tmp_path)
+
+    def answers(runner: ModelRunner) -> list[list[int]]:
+        driver = Driver(4)
+        for row, lengths in ((2, (20, 13)), (0, (4,))):
+            driver.admit(row, PROMPTS[row], GREEDY)
+            for length in lengths:
+                run(runner, driver, driver.plan(prefill={row: length}))
+        driver.admit(1, PROMPTS[1], GREEDY)
+        run(runner, driver, driver.plan(prefill={1: 17}, decode=(0,)))
+        for _ in range(6):
+            run(runner, driver, driver.plan(decode=(0, 1, 2)))
+        return [driver.tokens[row] for row in range(3)]
+
+    captured = make_runner(pieces=(8, 64), prompt_graphs=True, folder=tmp_path)
+    assert answers(captured) == answers(make_runner(folder=tmp_path))
+    backends, _ = captured.attention.backends
+    assert [one.num_attended for one in backends] == [2 * len(one.group.layers) for one in backends]
+    assert len({one.group.head_dim for one in backends}) == 2
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
