@@ -86,7 +86,7 @@ def _with_calls(message: Mapping[str, Any], calls: list[dict[str, Any]]) -> dict
 
 def _plain(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"{name} is {_shown(message)}; allowed: an object with role and content")
+        raise InvalidRequestError(f"{name} is {shown(message)}; allowed: an object with role and content")
     found = {key: value for key, value in message.items() if value is not None}
     calls = found.pop("tool_calls", None)
     if calls:
@@ -97,18 +97,18 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
     if isinstance(content, (list, tuple)):
         content = "\n".join(_text_of(f"{name}.content[{number}]", part) for number, part in enumerate(content))
     if not isinstance(content, str):
-        raise InvalidRequestError(f"{name}.content is {_shown(content)}; allowed: a text, or a list of text parts")
+        raise InvalidRequestError(f"{name}.content is {shown(content)}; allowed: a text, or a list of text parts")
     return {**found, "content": content}
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, (list, tuple)):
-        raise InvalidRequestError(f"{name} is {_shown(calls)}; allowed: a list of calls")
+        raise InvalidRequestError(f"{name} is {shown(calls)}; allowed: a list of calls")
     found = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(f"{name}[{number}] is {_shown(call)}; allowed: an object with function.name")
+            raise InvalidRequestError(f"{name}[{number}] is {shown(call)}; allowed: an object with function.name")
         found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return found
 
@@ -125,15 +125,16 @@ def _text_of(name: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise InvalidRequestError(f"{name} is {_shown(part)}; allowed: an object with type and text")
+        raise InvalidRequestError(f"{name} is {shown(part)}; allowed: an object with type and text")
     if part["type"] != "text":
-        raise InvalidRequestError(f"{name} has type {_shown(part['type'])}, which is not served; allowed: 'text'")
+        raise InvalidRequestError(f"{name} has type {shown(part['type'])}, which is not served; allowed: 'text'")
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{name}.text is {_shown(text)}; allowed: a text")
+        raise InvalidRequestError(f"{name}.text is {shown(text)}; allowed: a text")
     return text
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A wrong value as quoted in an error message."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,7 +19,9 @@ from minisgl_backend.text.chat import (
     developer_as_system,
     plain_messages,
     short_call_ids,
+    shown,
 )
+from minisgl_backend.text.turns import orders
 
 # Missing before transformers 4.53, whose apply_chat_template keeps null values.
 _render_template: Any = getattr(chat_template_utils, "render_jinja_template", None)
@@ -39,7 +43,8 @@ class ChatTemplate:
     """One tokenizer's template, in transformers' sandbox.
 
     Templates expect different forms of the same history: a call's arguments as an object or as JSON text, null or empty
-    content in messages with calls, ids of nine letters. Each template gets the form that it can render.
+    content in messages with calls, ids of nine letters. Each template gets the form that it can render. Only where it
+    refuses the order of the messages, system messages and those of one role are joined.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -64,21 +69,49 @@ class ChatTemplate:
                 raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
         arguments.setdefault("add_generation_prompt", not arguments.get("continue_final_message"))
         plain = plain_messages(messages)
-        if "developer" not in self.source:
-            plain = developer_as_system(plain)
-        if any("tool_calls" in message for message in plain):
-            if _ASKS_FOR_SHORT_IDS.search(self.source):
-                plain = short_call_ids(plain)
-            if self._wants_calls_without_content:
-                plain = calls_without_content(plain)
+        formed = self._formed(plain)
         try:
-            return self._in_either_form(plain, arguments)
+            return self._in_either_form(formed, arguments)
         except RecursionError:
             raise InvalidRequestError(
                 "chat_template_kwargs or messages are nested too deeply for the chat template; allowed: fewer levels"
             ) from None
         except _REFUSALS as error:
-            raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
+            refused = error
+        for order in orders(formed):
+            with contextlib.suppress(*_REFUSALS):
+                return self._in_either_form(order, arguments)
+        place = self._place(plain, arguments, str(refused))
+        raise InvalidRequestError(f"messages: the chat template refuses them: {refused}{place}") from None
+
+    def _formed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with roles, ids and contents as the template wants them."""
+        if "developer" not in self.source:
+            messages = developer_as_system(messages)
+        if any("tool_calls" in message for message in messages):
+            if _ASKS_FOR_SHORT_IDS.search(self.source):
+                messages = short_call_ids(messages)
+            if self._wants_calls_without_content:
+                messages = calls_without_content(messages)
+        return messages
+
+    def _place(self, messages: list[dict[str, Any]], arguments: dict[str, Any], reason: str) -> str:
+        """Which message is refused, for the error: the last one of the shortest beginning that is refused for this
+        reason. "" if a plain question is, too."""
+        arguments = {name: value for name, value in arguments.items() if name != "continue_final_message"}
+
+        def is_refused(some: list[dict[str, Any]]) -> bool:
+            try:
+                self._in_either_form(self._formed(some), arguments)
+            except _REFUSALS as error:
+                return str(error) == reason
+            return False
+
+        if is_refused(plain_messages(_PROBED[:1])) or not is_refused(messages):
+            return ""
+        fewest = bisect.bisect_left(range(1, len(messages)), True, key=lambda count: is_refused(messages[:count])) + 1
+        culprit = messages[fewest - 1]
+        return f" (messages[{fewest - 1}], of role {shown(culprit['role'])}: {shown(culprit['content'])})"
 
     @cached_property
     def _wants_calls_without_content(self) -> bool:

@@ -11,7 +11,11 @@ import tokenizers.models
 import transformers
 
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.openai.requests.anthropic import CountTokensRequest, MessagesRequest
+from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.messages import Message
+from minisgl_backend.openai.requests.responses import ResponsesRequest
+from minisgl_backend.openai.requests.tokenize import TokenizeRequest
 from minisgl_backend.text.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).parents[2] / "third_party" / "llama.cpp" / "templates"
@@ -50,9 +54,11 @@ NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def template(name: str) -> ChatTemplate:
+    """`name`: of a file, or the template itself."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    file = TEMPLATES / f"{name}.jinja"
+    tokenizer.chat_template = file.read_text(encoding="utf-8") if name in NAMES else name
     return ChatTemplate(tokenizer)
 
 
@@ -180,3 +186,97 @@ def test_calls_that_are_none_are_named() -> None:
     for calls, named in (("x", "tool_calls is 'x'"), ([{}], r"tool_calls\[0\]"), ([{"function": {}}], r"\[0\]")):
         with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.{named}" if "is" in named else named):
             template(LLAMA).render([{"role": "assistant", "content": "", "tool_calls": calls}], {})
+
+
+STRICT_SYSTEM = (  # one system message, which comes first; users and assistants in turns
+    "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+CALLED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call("{}", "abcdef123")]}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdef123", "name": "weather", "content": "22 degrees"}
+
+
+def said(turns: str) -> list[dict[str, Any]]:
+    """`system S1, user U1`: a conversation of these texts; `call` and `result` as above."""
+    found: list[dict[str, Any]] = []
+    for turn in turns.split(", "):
+        role, _, content = turn.partition(" ")
+        found.append({"call": CALLED, "result": RESULT}.get(role) or {"role": role, "content": content})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "same_as"),
+    [
+        ("Qwen3.5-4B", "system S1, user U1, system S2", "system S1\n\nS2, user U1"),
+        ("Qwen3.5-4B", "user U1, system S1", "system S1, user U1"),
+        ("Qwen3.5-4B", "system S1, system S2, user U1", "system S1\n\nS2, user U1"),
+        ("Qwen3.5-4B", "system S1, user U1, developer S2, user U2", "system S1\n\nS2, user U1, user U2"),
+        ("Qwen3.5-4B", "system S1, user U1, call, result, system S2", "system S1\n\nS2, user U1, call, result"),
+        (
+            NEMO,
+            "system S1, user U1, assistant A1, system S2, user U2",
+            "system S1\n\nS2, user U1, assistant A1, user U2",
+        ),
+        (NEMO, "user U1, system S1, user U2", "system S1, user U1\n\nU2"),
+        (NEMO, "user U1, assistant A1, assistant A2, user U2", "user U1, assistant A1\n\nA2, user U2"),
+        (SMALL, "user U1, user U2", "user U1\n\nU2"),
+        ("mistralai-Ministral-3-14B-Reasoning-2512", "system S1, user U1, system S2", "system S1\n\nS2, user U1"),
+        ("Apertus-8B-Instruct", "system S1, user U1, system S2", "system S1\n\nS2, user U1"),
+        ("google-gemma-2-2b-it", "system S1, user U1, system S2", "user S1\n\nS2\n\nU1"),
+        ("google-gemma-2-2b-it", "system S1, user U1, user U2, assistant A1", "user S1\n\nU1\n\nU2, assistant A1"),
+        (STRICT_SYSTEM, "developer S1, developer S2, user U1", "system S1\n\nS2, user U1"),
+        (STRICT_SYSTEM, "system S1, system S2, user U1, user U2", "system S1\n\nS2, user U1\n\nU2"),
+    ],
+)
+def test_where_a_template_refuses_the_order_messages_are_joined(name: str, turns: str, same_as: str) -> None:
+    assert render(name, said(turns), "triton") == render(name, said(same_as), "triton")
+    assert render(name, said(turns), "openai") == render(name, said(same_as), "openai")
+
+
+def test_what_a_user_says_behind_a_result_is_kept_by_templates_that_want_an_answer_first() -> None:
+    for name in (NEMO, SMALL):
+        found = render(name, said("system S1, user U1, call, result, user U2"), tools=[TOOL])
+        assert "22 degrees\n\nU2" in found
+
+
+def test_what_renders_stays_as_it_is() -> None:
+    """A prompt that was cached is found again."""
+    turns = "system S1, user U1, system S2, user U2, assistant A1, assistant A2, user U3"
+    expected = "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (turn.split(" ") for turn in turns.split(", "))
+    )
+    found = render("Qwen-Qwen2.5-7B-Instruct", said(turns))
+    assert found == f"{expected}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "told"),
+    [
+        (NEMO, "system S1, assistant A1, user U1", r"must alternate.*\(messages\[1\], of role 'assistant': 'A1'\)"),
+        ("google-gemma-2-2b-it", "user U1, call, result", r"must alternate.*\(messages\[2\], of role 'tool'"),
+        ("google-gemma-2-2b-it", "system S1", r"System role not supported \(messages\[0\], of role 'system': 'S1'\)"),
+        ("fireworks-ai-llama-3-firefunction-v2", "user U1, user U2", r"refuses them: 'functions' is undefined$"),
+    ],
+)
+def test_where_nothing_helps_the_message_is_named(name: str, turns: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        render(name, said(turns))
+
+
+def test_each_api_says_later_system_messages_first() -> None:
+    """As Claude Code and Codex send them, and as each API's request becomes a chat."""
+    later: list[Any] = [{"role": "user", "content": "U1"}, {"role": "system", "content": "S2"}]
+    developer = [{"role": "user", "content": "U1"}, {"role": "developer", "content": "S2"}]
+    requests = (
+        MessagesRequest.model_validate({"max_tokens": 1, "system": "S1", "messages": later}).as_chat(),
+        CountTokensRequest.model_validate({"system": "S1", "messages": later}).as_chat(),
+        ResponsesRequest.model_validate({"instructions": "S1", "input": developer}).as_chat(),
+        TokenizeRequest.model_validate({"messages": [{"role": "system", "content": "S1"}, *developer]}),
+        ChatRequest.model_validate({"messages": [{"role": "system", "content": "S1"}, *later]}),
+    )
+    expected = render("Qwen3.5-4B", said("system S1\n\nS2, user U1"))
+    for request in requests:
+        messages = [message.for_template(number) for number, message in enumerate(request.messages or ())]
+        assert template("Qwen3.5-4B").render(messages, request.template_kwargs()) == expected
