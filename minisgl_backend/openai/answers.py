@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.triton import Generation
 
 
-class Answer(Protocol):
-    """One request in progress."""
+class StreamSigns(Protocol):
+    """What a stream of an API says besides its answer."""
 
-    keep_alive: bytes  # what a stream says while it has nothing to say
+    @property
+    def keep_alive(self) -> bytes:
+        """While there is nothing to say."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event that ends a failed stream."""
+        ...
+
+
+class Answer(StreamSigns, Protocol):
+    """One request in progress."""
 
     def events(self) -> AsyncIterator[bytes]:
         """The events of a stream. Raises ApiError, ClientLeft."""
@@ -23,9 +35,42 @@ class Answer(Protocol):
         """The whole answer. Raises ApiError, ClientLeft."""
         ...
 
-    def error_event(self, error: ApiError) -> bytes:
-        """The event that ends a failed stream."""
-        ...
+
+Start = Coroutine[Any, Any, tuple[Answer, Sequence[Generation]]]
+
+
+class PendingAnswer:
+    """An answer from before its generations start: rendering and tokenizing a prompt take their time, too.
+
+    Used by one task; `cancel` by any task of the same event loop.
+    """
+
+    def __init__(self, start: Start) -> None:
+        """`start`: starts the generations of the answer. Raises ApiError."""
+        self.generations: Sequence[Generation] = ()
+        self.answer: Answer | None = None  # when it has started
+        self._left = False
+        self._start = asyncio.ensure_future(self._run(start))
+
+    async def started(self) -> Answer:
+        """Raises ApiError, ClientLeft."""
+        try:
+            return await self._start
+        except asyncio.CancelledError:
+            if self._left:
+                raise ClientLeft from None
+            raise
+
+    def cancel(self) -> None:
+        """The client has left."""
+        self._left = True
+        self._start.cancel()
+        for generation in self.generations:
+            generation.cancel()
+
+    async def _run(self, start: Start) -> Answer:
+        self.answer, self.generations = await start
+        return self.answer
 
 
 @dataclass(frozen=True, slots=True)

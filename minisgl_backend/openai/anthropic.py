@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
-from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.error_shapes import anthropic_error
 from minisgl_backend.openai.errors import ApiError
@@ -117,7 +117,8 @@ class MessagesAnswer:
             pass
         return encode(self._message(self._blocks.whole(), self._reason))
 
-    def error_event(self, error: ApiError) -> bytes:
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
         return named_event("error", anthropic_error(error))
 
     async def _progress(self) -> AsyncIterator[list[Event]]:
@@ -186,14 +187,17 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     async def messages(request: Request, body: MessagesRequest) -> Response:
         body.check()
         context = context_of(request, body)
-        name = await endpoint.admit(body.model)
         chat, names = _chat(body, endpoint)
         stops = body.stop_sequences or ()
-        added_tokens = (await endpoint.model.info()).added_tokens if stops else ()
-        generation, parsers = await endpoint.start_chat(chat, context, names, figures=True)
-        header = Header(f"msg_{context.request_id}", int(time.time()), name)
-        answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, stops, added_tokens)
-        return await endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+        async def start() -> tuple[Answer, Sequence[Generation]]:
+            header = Header(f"msg_{context.request_id}", int(time.time()), await endpoint.model.resolve(body.model))
+            added_tokens = (await endpoint.model.info()).added_tokens if stops else ()
+            generation, parsers = await endpoint.start_chat(chat, context, names, figures=True)
+            answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, stops, added_tokens)
+            return answer, [generation]
+
+        return await endpoint.respond(request, start, MessagesAnswer, stream=bool(body.stream), context=context)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:

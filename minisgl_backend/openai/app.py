@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from starlette.responses import Response
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai import anthropic, batches, decisions, files, pooling_routes, response_routes
-from minisgl_backend.openai.answers import Answer, Header
+from minisgl_backend.openai.answers import Answer, Header, PendingAnswer, Start, StreamSigns
 from minisgl_backend.openai.batch_runner import BatchRunner
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
@@ -84,11 +84,14 @@ class Endpoint:
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         body.check()
         context = context_of(request, body)
-        name = await self.admit(body.model)
-        generation, parsers = await self.start_chat(body, context, body.names(), figures=body.wants_figures)
-        header = Header(f"chatcmpl-{context.request_id}", int(time.time()), name)
-        answer = ChatAnswer(body, generation, header, parsers)
-        return await self.respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+        async def start() -> tuple[Answer, Sequence[Generation]]:
+            name = await self.model.resolve(body.model)
+            header = Header(f"chatcmpl-{context.request_id}", int(time.time()), name)
+            generation, parsers = await self.start_chat(body, context, body.names(), figures=body.wants_figures)
+            return ChatAnswer(body, generation, header, parsers), [generation]
+
+        return await self.respond(request, start, ChatAnswer, stream=bool(body.stream), context=context)
 
     async def count_prompt_tokens(self, chat: ChatRequest, names: Mapping[str, str]) -> int:
         prompt = Prompt(messages=_template_messages(chat.messages), template_kwargs=chat.template_kwargs())
@@ -97,18 +100,20 @@ class Endpoint:
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         body.check()
         context = context_of(request, body)
-        name = await self.admit(body.model)
         prompts = [
             Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt) for prompt in body.prompts
         ]
-        echoes = [await self._echo(prompt, body) for prompt in prompts] if body.echo else None
-        sampling, names = {**body.sampling(), **await self.model.thinking(body)}, body.names()
-        figures = body.wants_figures
-        generations = [self.triton.start(prompt, sampling, context, names, figures=figures) for prompt in prompts]
-        answer = CompletionAnswer(
-            body, generations, Header(f"cmpl-{context.request_id}", int(time.time()), name), echoes
-        )
-        return await self.respond(request, answer, generations, stream=bool(body.stream), context=context)
+
+        async def start() -> tuple[Answer, Sequence[Generation]]:
+            name = await self.model.resolve(body.model)
+            header = Header(f"cmpl-{context.request_id}", int(time.time()), name)
+            echoes = [await self._echo(prompt, body) for prompt in prompts] if body.echo else None
+            sampling, names = {**body.sampling(), **await self.model.thinking(body)}, body.names()
+            figures = body.wants_figures
+            generations = [self.triton.start(prompt, sampling, context, names, figures=figures) for prompt in prompts]
+            return CompletionAnswer(body, generations, header, echoes), generations
+
+        return await self.respond(request, start, CompletionAnswer, stream=bool(body.stream), context=context)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """vLLM's response: count, max_model_len, tokens, token_strs."""
@@ -145,10 +150,13 @@ class Endpoint:
 
     async def admit(self, model: str | None) -> str:
         """The model name for the answer. Raises ApiError if there is no room, or no such model."""
+        self._check_room()
+        return await self.model.resolve(model)
+
+    def _check_room(self) -> None:
         if self._num_requests >= self._settings.max_requests:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
-        return await self.model.resolve(model)
 
     async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
@@ -197,29 +205,29 @@ class Endpoint:
     async def respond(
         self,
         request: Request,
-        answer: Answer,
-        generations: Sequence[Generation],
+        start: Callable[[], Start],
+        signs: StreamSigns,
         *,
         stream: bool,
         context: RequestContext,
     ) -> Response:
-        """Waits for the first event of a stream, so that an invalid request gets an error status, but not for long."""
+        """Waits for the first event of a stream, so that an invalid request gets an error status, but not for long.
 
-        def left() -> None:
-            for generation in generations:
-                generation.cancel()
-
+        `start`: see PendingAnswer; `signs`: of a stream that has not started. Raises ApiError.
+        """
+        self._check_room()
         self._num_requests += 1
-        watch = ClientWatch(request.receive, left)
+        pending = PendingAnswer(start())
+        watch = ClientWatch(request.receive, pending.cancel)
         headers = {"x-request-id": context.request_id}
         handed_over = False
         try:
             if not stream:
-                body = await answer.whole()
+                body = await (await pending.started()).whole()
                 if context.trace is not None:
-                    context.trace.note_answer(generations)
+                    context.trace.note_answer(pending.generations)
                 return Response(body, media_type="application/json", headers=headers)
-            events = self._counted(answer.events(), generations, context)
+            events = self._counted(pending, context)
             first = asyncio.ensure_future(_first(events))
             try:
                 await asyncio.wait([first], timeout=SILENT_SECONDS)
@@ -229,7 +237,7 @@ class Endpoint:
             if first.done():
                 first.result()
             handed_over = True
-            return EventStream(answer, first, events, watch, headers)
+            return EventStream(pending, signs, first, events, watch, headers)
         except ClientLeft:
             return Response(status_code=LEFT)
         finally:
@@ -254,16 +262,14 @@ class Endpoint:
             context.trace.note_input(sum(found.prompt_lengths), found.num_cached_tokens)
         return found
 
-    async def _counted(
-        self, events: AsyncIterator[bytes], generations: Sequence[Generation], context: RequestContext
-    ) -> AsyncGenerator[bytes]:
+    async def _counted(self, pending: PendingAnswer, context: RequestContext) -> AsyncGenerator[bytes]:
         try:
-            async for data in events:
+            async for data in (await pending.started()).events():
                 yield data
         finally:
             self._num_requests -= 1
             if context.trace is not None:
-                context.trace.note_answer(generations)
+                context.trace.note_answer(pending.generations)
 
 
 def create_app(settings: EndpointSettings) -> FastAPI:

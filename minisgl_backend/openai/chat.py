@@ -50,7 +50,8 @@ class ChatAnswer:
         yield last + DONE
         await self._generation.drain()
 
-    def error_event(self, error: ApiError) -> bytes:
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
         return event(error.body)
 
     async def _plain_events(self) -> AsyncIterator[bytes]:

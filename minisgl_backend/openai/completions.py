@@ -74,7 +74,8 @@ class CompletionAnswer:
         yield last + DONE
         await self._drain()
 
-    def error_event(self, error: ApiError) -> bytes:
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
         return event(error.body)
 
     async def _plain_events(self, generation: Generation) -> AsyncIterator[bytes]:

@@ -8,14 +8,15 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.requests.chat import ChatRequest
@@ -49,26 +50,30 @@ class Responses:
         store = self._store if body.store is not False else None
         if body.background and store is None:
             raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
-        name = await self._endpoint.admit(body.model)
         earlier = await self._earlier(body)
         items = [*earlier, *body.items]
         # Not the request's id, which the client may have chosen: it could then find or overwrite another client's
         # response.
-        header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), name)
-        try:
+        header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), body.model or "")
+        with _renamed_errors():
             chat = body.as_chat(earlier)
             chat.check()
             self._endpoint.note_left_out(body.callable_tools.left_out)
-            names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
-            if body.background and store is not None:
-                kept = Kept(store, items)
-                return _json(await self._begin(kept, body, chat, context, names, header))
-            generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
-        except ApiError as error:
-            raise error.renamed(WORDS) from None
+        names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
+        if body.background and store is not None:
+            header = replace(header, model=await self._endpoint.admit(body.model))
+            with _renamed_errors():
+                return _json(await self._begin(Kept(store, items), body, chat, context, names, header))
         keep = None if store is None else Kept(store, items).keep
-        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, keep)
-        return await self._endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+        async def start() -> tuple[Answer, Sequence[Generation]]:
+            named = replace(header, model=await self._endpoint.model.resolve(body.model))
+            with _renamed_errors():
+                generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
+            return ResponseAnswer(body, generation, named, parsers[0] if parsers else None, keep), [generation]
+
+        unstarted = ResponseAnswer(body, Generation(None, 0, names), header, None, keep)
+        return await self._endpoint.respond(request, start, unstarted, stream=bool(body.stream), context=context)
 
     async def find(self, response_id: str) -> StoredResponse:
         """Raises ApiError if it is not kept."""
@@ -238,6 +243,15 @@ def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
         return _json(await responses.delete(response_id))
+
+
+@contextlib.contextmanager
+def _renamed_errors() -> Iterator[None]:
+    """Errors name the fields as this API does."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(WORDS) from None
 
 
 def _json(value: Any) -> Response:

@@ -14,7 +14,7 @@ from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.leaving import ClientWatch
 
 if TYPE_CHECKING:
-    from minisgl_backend.openai.answers import Answer
+    from minisgl_backend.openai.answers import PendingAnswer, StreamSigns
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events skip
@@ -58,14 +58,16 @@ class EventStream(Response):
 
     def __init__(
         self,
-        answer: Answer,
+        pending: PendingAnswer,
+        signs: StreamSigns,
         first: asyncio.Task[bytes],
         events: AsyncGenerator[bytes],
         watch: ClientWatch,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`events`: those of the answer; `first` is to have the first of them."""
-        self._answer = answer
+        """`events`: those of the answer; `first` is to have the first of them. `signs`: until it has started."""
+        self._pending = pending
+        self._unstarted = signs
         self._first = first
         self._events = events
         self._watch = watch
@@ -84,7 +86,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if not self._first.done():
-                await say(self._answer.keep_alive)
+                await say(self._signs.keep_alive)
             signs = loop.create_task(self._say_signs(say))
             await say(await self._first)
             async for data in self._events:
@@ -92,7 +94,7 @@ class EventStream(Response):
         except ClientLeft:
             return
         except ApiError as error:
-            await say(self._answer.error_event(error))
+            await say(self._signs.error_event(error))
         finally:
             if signs is not None:
                 signs.cancel()
@@ -102,6 +104,10 @@ class EventStream(Response):
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    @property
+    def _signs(self) -> StreamSigns:
+        return self._pending.answer or self._unstarted
+
     async def _say_signs(self, say: Callable[[bytes], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -109,4 +115,4 @@ class EventStream(Response):
             if silent < SILENT_SECONDS:
                 await asyncio.sleep(SILENT_SECONDS - silent)
             else:
-                await say(self._answer.keep_alive)
+                await say(self._signs.keep_alive)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
-from minisgl_backend.openai.app import Endpoint
+from minisgl_backend.openai.app import Endpoint, create_app
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer
 from minisgl_backend.openai.errors import ApiError, ClientLeft
@@ -23,7 +23,7 @@ from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.sse import encode
-from minisgl_backend.openai.triton import Delta, RequestContext
+from minisgl_backend.openai.triton import Delta, ModelInfo, RequestContext
 from tests.unit.openai.jumping_clock import run
 
 LONGEST = 10.0  # seconds without a byte
@@ -94,9 +94,12 @@ async def sent(generation: Slow, answer: Answer, leaves_after: float | None = No
         found.append((loop.time(), part))
 
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
-    given: Any = [generation]
+
+    async def start() -> Any:
+        return answer, [generation]
+
     context = RequestContext("id")
-    reply = await Endpoint(EndpointSettings()).respond(request, answer, given, stream=True, context=context)
+    reply = await Endpoint(EndpointSettings()).respond(request, start, answer, stream=True, context=context)
     await reply(request.scope, receive, send)
     return found
 
@@ -110,7 +113,11 @@ def told(steps: Sequence[Step], make: Callable[[Any], Answer]) -> tuple[Sequence
 
     found = run(work())
     assert found[0][1]["type"] == "http.response.start"
-    return [0.0, *(when for when, _ in found)], b"".join(part.get("body", b"") for _, part in found).decode()
+    return [0.0, *(when for when, _ in found)], body_of(found)
+
+
+def body_of(found: Sequence[Sent]) -> str:
+    return b"".join(part.get("body", b"") for _, part in found).decode()
 
 
 def events(body: str) -> Sequence[tuple[str, Any]]:
@@ -178,6 +185,112 @@ def test_a_client_that_leaves_while_it_waits_ends_its_generation(seconds: float)
     assert generation.was_cancelled
     assert found[-1][0] <= seconds
     assert not any(b"Hi" in part.get("body", b"") for _, part in found)
+
+
+class SlowServer:
+    """Takes `seconds` for all that comes before a generation: the model's information and the prompt's tokens."""
+
+    def __init__(self, seconds: float, fails: bool) -> None:
+        self._seconds, self._fails = seconds, fails
+        self.started: list[Slow] = []
+        self.given_up = 0
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.sleep(self._seconds)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+
+    async def model_info(self) -> ModelInfo:
+        await self._wait()
+        return ModelInfo("m", max_model_len=4096, vocab_size=9, chat_template="<think></think>", added_tokens=[])
+
+    async def tokenize(self, *_: Any) -> dict[str, Any]:
+        await self._wait()
+        if self._fails:
+            raise ApiError(400, "too long", param="messages")
+        return {"input_ids": [5], "prompt_tail": [b""], "prompt_text": [b"hello"], "token_texts": [b"hello"]}
+
+    def start(self, *_: Any, **__: Any) -> Any:
+        self.started.append(Slow((1.0, "Hi")))
+        return self.started[-1]
+
+    async def close(self) -> None:
+        pass
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": [5], "echo": True},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9, "stop_sequences": ["x"]},
+}
+
+
+def posted(server: SlowServer, path: str, monkeypatch: pytest.MonkeyPatch, *, leaves_after: float = 1e9) -> list[Sent]:
+    """All that the application sends to a streaming request."""
+    monkeypatch.setattr("minisgl_backend.openai.app.TritonServer", lambda *_, **__: server)
+    body = json.dumps({**BODIES[path], "stream": True, "temperature": 0.5}).encode()
+
+    async def work() -> list[Sent]:
+        loop, unread, found = asyncio.get_running_loop(), [body], []
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await asyncio.sleep(leaves_after)
+            return {"type": "http.disconnect"}
+
+        async def send(part: Any) -> None:
+            found.append((loop.time(), part))
+
+        app = create_app(EndpointSettings(max_files_bytes=0, response_store_bytes=0))
+        head = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": head}
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+        return found
+
+    return run(work())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_no_silence_is_long_before_a_generation_starts(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = (posted(SlowServer(seconds, fails=False), path, monkeypatch) for seconds in (25.0, 1.0))
+    times = [0.0, *(when for when, _ in slow)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= LONGEST
+    assert times[-1] >= 50.0
+    assert "keep-alive" in body_of(slow) or "ping" in body_of(slow)
+    names = [[name for name, _ in events(body_of(found)) if name != "ping"] for found in (slow, fast)]
+    assert names[0] == names[1]
+    assert "Hi" in body_of(slow)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_error_before_a_generation_starts(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = posted(SlowServer(1.0, fails=True), path, monkeypatch)
+    assert early[0][1]["status"] == 400
+    late = posted(SlowServer(25.0, fails=True), path, monkeypatch)
+    assert late[0][1]["status"] == 200
+    found = [(name, event) for name, event in events(body_of(late)) if name != "ping"]
+    names, last = [name for name, _ in found], found[-1][1]
+    if path == "/v1/responses":
+        assert names == ["response.created", "response.in_progress", "response.failed"]
+        last = last["response"]
+    else:
+        assert names == ["error" if path == "/v1/messages" else ""]
+    assert "too long" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("seconds", [1.0, 12.0, 33.0])
+def test_a_client_that_leaves_before_a_generation_starts(
+    path: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SlowServer(25.0, fails=False)
+    posted(server, path, monkeypatch, leaves_after=seconds)
+    assert (server.given_up, server.started) == (1, [])
 
 
 def test_an_event_is_one_line_for_every_reader() -> None:
