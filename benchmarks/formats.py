@@ -1,6 +1,7 @@
-"""What number formats and model families give on one GPU, each over bfloat16 or the card's floor, in one call.
+"""What number formats and model families give on one GPU, each over bfloat16 or the card's floor, in one call; or on
+several GPUs over one.
 
-    python -m benchmarks.formats [--only ROW,ROW,...] [--libraries with|without|both] [--out FILE] [--json]
+    python -m benchmarks.formats [--only ROW,...] [--tp N,...] [--libraries with|without|both] [--out FILE] [--json]
 
 Every row is an engine in a process of its own, with random weights in a real shape: decode steps at batch 1, 8 and 64
 with about 1,024 tokens of context, prefill of 16 x 4,000 tokens, and the offline load of benchmarks.gpu; some rows
@@ -9,6 +10,9 @@ rates measured in the call.
 
 With `--libraries without` (or `--without-libraries`) rows run with torch and Triton alone, published kernel libraries
 hidden, and are named ROW-alone; `both` runs each row in both ways, and its speedup is that over the libraries.
+
+With `--tp 1,4` each row runs on one GPU and on four, where it is named ROW-tp4, its speedup is that over one GPU, and
+its floor is that of four GPUs whose sums cost nothing.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ _FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
         "q14": Row("qwen3-14b"),
+        "q32": Row("qwen3-32b"),
         "q14-transformers": Row("qwen3-14b", "q14", _TRANSFORMERS, decode=_FEW_AND_MANY, prefill=False, offline=False),
         "q14-fp8": Row("qwen3-14b", "q14", {"quantization": "fp8"}, "fp8"),
         "q14-fp8-cache": Row("qwen3-14b", "q14", {"quantization": "fp8", **_FP8_CACHE}, "fp8"),
@@ -74,9 +79,11 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "q14-awq": Row("qwen3-14b-awq", "q14", {}, "int4"),
         "q14-gptq": Row("qwen3-14b-gptq", "q14", {}, "int4"),
         "q30": Row("qwen3-30b-a3b", None, _EQUAL_PAGES),
+        "q30-blocks": Row("qwen3-30b-a3b-fp8", "q30", _EQUAL_PAGES, "fp8-blocks"),
         "q30-blocks-cache": Row("qwen3-30b-a3b-fp8", "q30", {**_EQUAL_PAGES, **_FP8_CACHE}, "fp8-blocks"),
         "gpt-oss": Row("gpt-oss-20b", offline=False),
         "gpt-oss-mxfp4": Row("gpt-oss-20b-mxfp4", "gpt-oss", {}, "plain", "mxfp4", offline=False),
+        "gpt-oss-120b-mxfp4": Row("gpt-oss-120b-mxfp4", None, {}, "plain", "mxfp4", offline=False),
         "deepseek-v2-lite": Row("deepseek-v2-lite", decode=(*DECODE, (64, 16_000)), offline=False),
         "gemma-3-12b": Row("gemma-3-12b", offline=False),
         "q06": Row("qwen3-0.6b"),
@@ -85,8 +92,9 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 )
 
 
-def measure(row: Row) -> dict[str, Any]:
-    """This process opens the GPU. Milliseconds a step, tokens a second, pages of the cache; floors under `floor_`."""
+def measure(row: Row, tp: int = 1) -> dict[str, Any]:
+    """This process opens the GPU. Milliseconds a step, tokens a second, pages of the cache; floors under `floor_`.
+    tp: GPUs of the engine."""
     import torch
 
     from benchmarks.limits import Limits
@@ -94,7 +102,7 @@ def measure(row: Row) -> dict[str, Any]:
     from minisgl_backend.models.config import ModelConfig
 
     limits = Limits.measured(torch.device("cuda"))
-    driver = _driver(row.model, **row.options)
+    driver = _driver(row.model, **row.options, tp=tp)
     welcome = driver.engine.welcome
     results: dict[str, Any] = {"engine": welcome.description, "start_s": round(driver.start_seconds, 1)}
     results["pages"] = welcome.num_pages
@@ -105,7 +113,7 @@ def measure(row: Row) -> dict[str, Any]:
     if row.offline:
         results["offline_tok_s"] = _offline(driver)
     driver.close()
-    known = floors(row, ModelConfig.load(make_folder(row.model, MODELS)), limits)
+    known = floors(row, ModelConfig.load(make_folder(row.model, MODELS)), limits.times(tp))
     return results | {f"floor_{name}": known[name] for name in results if name in known}
 
 
@@ -147,18 +155,26 @@ def shares(found: Mapping[str, Any]) -> dict[str, float]:
     return speedups({name: value for name, value in found.items() if name in floors}, floors)
 
 
-def runs(rows: Sequence[str], libraries: str) -> list[tuple[str, bool]]:
-    """Rows in the order in which they run, and whether with the libraries hidden. SystemExit: some are unknown."""
+def runs(rows: Sequence[str], libraries: str, tps: Sequence[int] = (1,)) -> list[tuple[str, bool, int]]:
+    """Rows in the order in which they run, whether with the libraries hidden, and on how many GPUs. SystemExit: some
+    are unknown."""
     unknown = [row for row in rows if row not in ROWS]
     if unknown:
         raise SystemExit(f"--only has {', '.join(unknown)}; allowed: {', '.join(ROWS)}")
-    return [(row, is_alone) for row in rows for is_alone in LIBRARIES[libraries]]
+    return [(row, is_alone, tp) for row in rows for is_alone in LIBRARIES[libraries] for tp in tps]
 
 
-def bases(row: str, is_alone: bool) -> list[str]:
-    """Names of results that a row is compared with, the first that there is: without libraries itself with them, else
-    its base in the same way."""
+def name_of(row: str, is_alone: bool, tp: int) -> str:
+    """Of a result."""
+    return row + ALONE * is_alone + f"-tp{tp}" * (tp > 1)
+
+
+def bases(row: str, is_alone: bool, tp: int = 1) -> list[str]:
+    """Names of results that a row is compared with, the first that there is: on several GPUs itself on one, without
+    libraries itself with them, else its base in the same way."""
     base = ROWS[row].base
+    if tp > 1:
+        return [name_of(row, is_alone, 1)]
     if is_alone:
         return [row] if base is None else [row, base + ALONE]
     return [] if base is None else [base]
@@ -167,6 +183,7 @@ def bases(row: str, is_alone: bool) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ROWS), help="rows, of: " + ", ".join(ROWS))
+    parser.add_argument("--tp", default="1", help="GPUs of each row's engines, one after the other: 1,4")
     parser.add_argument("--libraries", choices=LIBRARIES, default="with", help="published kernel libraries")
     parser.add_argument("--without-libraries", dest="libraries", action="store_const", const="without")
     parser.add_argument("--out", type=Path, default=Path("formats-results.json"))
@@ -176,19 +193,20 @@ def main() -> None:
     if arguments.row:
         if arguments.libraries == "without":
             hide_libraries()
-        print(json.dumps(measure(ROWS[arguments.row])))
+        print(json.dumps(measure(ROWS[arguments.row], int(arguments.tp))))
         return
     results: dict[str, Any] = {"machine": describe_machine()}
-    for row, is_alone in runs(arguments.only.split(","), arguments.libraries):
-        name = row + ALONE if is_alone else row
-        command = [sys.executable, "-m", "benchmarks.formats", "--row", row]
+    tps = [int(tp) for tp in arguments.tp.split(",")]
+    for row, is_alone, tp in runs(arguments.only.split(","), arguments.libraries, tps):
+        name = name_of(row, is_alone, tp)
+        command = [sys.executable, "-m", "benchmarks.formats", "--row", row, "--tp", str(tp)]
         process = subprocess.run(command + ["--without-libraries"] * is_alone, stdout=subprocess.PIPE, text=True)
         lines = process.stdout.strip().splitlines()
         if process.returncode or not lines:
             print(f"{name}: failed with exit code {process.returncode}", flush=True)
             continue
         found = results[name] = json.loads(lines[-1])
-        base = next((base for base in bases(row, is_alone) if base in results), None)
+        base = next((base for base in bases(row, is_alone, tp) if base in results), None)
         if base is not None:
             found["base"], found["speedup"] = base, speedups(found, results[base])
         found["share_of_floor"] = shares(found)

@@ -1,11 +1,11 @@
 """Every figure of docs/performance.md that one GPU gives, by one command.
 
-    python -m benchmarks.gpu [--only PART,PART,...] [--out FILE] [--json]
+    python -m benchmarks.gpu [--only PART,PART,...] [--tp 2] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
 so an interrupted run goes on where it stopped (delete FILE for a fresh one). The parts `tp`, `tp_nccl` and `tp_gauge`
-need two GPUs and run only where they are asked for. The workloads are those of Mini-SGLang's offline benchmark and the
-others named in docs/performance.md; weights are random in real shapes.
+need as many GPUs as --tp says and run only where they are asked for. The workloads are those of Mini-SGLang's offline
+benchmark and the others named in docs/performance.md; weights are random in real shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks.model_shapes import make_folder
 from minisgl_backend.request import Grammar
 
 ONE_GPU = ("q06", "q14", "q30", "sampling", "grammar", "start", "start14", "online", "parity", "gauge", "kv8")
-PARTS = (*ONE_GPU, "tp", "tp_nccl", "tp_gauge")
+SEVERAL_GPUS = ("tp", "tp_nccl", "tp_gauge")
+PARTS = (*ONE_GPU, *SEVERAL_GPUS)
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {}  # headline figures are those of default options
@@ -190,33 +191,33 @@ driver.close()
     return round(float(process.stdout.split()[-1]), 2)
 
 
-def part_tp() -> dict[str, float]:
-    """Sums over two GPUs, then Qwen3-32B on two and on one."""
+def part_tp(tp: int) -> dict[str, float]:
+    """Sums over several GPUs, then Qwen3-32B on them and on one."""
     from benchmarks import collectives
 
-    sums = collectives.run()
+    sums = collectives.run(tp)
     collectives.print_table(sums, hidden=5120)
     batches = (1, 8, 64)
     return {
         **sums,
-        **_large_model("qwen3-32b", "q32_tp2", batches, tp=2),
+        **_large_model("qwen3-32b", f"q32_tp{tp}", batches, tp=tp),
         **_large_model("qwen3-32b", "q32_tp1", batches),
     }
 
 
-def part_tp_nccl() -> dict[str, float]:
-    """Qwen3-32B on two GPUs, with all sums by NCCL."""
-    return _large_model("qwen3-32b", "q32_tp2_nccl", (1, 8, 64), tp=2, disable_pynccl=True)
+def part_tp_nccl(tp: int) -> dict[str, float]:
+    """Qwen3-32B on several GPUs, with all sums by NCCL."""
+    return _large_model("qwen3-32b", f"q32_tp{tp}_nccl", (1, 8, 64), tp=tp, disable_pynccl=True)
 
 
-def part_tp_gauge() -> dict[str, float]:
-    """The demo gauge on two GPUs: default options, sums by NCCL, prompts kernel by kernel."""
+def part_tp_gauge(tp: int) -> dict[str, float]:
+    """The demo gauge on several GPUs: default options, sums by NCCL, prompts kernel by kernel."""
     cells: dict[str, dict[str, Any]] = {
-        "tp2": {},
-        "tp2_nccl": {"disable_pynccl": True},
-        "tp2_no_pieces": {"cuda_graph_max_tokens": 0},
+        f"tp{tp}": {},
+        f"tp{tp}_nccl": {"disable_pynccl": True},
+        f"tp{tp}_no_pieces": {"cuda_graph_max_tokens": 0},
     }
-    return {f"gauge_{name}": _gauge_cell((name, {"tp": 2, **options}, 50)) for name, options in cells.items()}
+    return {f"gauge_{name}": _gauge_cell((name, {"tp": tp, **options}, 50)) for name, options in cells.items()}
 
 
 def part_parity() -> dict[str, float | None]:
@@ -521,13 +522,14 @@ def describe_machine() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ONE_GPU), help="parts to run, of: " + ", ".join(PARTS))
+    parser.add_argument("--tp", type=int, default=2, help="GPUs of the parts " + ", ".join(SEVERAL_GPUS))
     parser.add_argument("--out", type=Path, default=Path("gpu-results.json"))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object, last line")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
-        run: Callable[[], dict[str, Any]] = globals()[f"part_{arguments.part}"]
-        print(json.dumps(run()))
+        run: Callable[..., dict[str, Any]] = globals()[f"part_{arguments.part}"]
+        print(json.dumps(run(arguments.tp) if arguments.part in SEVERAL_GPUS else run()))
         return
     if shutil.which("nvidia-smi") is None:
         raise SystemExit("benchmarks.gpu needs an NVIDIA GPU")
@@ -537,7 +539,7 @@ def main() -> None:
             print(f"{part}: already in {arguments.out}")
             continue
         started = time.perf_counter()
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--tp", str(arguments.tp)]
         process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = process.stdout.strip().splitlines()
         if process.returncode or not lines:

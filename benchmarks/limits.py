@@ -24,6 +24,10 @@ class Limits:
     bytes_per_s: float = 4.58e12  # measured with a kernel that only reads
     flop_per_s: float = 790e12  # assumed for large bf16 GEMMs; the data sheet's peak is 989e12
 
+    def times(self, count: int) -> Limits:
+        """Of `count` GPUs together."""
+        return Limits(self.bytes_per_s * count, self.flop_per_s * count)
+
     @classmethod
     def nominal(cls, facts: DeviceFacts) -> Limits:
         """Of a data sheet. Raises ConfigError for a GPU whose data sheet is not known here."""

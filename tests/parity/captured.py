@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from minisgl_backend import LLM
-from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint, save_tokenizer
+from tests.parity.checkpoints import CHECKPOINTS, reference_model, save_checkpoint, save_tokenizer
 from tests.parity.decoder_types import SERVED, save_type
 
 NATIVE = tuple(f"native {name}" for name in sorted(CHECKPOINTS))
@@ -47,3 +50,21 @@ def save(name: str, folder: Path) -> str:
 def greedy_tokens(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return [output.token_ids for output in outputs]
+
+
+def reference(name: str, folder: Path) -> Any:
+    """The saved checkpoint in transformers, float32, on the CPU."""
+    if name in NATIVE:
+        return reference_model(folder)
+    model_class: Any = transformers.AutoModelForCausalLM
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def check_greedy(model: Any, prompt: list[int], tokens: list[int], tolerance: float = 1e-4) -> None:
+    """Each of the tokens is the likeliest by transformers' model after those before it; or as likely as that, up to
+    `tolerance` of the largest logit."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    behind = (logits.amax(1) - taken) / logits.abs().amax(1)
+    assert behind.max() <= tolerance, f"tokens {tokens} are behind by {behind.tolist()}"

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.formats import ROWS, bases, floors, runs, shares, speedups
+from benchmarks.formats import ROWS, bases, floors, name_of, runs, shares, speedups
 from benchmarks.hidden_libraries import LIBRARIES, hide_libraries
 from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
@@ -48,14 +48,26 @@ def test_a_long_context_has_a_floor_of_its_own() -> None:
 
 
 def test_without_libraries_a_row_is_compared_with_itself_or_with_its_base() -> None:
-    assert runs(["q14", "q14-fp8"], "with") == [("q14", False), ("q14-fp8", False)]
-    assert runs(["q14", "q14-fp8"], "both") == [("q14", False), ("q14", True), ("q14-fp8", False), ("q14-fp8", True)]
+    assert runs(["q14", "q14-fp8"], "with") == [("q14", False, 1), ("q14-fp8", False, 1)]
+    assert runs(["q14", "q06"], "both") == [("q14", False, 1), ("q14", True, 1), ("q06", False, 1), ("q06", True, 1)]
     assert bases("q14", False) == []
     assert bases("q14-fp8", False) == ["q14"]
     assert bases("q14", True) == ["q14"]
     assert bases("q14-fp8", True) == ["q14-fp8", "q14-alone"]
     with pytest.raises(SystemExit, match="--only has q15; allowed: q14, "):
         runs(["q14", "q15"], "with")
+
+
+def test_on_several_gpus_a_row_is_compared_with_itself_on_one() -> None:
+    found = runs(["q30-blocks"], "with", (1, 4))
+    assert [name_of(*one) for one in found] == ["q30-blocks", "q30-blocks-tp4"]
+    assert [bases(*one) for one in found] == [["q30"], ["q30-blocks"]]
+    assert name_of("q06", True, 4) == "q06-alone-tp4"
+    assert bases("q06", True, 4) == ["q06-alone"]
+    row, config = ROWS["q32"], ModelConfig.from_dicts(SHAPES["qwen3-32b"], {})
+    assert floors(row, config, CARD.times(4))["bs8_ms"] == pytest.approx(
+        floors(row, config, CARD)["bs8_ms"] / 4, rel=0.01
+    )
 
 
 def test_hidden_libraries_are_as_if_they_were_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
