@@ -169,6 +169,8 @@ def only_computes(group: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") == "worksteal":  # asked for: xdist's own, which also spreads the tests of one file
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):

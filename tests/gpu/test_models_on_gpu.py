@@ -1,7 +1,7 @@
 """Whole models on a GPU: every family, and every type that runs through transformers' code, with captured steps and
 without; logits in float32 against transformers; the mixture of experts under a CUDA graph.
 
-    python -m pytest -q -n 12 tests/gpu/test_models_on_gpu.py      engines are small: several processes share a GPU
+    python -m pytest -q -n 12 --dist worksteal tests/gpu/test_models_on_gpu.py      small engines: several share a GPU
     MINISGL_EAGER_GRAPHS=1 python -m pytest -q tests/gpu/test_models_on_gpu.py -k engine      on the CPU, to try it
 """
 
