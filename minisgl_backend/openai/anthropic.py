@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 
 from minisgl_backend.openai.answers import Answer, Header
@@ -26,51 +28,94 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
+# Clients drop thoughts without one from the conversation. Nothing here reads it.
+_SIGNATURE = base64.b64encode(b"minisgl").decode()
+
 
 class ContentBlocks:
-    """The growing blocks of one answer, and their events."""
+    """The growing blocks of one answer, and their events.
+
+    A call becomes a block when it is complete: clients run what they get, and a stream cannot take anything back. One
+    whose arguments are no JSON object, or were cut off, is text.
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[dict[str, Any]] = []
-        self._inputs: dict[int, str] = {}  # of tool_use blocks: JSON so far
+        self.blocks: list[dict[str, Any]] = []
         self._open = False  # the last block goes on
+        self._call: Part | None = None  # is being written
+        self._arguments = ""  # its JSON so far
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, part: Part) -> list[Event]:
         if part.kind == "call":
-            self._inputs[len(self._blocks)] = ""
-            return self._begin({"type": "tool_use", "id": part.id or new_call_id(), "name": part.text, "input": {}})
+            events = self._end_call()
+            self._call = part
+            return events
         if part.kind == "arguments":
-            self._inputs[len(self._blocks) - 1] += part.text
-            return [self._delta("input_json_delta", partial_json=part.text)]
-        kind, key = ("thinking", "thinking") if part.kind == "reasoning" else ("text", "text")
-        events: list[Event] = []
-        if not self._open or self._blocks[-1]["type"] != kind:
-            events = self._begin({"type": kind, key: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._blocks[-1][key] += part.text
-        return [*events, self._delta(f"{kind}_delta", **{key: part.text})]
+            self._arguments += part.text
+            return []
+        return self._end_call() + self._grow("thinking" if part.kind == "reasoning" else "text", part.text)
 
-    def close(self) -> list[Event]:
+    def finish(self, reason: str) -> list[Event]:
+        """The answer is complete. `reason`: as that of a delta."""
+        return self._end_call(is_cut=reason == "length") + self._close()
+
+    def _end_call(self, *, is_cut: bool = False) -> list[Event]:
+        call, text = self._call, self._arguments
+        if call is None:
+            return []
+        self._call, self._arguments = None, ""
+        if not _is_object(text if is_cut else text or "{}"):
+            name = json.dumps(call.text, ensure_ascii=False)
+            return self._grow("text", f'{{"name": {name}, "arguments": {text}{"" if is_cut else "}"}')
+        events = self._begin({"type": "tool_use", "id": call.id or new_call_id(), "name": call.text, "input": {}})
+        if text:
+            # As the model wrote it: numbers beyond all types, and halves of surrogate pairs, which only escapes can
+            # express. In JSON, ends of lines stand between values alone.
+            self.blocks[-1]["input"] = msgspec.Raw(text.replace("\n", " ").replace("\r", " ").encode())
+            events.append(self._delta("input_json_delta", partial_json=text))
+        return events
+
+    def _grow(self, kind: str, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._open or self.blocks[-1]["type"] != kind:
+            events = self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        self.blocks[-1][kind] += text
+        return [*events, self._delta(f"{kind}_delta", **{kind: text})]
+
+    def _begin(self, block: dict[str, Any]) -> list[Event]:
+        events = self._close()
+        self._open = True
+        self.blocks.append(block)
+        return [*events, {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": {**block}}]
+
+    def _close(self) -> list[Event]:
         """The last block is complete."""
         if not self._open:
             return []
-        self._open = False
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
-
-    def whole(self) -> list[dict[str, Any]]:
-        """All blocks; the input of a call that was cut off, so that it is not valid JSON, is empty."""
-        return [
-            {**block, "input": _object(self._inputs[number])} if number in self._inputs else block
-            for number, block in enumerate(self._blocks)
-        ]
-
-    def _begin(self, block: dict[str, Any]) -> list[Event]:
-        events = self.close()
-        self._open = True
-        self._blocks.append(block)
-        return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}]
+        self._open, events = False, []
+        if "signature" in self.blocks[-1]:
+            self.blocks[-1]["signature"] = _SIGNATURE
+            events.append(self._delta("signature_delta", signature=_SIGNATURE))
+        return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _delta(self, kind: str, **values: str) -> Event:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, **values}}
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, **values}}
+
+
+def _is_object(text: str) -> bool:
+    """Whether it is a JSON object; NaN and the infinities are no JSON."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
 
 
 class MessagesAnswer:
@@ -115,7 +160,7 @@ class MessagesAnswer:
         """The whole answer."""
         async for _ in self._progress():
             pass
-        return encode(self._message(self._blocks.whole(), self._reason))
+        return encode(self._message(self._blocks.blocks, self._reason))
 
     @staticmethod
     def error_event(error: ApiError) -> bytes:
@@ -128,8 +173,8 @@ class MessagesAnswer:
             for part in self._parser.feed(delta):
                 events += self._blocks.add(part)
             if delta.reason is not None:
+                events += self._blocks.finish(delta.reason)
                 self._reason = self._stop_reason(delta.reason)
-                events += self._blocks.close()
             yield events
         await self._generation.drain()
 
@@ -147,7 +192,7 @@ class MessagesAnswer:
     def _stop_reason(self, reason: str) -> str:
         if reason == "length":
             return "max_tokens"
-        if self._parser.has_calls:
+        if self._blocks.has_calls:
             return "tool_use"
         return "end_turn" if self._stopped_by is None else "stop_sequence"
 
@@ -172,14 +217,6 @@ class MessagesAnswer:
             "cache_read_input_tokens": cached,
             "output_tokens": self._generation.num_output_tokens,
         }
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:

@@ -50,6 +50,7 @@ class Responses:
         store = self._store if body.store is not False else None
         if body.background and store is None:
             raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
+        await self._resolve_references(body)
         earlier = await self._earlier(body)
         items = [*earlier, *body.items]
         # Not the request's id, which the client may have chosen: it could then find or overwrite another client's
@@ -115,6 +116,19 @@ class Responses:
             status = found.response["status"]
             raise invalid(name, f"{name} is {previous!r}, which is {status}; allowed: a response that has ended")
         return found.conversation
+
+    async def _resolve_references(self, body: ResponsesRequest) -> None:
+        """Puts the kept items in place of references to them, as AI SDK sends them for all of the model's turns."""
+        ids = body.references
+        if not ids:
+            return
+        found = {} if self._store is None else await self._store.find_items(list(ids.values()))
+        for number, item_id in ids.items():
+            if item_id not in found:
+                off = f"; {_OFF}" if self._store is None else ", as those of a response with store=false"
+                message = f"input[{number}].id is {item_id[:100]!r}: an item that is not found here{off}"
+                raise ApiError(404, message, param="input")
+        body.resolve({number: found[item_id] for number, item_id in ids.items()})
 
     async def _begin(
         self,

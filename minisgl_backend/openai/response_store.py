@@ -1,4 +1,4 @@
-"""Stored responses: for `previous_response_id`, and for retrieval by id.
+"""Stored responses: for `previous_response_id`, for references to their items, and for retrieval by id.
 
 A SQLite file that all workers of the endpoint share, in a folder that is removed with the server. Its size is limited:
 the least recently used responses make room.
@@ -12,8 +12,9 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ CREATE TABLE IF NOT EXISTS responses (
 );
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used, size);
 CREATE TABLE IF NOT EXISTS texts (id TEXT PRIMARY KEY, response BLOB, items BLOB);
+CREATE TABLE IF NOT EXISTS items (item TEXT, id TEXT, PRIMARY KEY (item, id)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_by_response ON items (id);
 CREATE TABLE IF NOT EXISTS total (row INTEGER PRIMARY KEY CHECK (row = 1), bytes INTEGER);
 INSERT OR IGNORE INTO total VALUES (1, 0);
 CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses BEGIN
@@ -40,6 +43,7 @@ END;
 CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON responses BEGIN
     UPDATE total SET bytes = bytes - old.size;
     DELETE FROM texts WHERE id = old.id;
+    DELETE FROM items WHERE id = old.id;
 END;
 """
 
@@ -75,6 +79,7 @@ class ResponseStore:
         if size > self._most_bytes:
             return False
         owner = os.getpid() if running else 0
+        named = [(item["id"], response["id"]) for item in (*items, *response["output"]) if _is_named(item)]
         if running:
             await asyncio.to_thread(self._mark(response["id"]).touch, 0o600)
 
@@ -86,17 +91,20 @@ class ResponseStore:
                     return True
                 database.execute("INSERT INTO responses (size, used, owner, id) VALUES (?, ?, ?, ?)", values)
             database.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", (response["id"], encoded, conversation))
+            database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", named)
             self._make_room(database)
             return True
 
         return await self._do(write)
 
     async def find(self, response_id: str) -> StoredResponse | None:
-        """None if it is not kept (any more). A running one whose process has died is reported as failed."""
+        """None if it is not kept (any more). A running one whose process has died is reported as failed, and one that
+        was cancelled as cancelled at once."""
 
-        def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int] | None:
-            found: tuple[bytes, bytes, int] | None = database.execute(
-                "SELECT response, items, owner FROM responses JOIN texts USING (id) WHERE id = ?", (response_id,)
+        def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int, int] | None:
+            columns = "response, items, owner, cancelled"
+            found: tuple[bytes, bytes, int, int] | None = database.execute(
+                f"SELECT {columns} FROM responses JOIN texts USING (id) WHERE id = ?", (response_id,)
             ).fetchone()
             return found
 
@@ -116,7 +124,26 @@ class ResponseStore:
             response = msgspec.json.decode(row[0])
             if row[2]:
                 response |= _failed("the response was computed, and could not be kept")
+        if row[3] and _is_alive(row[2]):  # the client that cancelled it was told so, whether or not it has ended since
+            response |= {"status": "cancelled", "error": None, "incomplete_details": None}
         return StoredResponse(response, msgspec.json.decode(row[1]))
+
+    async def find_items(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The items with these ids in any stored response, input or output; those that are not kept are left out."""
+        query = "SELECT id FROM items JOIN responses USING (id) WHERE item = ? ORDER BY used DESC LIMIT 1"
+
+        def holder(item_id: str, database: sqlite3.Connection) -> str | None:
+            row = database.execute(query, (item_id,)).fetchone()
+            return None if row is None else str(row[0])
+
+        found: dict[str, dict[str, Any]] = {}
+        for item_id in reversed(ids):  # the conversation up to the last one has most of the others
+            if item_id in found:
+                continue
+            response_id = await self._do(partial(holder, item_id))
+            if response_id is not None and (stored := await self.find(response_id)) is not None:
+                found |= {item["id"]: item for item in stored.conversation if _is_named(item)}
+        return {item_id: found[item_id] for item_id in ids if item_id in found}
 
     async def cancel(self, response_id: str) -> None:
         """Asks the process that computes it to end it."""
@@ -183,11 +210,16 @@ class ResponseStore:
         return database
 
 
+def _is_named(item: dict[str, Any]) -> bool:
+    return isinstance(item.get("id"), str)
+
+
 def _failed(message: str) -> dict[str, Any]:
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
 def _is_alive(process_id: int) -> bool:
+    """True also for 0: nobody computes it any more."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

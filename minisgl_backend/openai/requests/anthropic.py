@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.anthropic_blocks import message_of_assistant, messages_of_user, system_text
 from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
 from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
-from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
 
 # A field of the chat -> its name here.
@@ -21,8 +21,6 @@ WORDS: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_USER_BLOCKS = ("text", "tool_result")
-_ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
 class AnthropicMessage(Model):
@@ -154,16 +152,19 @@ class CountTokensRequest(Sampling):
 
     def _messages(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        if self.system:
-            found.append({"role": "system", "content": text_of(self.system, "system")})
+        if system := system_text(self.system or "", "system"):
+            found.append({"role": "system", "content": system})
         for number, message in enumerate(self.messages):
             name = f"messages[{number}].content"
-            if isinstance(message.content, str) or message.role == "system":
-                found.append({"role": message.role, "content": text_of(message.content, name)})
+            if message.role == "system":
+                if (system := system_text(message.content, name)) or not message.content:
+                    found.append({"role": "system", "content": system})
+            elif isinstance(message.content, str):
+                found.append({"role": message.role, "content": message.content})
             elif message.role == "user":
-                found += _of_user(message.content, name)
+                found += messages_of_user(message.content, name)
             else:
-                found.append(_of_assistant(message.content, name))
+                found.append(message_of_assistant(message.content, name))
         return found
 
 
@@ -185,63 +186,3 @@ class MessagesRequest(CountTokensRequest):
             # Includes the text that ended the answer, so that the response can report which one it was.
             chat.stop, chat.include_stop_str_in_output = self.stop_sequences, True
         return chat
-
-
-def _of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """In a chat, results of tools are separate messages."""
-    found: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
-        path, kind = f"{name}[{number}]", block.get("type")
-        if kind == "tool_result":
-            content = text_of(block.get("content"), f"{path}.content")
-            if _is_error(block, path):  # chat templates have no field for it
-                content = f"Error: {content}"
-            found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", path), "content": content})
-        elif kind == "text":
-            text = _text(block, "text", path)
-            if found and found[-1]["role"] == "user":
-                found[-1]["content"] += f"\n{text}"
-            else:
-                found.append({"role": "user", "content": text})
-        else:
-            allowed = ", ".join(_USER_BLOCKS)
-            raise wrong(f"{path}.type", f"is {shown(kind)}; allowed: {allowed} (this server has no other inputs)")
-    return found or [{"role": "user", "content": ""}]
-
-
-def _of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
-        path, kind = f"{name}[{number}]", block.get("type")
-        if kind == "text":
-            texts.append(_text(block, "text", path))
-        elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", path))
-        elif kind == "tool_use":
-            given = block.get("input")
-            if not isinstance(given, dict):
-                raise wrong(f"{path}.input", f"is {shown(given)}; allowed: an object")
-            function = {"name": _text(block, "name", path), "arguments": json.dumps(given)}
-            calls.append({"id": _text(block, "id", path), "type": "function", "function": function})
-        elif kind != "redacted_thinking":  # only Anthropic can read it
-            raise wrong(f"{path}.type", f"is {shown(kind)}; allowed: {', '.join(_ASSISTANT_BLOCKS)}")
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _is_error(block: dict[str, Any], name: str) -> bool:
-    value = block.get("is_error")
-    if not isinstance(value, bool | None):
-        raise wrong(f"{name}.is_error", f"is {shown(value)}; allowed: true, false")
-    return bool(value)
-
-
-def _text(block: dict[str, Any], key: str, name: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
-    return value

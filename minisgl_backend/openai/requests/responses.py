@@ -35,7 +35,7 @@ WORDS: Mapping[str, str] = {
 }
 _REPEATED = {"instructions", "metadata", "reasoning", "text", "tool_choice", "tools", "user"}  # in the answer
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 class TextFormat(Model):
@@ -127,6 +127,21 @@ class ResponsesRequest(Sampling):
         if not isinstance(self.input, str):
             return self.input
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+
+    @property
+    def references(self) -> dict[int, str]:
+        """Places in the input -> ids of the kept items that stand there. Raises ApiError for one without an id."""
+        if isinstance(self.input, str):
+            return {}
+        return {
+            number: _text(item, "id", f"input[{number}]")
+            for number, item in enumerate(self.input)
+            if item.get("type") == "item_reference" or (item and item.keys() <= {"id", "type"} and not item.get("type"))
+        }
+
+    def resolve(self, found: Mapping[int, dict[str, Any]]) -> None:
+        """Puts the items in the place of their references."""
+        self.input = [found.get(number, item) for number, item in enumerate(self.items)]
 
     def as_chat(self, earlier: Sequence[dict[str, Any]] = ()) -> ChatRequest:
         """The equivalent chat. `earlier`: the items before the input. Raises ApiError for items that a chat cannot

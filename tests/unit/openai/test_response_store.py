@@ -159,3 +159,40 @@ def test_one_whose_end_could_not_be_kept_has_failed(tmp_path: Path, monkeypatch:
         other.close()
 
     asyncio.run(use())
+
+
+def test_items_of_any_stored_response_are_found_by_their_ids(tmp_path: Path) -> None:
+    async def use() -> None:
+        store = ResponseStore(tmp_path / "store", 10_000)
+        said = [{"type": "reasoning", "id": "rs_1"}, {"type": "function_call", "id": "fc_1"}]
+        await store.keep({"id": "a", "status": "completed", "output": said}, [{**ITEMS[0], "id": "msg_0"}])
+        second = {"id": "b", "status": "completed", "output": [{"type": "message", "id": "msg_1"}]}
+        await store.keep(second, [*ITEMS, said[1]])
+        found = await store.find_items(["rs_1", "fc_1", "msg_1", "msg_0", "msg_2"])
+        assert list(found) == ["rs_1", "fc_1", "msg_1", "msg_0"]
+        assert found["fc_1"] == said[1]
+        await store.delete("b")
+        assert list(await store.find_items(["msg_1", "fc_1"])) == ["fc_1"]  # the other one's conversation has it, too
+        await store.delete("a")
+        assert await store.find_items(["fc_1", "rs_1"]) == {}
+        store.close()
+
+    asyncio.run(use())
+
+
+def test_one_that_was_cancelled_says_so_at_once_and_ever_after(tmp_path: Path) -> None:
+    async def use() -> None:
+        store = ResponseStore(tmp_path / "store", 10_000)
+        await store.keep({**response("a"), "status": "in_progress"}, ITEMS, running=True)
+        await ResponseStore(tmp_path / "store", 10_000).cancel("a")
+        statuses = []
+        for ended in ({}, {"status": "failed", "error": {"code": "server_error"}}, {"status": "completed"}):
+            if ended:
+                await store.keep({**response("a"), **ended}, ITEMS, again=True)
+            found = await store.find("a")
+            assert found is not None
+            statuses.append((found.response["status"], found.response.get("error")))
+        assert statuses == [("cancelled", None)] * 3
+        store.close()
+
+    asyncio.run(use())
