@@ -1,15 +1,16 @@
-"""Requests refused before they are read: bodies over the limit, and missing API keys."""
+"""What is done before requests are read: limits of their bodies, which may be compressed, and API keys."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minisgl_backend.openai.content_encoding import ENCODINGS, DecodeError, Decoder, encodings_of
 from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.in_process import INSIDE
@@ -17,6 +18,7 @@ from minisgl_backend.openai.page import PAGE_FILES
 from minisgl_backend.openai.sse import encode
 
 TOO_LARGE = "body_too_large"
+UNSUPPORTED = "unsupported_content_encoding"
 
 _OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # these do not use the model
 
@@ -28,13 +30,18 @@ def _is_open(path: str) -> bool:
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
     """Responds with the error. `close`: also closes the connection, since the rest of the body was not read."""
     headers = {**error.headers, **({"connection": "close"} if close else {})}
+    if error.status == 415:
+        headers["accept-encoding"] = ", ".join(ENCODINGS)
     body = shaped(error, scope["path"])
     response = Response(encode(body), error.status, headers, media_type="application/json")
     await response(scope, receive, send)
 
 
 class BodyLimit:
-    """Responds 413 to a body that is too long: before reading it if it declares its length, otherwise while reading."""
+    """Responds 413 to a body that is too long: before reading it if it declares its length, otherwise while reading.
+
+    Compressed bodies are decoded, and the limit is that of the decoded body.
+    """
 
     def __init__(self, app: ASGIApp, most_bytes: int, by_path: Mapping[str, int]) -> None:
         """`by_path`: limits other than `most_bytes`."""
@@ -47,28 +54,73 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         most = self._by_path.get(scope["path"], self._most_bytes)
-        length = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
-            await refuse(self._error(most), scope, receive, send, close=True)
+            await refuse(_too_large(most), scope, receive, send, close=True)
             return
-        read = 0
+        encodings = encodings_of(",".join(headers.getlist("content-encoding")))
+        if len(encodings) > 1 or (encodings and encodings[0] not in ENCODINGS):
+            named, allowed = ", ".join(encodings)[:60], ", ".join(ENCODINGS)
+            error = ApiError(415, f"Content-Encoding is {named}; allowed: one of {allowed}, or none", code=UNSUPPORTED)
+            await refuse(error, scope, receive, send, close=True)
+            return
+        body = _Body(receive, most, Decoder(encodings[0]) if encodings else None)
+        await self._app(scope, body.receive, send)
 
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            if message["type"] == "http.request":
-                read += len(message.get("body", b""))
-                if read > most:
-                    # FastAPI lets no other error through while it reads a body.
-                    raise HTTPException(413, self._error(most).message, {"connection": "close"})
-            return message
 
-        await self._app(scope, counted, send)
+class _Body:
+    """The body of one request as the application reads it: decoded and bounded."""
 
-    @staticmethod
-    def _error(most: int) -> ApiError:
-        message = f"the body is longer than {most} bytes, all that this server reads"
-        return ApiError(413, message, code=TOO_LARGE)
+    def __init__(self, receive: Receive, most: int, decoder: Decoder | None) -> None:
+        self._receive = receive
+        self._most = most
+        self._decoder = decoder
+        self._length = 0  # as it is read
+        self._received = 0  # bytes, which may be more: compressed data may stand for nothing
+        self._pieces: Iterator[bytes] = iter(())
+        self._is_last = False  # all has been received
+
+    async def receive(self) -> Message:
+        """The next message. Raises HTTPException: FastAPI lets no other error through while it reads a body."""
+        if self._decoder is None:
+            return await self._received_message()
+        try:
+            return await self._decoded(self._decoder)
+        except DecodeError as error:
+            raise HTTPException(400, f"the body cannot be decoded: {error}", {"connection": "close"}) from None
+
+    async def _decoded(self, decoder: Decoder) -> Message:
+        while True:
+            for piece in self._pieces:
+                if piece:
+                    self._length += len(piece)
+                    self._check(self._length)
+                    return {"type": "http.request", "body": piece, "more_body": True}
+            if self._is_last:
+                decoder.finish()
+                self._decoder = None  # what follows is no body
+                return {"type": "http.request", "body": b"", "more_body": False}
+            message = await self._received_message()
+            if message["type"] != "http.request":
+                return message
+            self._is_last = not message.get("more_body", False)
+            self._pieces = decoder.decode(message.get("body", b""))
+
+    async def _received_message(self) -> Message:
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        self._check(self._received)
+        return message
+
+    def _check(self, length: int) -> None:
+        if length > self._most:
+            raise HTTPException(413, _too_large(self._most).message, {"connection": "close"})
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body is longer than {most} bytes, all that this server reads"
+    return ApiError(413, message, code=TOO_LARGE)
 
 
 class ApiKeys:
