@@ -19,7 +19,7 @@ from minisgl_backend import __version__
 from minisgl_backend.config import OPTIONS, EngineConfig, Option
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
-from minisgl_backend.host.foreign_options import explain_unknown
+from minisgl_backend.foreign_options import explain_unknown
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.process.spawn import log_to_stderr
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.foreign_options import explain_unknown_argument
 from minisgl_backend.speculative_config import ALLOWED, MEANING, SpeculativeConfig, read_speculative_config
 
 DTYPES = ("auto", *number_formats.DTYPES)
@@ -404,7 +405,7 @@ class EngineConfig:
         values: dict[str, Any] = {}
         for name, text in parameters.items():
             if name not in OPTIONS:
-                raise ConfigError(f"unknown engine option {name!r}; the options are: {', '.join(OPTIONS)}")
+                raise ConfigError(f"config.pbtxt: {explain_unknown_argument(name, list(OPTIONS))}")
             if text.startswith("${"):
                 raise ConfigError(
                     f"{name} is {text!r}: the placeholder was never filled in; remove the line or set a value"

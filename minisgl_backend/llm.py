@@ -28,6 +28,7 @@ from minisgl_backend.engine.build import Engine
 from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
+from minisgl_backend.foreign_options import explain_unknown_argument
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.process.resources import set_torch_defaults
 from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
@@ -58,8 +59,8 @@ class LLM:
         set_torch_defaults()
         unknown = set(options) - set(OPTIONS)
         if unknown:
-            allowed = ", ".join(name for name, option in OPTIONS.items() if not option.internal)
-            raise ConfigError(f"unknown option {min(unknown)!r}; allowed: {allowed}")
+            known = [name for name, option in OPTIONS.items() if not option.internal]
+            raise ConfigError(explain_unknown_argument(min(unknown), known))
         self.config = EngineConfig(model=model, **options)
         _refuse_what_needs_a_server(self.config)
         self._driver = InProcessEngine(self.config, environment or Environment.read())

@@ -1,4 +1,4 @@
-"""Writes minisgl_backend/models/known_keys.json: the keys that decoders' config classes of transformers define, with
+"""Writes minisgl_backend/models/known_keys.json: the keys of the config classes of the native families' types, with
 their defaults. Run it with the newest transformers; tests/unit/models/test_known_keys.py says when it is stale."""
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from minisgl_backend.models.families import FAMILIES
 
 FILE = Path(__file__).resolve().parents[1] / "minisgl_backend" / "models" / "known_keys.json"
 LONGEST_LIST = 8
@@ -33,27 +35,21 @@ def _short(value: Any) -> Any:
 
 
 def content() -> dict[str, Any]:
-    """By key: pairs of a default and the types that have it."""
-    keys: dict[str, list[tuple[Any, list[str]]]] = {}
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        for key, default in (decoder_defaults(model_type) or {}).items():
-            groups = keys.setdefault(key, [])
-            types = next((types for value, types in groups if json.dumps(value) == json.dumps(default)), None)
-            if types is None:
-                groups.append((default, types := []))
-            types.append(model_type)
+    """By native type: the keys of its class with their defaults."""
+    types = sorted({family.model_type for family in FAMILIES.values()})
     return {
         "transformers": transformers.__version__,
         "model_types": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        "keys": dict(sorted(keys.items())),
+        "defaults": {model_type: decoder_defaults(model_type) or {} for model_type in types},
     }
 
 
 def text(known: dict[str, Any]) -> str:
-    """JSON with a key a line, so that changes can be read."""
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(groups)}" for key, groups in known["keys"].items())
-    head = {name: value for name, value in known.items() if name != "keys"}
-    return json.dumps(head)[:-1] + f', "keys": {{\n{lines}\n}}}}\n'
+    """JSON with a type a line, so that changes can be read."""
+    defaults = known["defaults"].items()
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(keys, sort_keys=True)}" for name, keys in defaults)
+    head = {name: value for name, value in known.items() if name != "defaults"}
+    return json.dumps(head)[:-1] + f', "defaults": {{\n{lines}\n}}}}\n'
 
 
 if __name__ == "__main__":

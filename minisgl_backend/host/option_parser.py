@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.foreign_options import explain_unknown
+from minisgl_backend.foreign_options import explain_unknown
 
 _MAPPINGS = frozenset({"speculative_config"})  # JSON objects, which may be written as YAML mappings
 _COMMAND_LINE_ONLY = ("--help", "--version", "--config")

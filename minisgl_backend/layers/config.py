@@ -19,12 +19,12 @@ UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 class RopeConfig:
     """Rotary position embedding. Comments name the types that use a field."""
 
-    type: str = "default"  # default, linear, llama3, yarn, longrope or proportional
+    type: str = "default"  # default, linear, dynamic, llama3, yarn, longrope or proportional
     theta: float = 10000.0
     rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None: all (partial rotary)
     interleaved: bool = False  # pairs are neighbouring dimensions (GPT-J), not i and i + rotary_dim / 2 (NeoX)
-    factor: float = 1.0  # linear, llama3, yarn, longrope, proportional
-    original_max_position: int = 0  # llama3, yarn, longrope; tokens
+    factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope, proportional
+    original_max_position: int = 0  # linear, dynamic, llama3, yarn, longrope; tokens
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn

@@ -79,6 +79,15 @@ def longrope_attention_factor(factor: float, original_max_position: int) -> floa
     return math.sqrt(1.0 + math.log(factor) / math.log(original_max_position)) if factor > 1.0 else 1.0
 
 
+def dynamic_frequencies(
+    head_dim: int, *, theta: float, factor: float, original_max_position: int, max_seq_len: int
+) -> torch.Tensor:
+    """Dynamic NTK scaling: the theta grows with the longest sequence, `max_seq_len` tokens, beyond the original
+    context."""
+    times = factor * max(max_seq_len, original_max_position) / original_max_position - (factor - 1.0)
+    return default_frequencies(head_dim, theta * times ** (head_dim / (head_dim - 2)))
+
+
 def rotary_table(
     frequencies: torch.Tensor, max_position: int, device: torch.device, attention_factor: float = 1.0, still: int = 0
 ) -> torch.Tensor:
@@ -156,4 +165,12 @@ def _stretched(rope: RopeConfig, frequencies: torch.Tensor, max_seq_len: int) ->
         factors = rope.long_factor if max_seq_len > rope.original_max_position else rope.short_factor
         factor = rope.attention_factor or longrope_attention_factor(rope.factor, rope.original_max_position)
         return longrope_frequencies(frequencies, factors), factor
+    elif rope.type == "dynamic":
+        frequencies = dynamic_frequencies(
+            2 * len(frequencies),
+            theta=rope.theta,
+            factor=rope.factor,
+            original_max_position=rope.original_max_position,
+            max_seq_len=max_seq_len,
+        )
     return frequencies, 1.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json
+from minisgl_backend.models.known_keys import ReadElsewhereError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ def load_model_config(
         return _through_transformers(folder, trust_remote_code)
     try:
         return ModelConfig.load(folder)
+    except ReadElsewhereError:  # transformers' code ignores that key in silence
+        raise
     except ConfigError as error:
         if model_impl == "native" or not _may_fall_back(folder):
             raise

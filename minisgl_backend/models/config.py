@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class ModelConfig(DecoderConfig):
     tensor_names: TensorNames  # in its checkpoints
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # formats of its weights
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
-    unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor transformers knows
+    unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor the class in transformers reads
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ModelConfig:
@@ -71,13 +72,14 @@ class ModelConfig(DecoderConfig):
 
         `tokenizer_eos`: the token with which the tokenizer ends a text.
         """
+        check_decoder(config)
         architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
         config = _of_text(config, family)
         keys = Keys(config, family.defaults)
 
         quantization = keys.get("quantization_config") or keys.get("compression_config")  # its older name
-        keys.choice("is_encoder_decoder", (False,))
+        keys.without_effect("is_encoder_decoder")
         keys.choice("is_causal", (True,))  # False in embedding models with bidirectional attention
         decoder = family.read(keys)
         decoder.check()
@@ -91,7 +93,7 @@ class ModelConfig(DecoderConfig):
             generation=GenerationDefaults.read(generation),
             tensor_names=replace(names, left_out=(*names.left_out, *decoder.draft_prefixes)),
             quantization=read_quantization_config(quantization, names),
-            unknown_keys=check_unread(keys, family.model_type),
+            unknown_keys=check_unread(keys, family.model_type, decoder.max_position),
         )
 
     def check_tensor_parallel(self, size: int) -> None:
@@ -112,15 +114,22 @@ class ModelConfig(DecoderConfig):
                 f"max_seq_len_override is {override}; allowed: 2 to {self.max_position}, the longest sequence that the "
                 "model's config.json provides for"
             )
-        return override or self.max_position
+        return override or self.default_length or self.max_position
+
+
+def check_decoder(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an encoder-decoder."""
+    if config.get("is_encoder_decoder"):
+        refuse("is_encoder_decoder", config["is_encoder_decoder"], "false: only decoders are served")
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     names = config.get("architectures") or []
     family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
     if family is None:
-        also = "or ...Model and ...ForSequenceClassification of these"
-        refuse("architectures", names, f"one of {', '.join(FAMILIES)}, {also}")
+        nearest = get_close_matches(str(names[0]), FAMILIES, n=3, cutoff=0.0) if names else []
+        like = f"like {', '.join(nearest)}; " if nearest else ""
+        refuse("architectures", names, f"one of the {len(FAMILIES)} native families, {like}docs/models.md lists them")
     return str(names[0]), family
 
 

@@ -24,13 +24,16 @@ class DecoderConfig:
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm: NormConfig  # after the last layer
-    max_position: int  # tokens; with YaRN the extended length
+    max_position: int  # tokens; with linear, dynamic and YaRN's scaling the extended length
     tie_word_embeddings: bool
     embedding_multiplier: float = 1.0  # of the embedding's vectors
     logits_multiplier: float = 1.0
     num_labels: int = 0  # of the classification head that replaces the output projection; 0: there is none
     generates: bool = True  # False: its checkpoints have no output projection, so it only serves embeddings
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    # Tokens of the longest sequence where max_seq_len_override does not ask for more; None: max_position. With dynamic
+    # scaling the original context, within which nothing is scaled: beyond it shorter sequences are computed otherwise.
+    default_length: int | None = None
     num_draft_layers: int = 0  # MTP layers after the last layer in checkpoints
 
     @property

@@ -91,7 +91,7 @@ class Eagle3Config(ModelConfig):
             target_hidden_size=keys.integer("target_hidden_size", hidden_size),
             aux_layers=_aux_layers(keys, own),
             norm_before_residual=keys.boolean("norm_before_residual", False),
-            unknown_keys=check_unread(keys, "llama"),
+            unknown_keys=check_unread(keys, "llama", description.max_position),
         )
 
     def states_of(self, target: ModelConfig) -> tuple[int, ...]:

@@ -95,7 +95,12 @@ class Keys:
 
 def refuse(key: str, value: Any, allowed: str) -> NoReturn:
     """Raises the ConfigError for a key of config.json whose value is not served."""
+    raise ConfigError(refusal(key, value, allowed))
+
+
+def refusal(key: str, value: Any, allowed: str) -> str:
+    """The words of `refuse`."""
     text = json.dumps(value, default=str)
     if len(text) > _LONGEST_VALUE:
         text = f"{text[:_LONGEST_VALUE]}..."
-    raise ConfigError(f"config.json: {key} is {text}; allowed: {allowed}")
+    return f"config.json: {key} is {text}; allowed: {allowed}"

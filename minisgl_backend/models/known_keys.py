@@ -1,7 +1,8 @@
 """Checks keys of config.json that the model's family does not read: refused, warned about, or ignored.
 
-known_keys.json has the keys of the config classes of transformers' decoders; scripts/list_config_keys.py writes it, so
-that serving needs no transformers.
+A key that the config class of the model's type does not have changes nothing in transformers: it is ignored with a
+warning, and refused only where another engine reads it for that type (`READ_ELSEWHERE`). known_keys.json has the keys
+of the native types' classes; scripts/list_config_keys.py writes it, so that serving needs no transformers.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.keys import Keys, refusal, refuse
 
 _FILE = Path(__file__).with_name("known_keys.json")
 
@@ -35,35 +37,94 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 
-# Values that switch off the feature of another family's key; 1 for multipliers.
-_NEUTRAL: tuple[Any, ...] = (False, 0, 1, "", [], {})
+_VLLM = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/models/"
+_SGLANG = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/"
 
-# Keys of other engines and of models' own code, which no config class of transformers defines: any value except null
-# and false changes what is computed.
-_REFUSED = (
-    "dual_chunk_attention_config",
-    "use_mrope",
+
+class ReadElsewhere(NamedTuple):
+    """A key that another engine reads for these model types, though transformers' class does not have it: a model that
+    is published for that engine would be computed otherwise here."""
+
+    key: str
+    model_types: str  # separated by spaces; "" for all
+    source: str  # where it is read
+    harmless: Any = False  # the value that changes nothing there, besides null and false
+
+
+_DUAL_CHUNKS = "qwen2 qwen2_moe qwen3 qwen3_moe"
+_BY_LLAMA = "llama iquestcoder mistral ministral3 phi3 ernie4_5"  # vLLM has one class for them
+_SCALED = "apertus exaone exaone4 exaone_moe granite granite_swa hyperclovax nemotron hunyuan_v1_dense hunyuan_v1_moe"
+_BIASED = "apertus exaone exaone4 exaone_moe granite granite_swa nemotron hunyuan_v1_dense hunyuan_v1_moe"
+_ROTATED = "apertus arcee exaone exaone_moe granite granite_swa phi3"
+
+READ_ELSEWHERE = (
+    ReadElsewhere("dual_chunk_attention_config", _DUAL_CHUNKS, _VLLM + "qwen2.py"),
+    ReadElsewhere("dual_chunk_attention_config", "hyperclovax", _VLLM + "hyperclovax.py"),
+    ReadElsewhere("dual_chunk_attention_config", "glm4", _SGLANG + "glm4.py"),
+    # A key of the publisher's own, false in the released files; no engine among those above reads it.
+    ReadElsewhere("use_mrope", "qwen2 qwen2_moe", "https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json"),
+    ReadElsewhere("qk_norm", "qwen2", _VLLM + "qwen2.py"),
+    ReadElsewhere("scale_emb", "qwen2", _SGLANG + "qwen2.py", 1),
+    ReadElsewhere("shared_expert_intermediate_size", "qwen3_moe", _VLLM + "qwen3_moe.py", 0),
+    ReadElsewhere("n_shared_experts", "qwen2_moe", _SGLANG + "qwen2_moe.py", 0),
+    ReadElsewhere("bias", _BY_LLAMA, _VLLM + "llama.py"),
+    ReadElsewhere("bias", _BIASED, _VLLM + "granite.py"),
+    ReadElsewhere("qkv_bias", f"{_BY_LLAMA} apertus", _VLLM + "llama.py"),
+    ReadElsewhere("mlp_bias", "apertus exaone4 exaone_moe", _VLLM + "exaone4.py"),
+    ReadElsewhere("attention_bias", "exaone4 exaone_moe", _VLLM + "exaone4.py"),
+    ReadElsewhere("attention_bias", "minimax_m2", _VLLM + "minimax_m2.py"),
+    ReadElsewhere("attention_bias", "mistral ministral3", _VLLM + "llama.py"),
+    ReadElsewhere("activation_function", "exaone", _VLLM + "exaone.py", "silu"),
+    ReadElsewhere("logit_scale", f"{_BY_LLAMA} internlm3", _VLLM + "llama.py", 1),
+    ReadElsewhere("logit_scale", _SCALED, _VLLM + "granite.py", 1),
+    ReadElsewhere("logit_scale", "gemma3", _VLLM + "gemma3_mm.py", 1),
+    ReadElsewhere("rope_is_neox_style", f"llama internlm3 iquestcoder {_ROTATED}", _SGLANG + "llama.py", True),
+    ReadElsewhere("rope_is_neox_style", "ernie4_5 ernie4_5_moe", _SGLANG + "ernie4.py"),
+    ReadElsewhere("llama_4_scaling", "deepseek_v2 deepseek_v3", _VLLM + "deepseek_v2.py"),
+    ReadElsewhere("llama_4_scaling", "mistral ministral3", _VLLM + "mistral.py"),
+    ReadElsewhere("ada_rms_norm_t_cond", "mistral ministral3", _VLLM + "mistral.py"),
+    ReadElsewhere("index_topk", "deepseek_v2 deepseek_v3", _VLLM + "deepseek_v2.py"),
+    ReadElsewhere("index_topk", "glm4_moe_lite", _VLLM + "glm4_moe_lite.py"),
+    ReadElsewhere("swiglu_limit", "deepseek_v2 deepseek_v3", _SGLANG + "deepseek_v2.py"),
+    ReadElsewhere("num_hash_layers", "deepseek_v2 deepseek_v3", _SGLANG + "deepseek_v2.py", 0),
+    ReadElsewhere("moe_layer_freq", "glm4_moe_lite", _VLLM + "glm4_moe_lite.py", 1),
+    ReadElsewhere("sliding_windows", "exaone_moe", _VLLM + "exaone_moe.py"),
+    ReadElsewhere("swiglu_limits", "exaone_moe", _VLLM + "exaone_moe.py"),
+    ReadElsewhere("hidden_act_alpha", "gpt_oss", _SGLANG + "gpt_oss.py", 1.702),
+    ReadElsewhere("shared_intermediate_size", "granitemoe", _SGLANG + "granitemoe.py", 0),
+    ReadElsewhere("attention_sinks", "granite", _VLLM + "granite.py"),
+    ReadElsewhere("layer_rope_theta", "granite", _VLLM + "granite.py"),
+    ReadElsewhere("layer_types", "granite", _VLLM + "granite.py", "full_attention"),
+    ReadElsewhere("layer_types", "apertus", _VLLM + "apertus.py", "full_attention"),
+    ReadElsewhere("layer_types", "olmo2", _SGLANG + "olmo2.py", "full_attention"),
+    ReadElsewhere("sliding_window", "", "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/engine/arg_utils.py"),
 )
 
 
-def check_unread(keys: Keys, model_type: str) -> tuple[str, ...]:
-    """Raises ConfigError for an unread key that changes what a decoder of transformers computes.
+class ReadElsewhereError(ConfigError):
+    """A key of `READ_ELSEWHERE`, which transformers' own code would ignore in silence."""
 
-    That is a key of any config class, unless its value is the default of `model_type`'s class or, where that class does
-    not have the key, neutral: null, false, 0, 1 or empty. Returns the other unread keys, which transformers does not
-    know either.
+
+def check_unread(keys: Keys, model_type: str, longest: int) -> tuple[str, ...]:
+    """Raises ConfigError for an unread key of `model_type`'s class in transformers whose value is not its default, and
+    ReadElsewhereError for one that another engine reads for this type. Returns the other unread keys.
+
+    `longest`: sequence in tokens.
     """
     unread = {key: value for key, value in keys.unread().items() if key not in _WITHOUT_EFFECT}
-    known = json.loads(_FILE.read_text(encoding="utf-8"))["keys"]
+    own: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["defaults"].get(model_type, {})
     unknown = []
     for key, value in unread.items():
-        if key in _REFUSED:
-            if value is not False:
-                refuse(key, value, "absent: this is not served")
-        elif key not in known:
-            unknown.append(key)
-        else:
-            _check(key, value, known[key], model_type)
+        if key in own:
+            if value != own[key]:
+                refuse(key, value, f"{json.dumps(own[key])} for {model_type}")
+            continue
+        unknown.append(key)
+        for row in READ_ELSEWHERE:
+            if row.key == key and (not row.model_types or model_type in row.model_types.split()):
+                if key == "sliding_window" and (keys.get("use_sliding_window") is False or _reaches(value, longest)):
+                    continue
+                _check_elsewhere(row, value, model_type)
     return tuple(unknown)
 
 
@@ -76,10 +137,12 @@ def check_model_type(given: Any, architecture: str, model_type: str) -> None:
         refuse("model_type", given, f'"{model_type}", as `architectures` ({architecture}) says, or absent')
 
 
-def _check(key: str, value: Any, groups: list[tuple[Any, list[str]]], model_type: str) -> None:
-    own: Mapping[str, Any] = {of: default for default, types in groups for of in types}
-    if model_type in own:
-        if value != own[model_type]:
-            refuse(key, value, f"{json.dumps(own[model_type])} for {model_type}")
-    elif value is True or value not in _NEUTRAL:  # Python takes True for 1
-        refuse(key, value, f"absent for {model_type}: it is a key of {', '.join(list(own)[:3])}")
+def _reaches(window: Any, longest: int) -> bool:
+    return isinstance(window, int) and window >= longest
+
+
+def _check_elsewhere(row: ReadElsewhere, value: Any, model_type: str) -> None:
+    values = value if isinstance(value, list) else [value]  # of each layer
+    if any(one is not False and (one is True or one != row.harmless) for one in values if one is not row.harmless):
+        allowed = f"absent for {model_type}: another engine reads it ({row.source}), this one does not"
+        raise ReadElsewhereError(refusal(row.key, value, allowed))

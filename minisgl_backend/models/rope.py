@@ -26,6 +26,7 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: req
 }
 _MROPE = ("mrope_section", "mrope_interleaved")
 _NO_NUMBERS = ("truncate", "short_factor", "long_factor")
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # then the other one counts
 
 
 def read_rope(
@@ -64,7 +65,7 @@ def read_rope(
     original = keys.get(_ORIGINAL)
     if original is not None:
         values[_ORIGINAL] = keys.integer(_ORIGINAL)
-    rope = make_rope(values, theta, keys.integer("max_position_embeddings"), int(head_dim * part))
+    rope = make_rope(values, theta, max_positions(keys), int(head_dim * part))
     return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved)
 
 
@@ -85,7 +86,9 @@ def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_d
     if rope_type not in _KEYS:
         refuse("rope_type", rope_type, ", ".join(_KEYS))
     for key, value in {"rope_theta": theta, **values}.items():
-        if key not in _NO_NUMBERS and (not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0):
+        if key in _NO_NUMBERS or (key in _MAY_BE_ZERO and value == 0):
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             refuse(key, value, "a number above 0")
     required, optional = _KEYS[rope_type]
     for key in required:
@@ -94,10 +97,11 @@ def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_d
     for key in values:
         if key not in required + optional:
             refuse(key, values[key], f"absent for rope type {rope_type}")
-    # "dynamic" only rescales sequences longer than max_position_embeddings, which are not served.
-    if rope_type in ("default", "dynamic"):
+    if rope_type == "default":
         return RopeConfig(theta=float(theta), rotary_dim=rotary_dim)
     original = int(values.pop(_ORIGINAL, max_position))
+    if rope_type == "dynamic":
+        original = max_position  # of which transformers takes the multiples, whatever else is there
     if rope_type == "longrope":
         values.setdefault("factor", max_position / original)
         for key in ("short_factor", "long_factor"):
@@ -117,8 +121,36 @@ def _factors(key: str, values: Any, count: int) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
+# Keys of the longest sequence, in tokens; the first that is present counts.
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_length",
+    "n_ctx",
+    "max_target_positions",
+)
+_NO_LENGTH = 1 << 31  # model_max_length of tokenizers without one is larger
+
+
+def max_positions(keys: Keys) -> int:
+    """The longest sequence in tokens, before rope scaling. Raises ConfigError where no key has one."""
+    return keys.integer(next((key for key in LENGTHS if keys.get(key) is not None), LENGTHS[0]))
+
+
+def longest(keys: Keys, ropes: Iterable[RopeConfig | None]) -> int:
+    """The longest sequence in tokens, for layers with these ropes. `model_max_length` counts where it is longer:
+    Command R's config.json has the context within which it was pretrained as max_position_embeddings."""
+    told = keys.get("model_max_length")
+    told = told if isinstance(told, int) and not isinstance(told, bool) and told < _NO_LENGTH else 0
+    return max(told, *(stretched(rope, max_positions(keys)) for rope in ropes))
+
+
 def stretched(rope: RopeConfig | None, max_position: int) -> int:
-    """The longest sequence in tokens: max_position_embeddings, extended by YaRN's factor."""
-    if rope is None or rope.type != "yarn":
+    """The longest sequence in tokens: max_position_embeddings, multiplied by the factor of linear, dynamic and YaRN's
+    scaling. vLLM does the same with linear and dynamic."""
+    if rope is None or rope.type not in ("linear", "dynamic", "yarn"):
         return max_position
     return max(max_position, int(rope.factor * rope.original_max_position))

@@ -18,7 +18,7 @@ from minisgl_backend.process.progress import Progress
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.names import Stored, TensorNames
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.shards import some
+from minisgl_backend.weights.shards import hint_at_prefix, some
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,10 @@ def _check_names(
 ) -> None:
     missing = sorted(set(plan) - found)
     if missing:
-        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for: {some(missing)}")
+        hint = hint_at_prefix(missing, found - set(plan))
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} tensors that config.json asks for: {some(missing)}{hint}"
+        )
     others = found - set(plan)
     skipped = sorted(name for name in others if name.startswith(left_out)) if left_out else []
     if skipped:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
@@ -13,6 +15,31 @@ def some(names: list[str], limit: int = 5) -> str:
     """A few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def hint_at_prefix(missing: Sequence[str], unused: Collection[str]) -> str:
+    """The end of a message about `missing` tensors: the prefix under which the checkpoint's `unused` ones have them,
+    as wrappers save them (module., _orig_mod., base_model.model., language_model.) or as they are without the wrapper.
+    "" where there is none."""
+    counts = Counter(
+        (longer.removesuffix(shorter), verb)
+        for longers, shorters, verb in ((unused, set(missing), "has"), (missing, set(unused), "lacks"))
+        for longer in longers
+        for shorter in _tails(longer)
+        if shorter in shorters
+    )
+    if not counts:
+        return ""
+    (prefix, verb), count = counts.most_common(1)[0]
+    if verb == "has":
+        return f"; it has {count} of them under {prefix!r}: save it without, or take the model's own files"
+    return f"; it has {count} of them without {prefix!r} in front: save it as the whole model, or name its architecture"
+
+
+def _tails(name: str) -> Iterator[str]:
+    """What is behind each of a name's dots."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(1, len(parts) - 1))
 
 
 def shard_paths(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
@@ -75,11 +77,24 @@ def test_a_text_is_no_chat(llm: LLM) -> None:
             llm.chat(wrong)
 
 
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown option 'tensor_parallel_size'; allowed: model, model_impl, dtype, .*\btp\b"
-    ):
-        LLM("demo", tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_seq_len", "max_seq_len is TensorRT-LLM's; here max_seq_len_override"),
+        ("max_model_len", "max_model_len is vLLM's; here max_seq_len_override"),
+        ("tensor_parallel_size", "tensor_parallel_size is vLLM's and SGLang's and Mini-SGLang's; here tp"),
+        ("gpu_memory_utilization", "gpu_memory_utilization is vLLM's; here memory_ratio: of the memory"),
+        ("mem_fraction_static", "mem_fraction_static is SGLang's; here memory_ratio"),
+        ("enforce_eager", "enforce_eager is vLLM's; here cuda_graph_max_bs 0"),
+        ("quantisation", "no such option: quantisation; did you mean quantization?"),
+        ("flux", "no such option: flux; allowed: model, model_impl, dtype, "),
+    ],
+)
+def test_unknown_options_are_explained_as_on_the_command_line(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        LLM("demo", **{name: 2})
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        EngineConfig.from_parameters({name: "2"})
 
 
 def test_defaults_come_from_the_model(llm: LLM) -> None:

@@ -22,7 +22,7 @@ from minisgl_backend.models.fallback.probe import attention_calls, refusal
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.process.progress import Progress
-from minisgl_backend.weights.shards import some
+from minisgl_backend.weights.shards import hint_at_prefix, some
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ def _check_names(source: Source, report: dict[str, Any]) -> None:
         found = missing or mismatched
         raise ConfigError(
             f"the checkpoint {what} {len(found)} tensors that {source.name} with this config.json has: {some(found)}"
+            f"{hint_at_prefix(missing, unexpected)}"
         )
     if unexpected and source.is_part:
         log.warning("%d tensors of the checkpoint are of no use for text and left out", len(unexpected))

@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import check_decoder
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Source:
 
 def find_source(folder: Path, config_json: Mapping[str, Any], *, trust_remote_code: bool) -> Source:
     """Raises ConfigError naming what transformers or this engine lacks."""
+    check_decoder(config_json)
     _check_version()
     config = _read(folder, config_json, trust_remote_code)
     _check_config(config_json, config)
@@ -100,7 +102,7 @@ def _read(folder: Path, config_json: Mapping[str, Any], trust_remote_code: bool)
 def _check_config(config_json: Mapping[str, Any], config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
-        raise ConfigError("config.json: is_encoder_decoder is true; allowed: false, only decoders are served")
+        check_decoder({"is_encoder_decoder": True})
     for key in ("quantization_config", "compression_config"):
         if config_json.get(key):
             raise ConfigError(

@@ -18,7 +18,7 @@ from minisgl_backend.layers.config import (
 )
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope, stretched
+from minisgl_backend.models.rope import longest, max_positions, read_rope
 from minisgl_backend.weights.names import TensorNames
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -88,13 +88,14 @@ def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
 
 def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
     """Vocabulary, hidden size, context and tied weights under their usual names; the final norm as in the layers."""
-    positions = keys.integer("max_position_embeddings")
+    ropes = [layer.attention.rope for layer in layers]
     return DecoderConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
         layers=tuple(layers),
         norm=layers[0].norm,
-        max_position=max(stretched(layer.attention.rope, positions) for layer in layers),
+        max_position=longest(keys, ropes),
+        default_length=max_positions(keys) if any(rope and rope.type == "dynamic" for rope in ropes) else None,
         tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
         **more,
     )
@@ -131,4 +132,4 @@ def check_window(size: int | None, types: Sequence[str]) -> None:
 
 def outgrows(keys: Keys, rope: RopeConfig | None, size: int | None) -> bool:
     """Whether sequences can be longer than the window `size`; `rope` may stretch the context."""
-    return size is not None and size < stretched(rope, keys.integer("max_position_embeddings"))
+    return size is not None and size < longest(keys, [rope])

@@ -7,7 +7,7 @@ from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
 from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma
 from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import by_layer_type, make_rope
+from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
 from minisgl_backend.weights.names import TensorNames
 
 
@@ -25,12 +25,14 @@ def _ropes(keys: Keys) -> dict[str, RopeConfig]:
         SLIDING: keys.number("rope_local_base_freq", 10_000.0),
     }
     scaling = {FULL: keys.mapping("rope_scaling")}
-    positions, head_dim = keys.integer("max_position_embeddings"), keys.integer("head_dim")
+    positions, head_dim = max_positions(keys), keys.integer("head_dim")
     ropes = {}
     for kind, given in by_layer_type(keys, thetas).items():
         values = {**given, **{key: value for key, value in scaling.get(kind, {}).items() if value is not None}}
         own_theta = values.pop("rope_theta", thetas[kind])
-        ropes[kind] = make_rope(values, own_theta, positions, head_dim)
+        # Of this family max_position_embeddings is the length behind the scaling.
+        before = {"original_max_position_embeddings": positions / values["factor"]} if values.get("factor") else {}
+        ropes[kind] = make_rope({**before, **values}, own_theta, positions, head_dim)
     return ropes
 
 

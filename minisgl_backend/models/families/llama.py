@@ -12,10 +12,8 @@ from minisgl_backend.models.families.common import (
     layer_types,
     mlp,
     norm,
-    outgrows,
-    window,
 )
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -32,8 +30,6 @@ def read(keys: Keys) -> DecoderConfig:
         mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
         norm=norm(keys),
     )
-    if outgrows(keys, layer.attention.rope, size := window(keys, None)):
-        refuse("sliding_window", size, "null for LlamaForCausalLM, whose layers have no windows")
     return decoder(keys, [layer] * num_layers)
 
 

@@ -8,7 +8,7 @@ from minisgl_backend.layers.config import LayerConfig, QueryGrowth
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
+from minisgl_backend.models.rope import max_positions, read_rope
 
 _BETA = "llama_4_scaling_beta"
 _ROPE = {
@@ -30,7 +30,7 @@ def read(keys: Keys) -> DecoderConfig:
     layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
     return replace(
         decoder(keys, [layer] * keys.integer("num_hidden_layers")),
-        max_position=keys.integer("max_position_embeddings"),
+        max_position=max_positions(keys),
     )
 
 

@@ -21,6 +21,8 @@ def find_family(architecture: str, model_type: Any, families: Families) -> Famil
     for one in families.run_as(architecture):
         if one.model_type == model_type:
             return one
+    if architecture == "LLaMAForCausalLM":  # in the first conversions
+        architecture = "LlamaForCausalLM"
     if architecture in families:
         return families[architecture]
     for suffix, variant in ((_CLASSIFIER, _classifier), (_BASE, _base_model)):

@@ -73,10 +73,17 @@ def resolve(
         log.warning("%s", warning)
     if model.unknown_keys:
         log.warning(
-            "config.json: %s: unknown to this engine and to transformers, and ignored", ", ".join(model.unknown_keys)
+            "config.json: %s: read neither by this engine nor by transformers for this model, and ignored",
+            ", ".join(model.unknown_keys),
         )
     max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
     max_seq_len = model.max_seq_len(config.max_seq_len_override)
+    if max_seq_len < model.max_position and not config.max_seq_len_override:
+        log.info(
+            "sequences have up to %d tokens; max_seq_len_override allows up to %d, with dynamic rope scaling for all",
+            max_seq_len,
+            model.max_position,
+        )
     draft = resolve_draft(
         config,
         Path(model_dir),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.foreign_options import explain_unknown
+from minisgl_backend.foreign_options import explain_unknown
 from minisgl_backend.host.new_repository import init_parser
 from minisgl_backend.host.serve_options import open_ports_warning, parse_arguments, server_parser
 

@@ -108,6 +108,31 @@ def test_what_the_engine_cannot_do_is_refused_by_name(
         load_model_config(folder, "transformers")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [
+        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+        ("MistralForCausalLm", "MistralForCausalLM"),
+    ],
+)
+def test_a_refusal_is_short_and_names_the_nearest(architecture: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(_folder(tmp_path, {**LLAMA, "architectures": [architecture]}), "native")
+    said = str(caught.value)
+    assert said.startswith(f'config.json: architectures is ["{architecture}"]; allowed: one of the ')
+    assert f"native families, like {nearest}, " in said
+    assert len(said) < 300
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "native", "transformers"])
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_encoder_decoders_are_refused_as_such(architecture: str, model_impl: str, tmp_path: Path) -> None:
+    config = {"architectures": [architecture], "model_type": architecture[:-24].lower(), "is_encoder_decoder": True}
+    with pytest.raises(ConfigError, match=r"^config.json: is_encoder_decoder is true; allowed: false: only decoders"):
+        load_model_config(_folder(tmp_path, config), model_impl)
+
+
 def test_code_of_a_folder_needs_consent(tmp_path: Path) -> None:
     folder = _folder(tmp_path, {**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}})
     with pytest.raises(ConfigError, match="Python code for it, which runs with trust_remote_code"):

@@ -14,8 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import RopeConfig
-from minisgl_backend.layers.rotary import default_frequencies
+from minisgl_backend.layers.rotary import rope_table, rotary_table
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
 
@@ -90,16 +89,53 @@ def test_original_positions_of_phi3_where_config_json_has_none() -> None:
     assert read.original_max_position == meant["original_max_position_embeddings"] == 4096
 
 
-def test_a_dynamic_rope_is_none_within_the_context() -> None:
-    """As transformers has it; beyond max_position_embeddings nothing is served."""
+def test_a_dynamic_rope_is_that_of_the_longest_sequence() -> None:
+    """As transformers has it for a sequence of that length; within the context it changes nothing."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20000.0}
     read = ModelConfig.from_dicts(default(LLAMA, rope_parameters=dynamic), {})
-    assert read.layers[0].attention.rope == RopeConfig(theta=20000.0)
-    assert read.max_position == default(LLAMA)["max_position_embeddings"]
-    meant, _ = ROPE_INIT_FUNCTIONS["dynamic"](CONFIG_MAPPING["llama"](rope_parameters=dynamic), None, seq_len=2048)
-    torch.testing.assert_close(meant, default_frequencies(128, 20000.0))
+    rope, cpu = read.layers[0].attention.rope, torch.device("cpu")
+    assert rope is not None
+    context = default(LLAMA)["max_position_embeddings"]
+    assert read.max_seq_len() == context
+    assert read.max_position == read.max_seq_len(4 * context) == 4 * context
+    for length in (64, context, context + 1, 3 * context, 4 * context):
+        meant, _ = ROPE_INIT_FUNCTIONS["dynamic"](CONFIG_MAPPING["llama"](rope_parameters=dynamic), cpu, seq_len=length)
+        torch.testing.assert_close(rope_table(rope, 128, length, cpu), rotary_table(meant, length, cpu))
     with pytest.raises(ConfigError, match="alpha"):
         ModelConfig.from_dicts(default(LLAMA, rope_parameters={**dynamic, "alpha": 1000.0}), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),  # Vicuna 16k
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.5}}, 10240),
+        (
+            {
+                "max_position_embeddings": 16384,
+                "rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096},
+            },
+            16384,
+        ),
+        ({"max_position_embeddings": None, "max_sequence_length": 2048}, 2048),  # the first conversions of LLaMA
+        ({"max_position_embeddings": None, "n_positions": 1024, "seq_length": 512}, 1024),
+        ({"max_position_embeddings": 8192, "model_max_length": 131072}, 131072),  # Command R
+        ({"max_position_embeddings": 8192, "model_max_length": 2048}, 8192),
+        ({"max_position_embeddings": 8192, "model_max_length": int(1e30)}, 8192),  # a tokenizer without a limit
+        ({"max_position_embeddings": 8192, "rope_scaling": {"type": "default"}}, 8192),
+    ],
+)
+def test_the_longest_sequence(changes: dict[str, Any], longest: int) -> None:
+    read = ModelConfig.from_dicts(default(LLAMA, rope_parameters=None, **changes), {})
+    assert read.max_seq_len() == read.max_position == read.max_seq_len(longest) == longest
+    with pytest.raises(ConfigError, match=f"max_seq_len_override is {longest + 1}; allowed: 2 to {longest}"):
+        read.max_seq_len(longest + 1)
+
+
+def test_gemma3_says_its_length_behind_the_scaling() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    read = ModelConfig.from_dicts(default(GEMMA3, rope_parameters=None, rope_scaling=scaling, eos_token_id=2), {})
+    assert read.max_position == default(GEMMA3)["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(
@@ -134,71 +170,36 @@ DEEPSEEK_V2, DEEPSEEK_V3, GLM_FLASH = "DeepseekV2ForCausalLM", "DeepseekV3ForCau
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
     (LLAMA, "hidden_act", "relu2"),
-    (LLAMA, "attn_logit_softcapping", 50.0),
-    (LLAMA, "final_logit_softcapping", 30.0),
-    (LLAMA, "query_pre_attn_scalar", 256),
-    (LLAMA, "attention_multiplier", 0.0078125),
-    (LLAMA, "embedding_multiplier", 12.0),
-    (LLAMA, "logits_scaling", 8.0),
-    (LLAMA, "residual_multiplier", 0.22),
-    (LLAMA, "no_rope_layers", [1, 1, 1, 0]),
     (LLAMA, "partial_rotary_factor", 0.5),
-    (LLAMA, "use_qk_norm", True),
-    (LLAMA, "qk_layernorm", True),
-    (LLAMA, "clip_qkv", 8.0),
     (LLAMA, "layer_types", ["sliding_attention"] * 32),
     (LLAMA, "sliding_window", 512),
-    (LLAMA, "num_local_experts", 8),
-    (LLAMA, "attention_out_bias", True),
     (LLAMA, "logit_scale", 0.0625),
-    (LLAMA, "use_parallel_residual", True),
-    (LLAMA, "rope_interleave", True),
-    (LLAMA, "attention_chunk_size", 8192),
     (LLAMA, "quantization_config", {"quant_method": "hqq"}),
-    (LLAMA, "dual_chunk_attention_config", {"chunk_size": 262144}),
     (LLAMA, "is_encoder_decoder", True),
     (MISTRAL, "attention_bias", True),
-    (MISTRAL, "num_local_experts", 8),
     (MISTRAL, "rope_parameters", {"rope_type": "mrope", "factor": 2.0}),
-    (QWEN2, "attention_bias", True),
     (QWEN2, "use_mrope", True),
+    (QWEN2, "dual_chunk_attention_config", {"chunk_size": 262144}),
+    (GRANITE, "hidden_act", "relu2"),
+    (QWEN3, "hidden_act", "relu2"),
     (QWEN2, "scale_emb", 12),
-    (QWEN3, "shared_expert_intermediate_size", 512),
-    (QWEN3, "num_experts", 8),
-    (QWEN3, "kv_lora_rank", 512),
-    (QWEN3_MOE, "n_group", 8),
-    (QWEN3_MOE, "routed_scaling_factor", 2.5),
-    (QWEN3_MOE, "first_k_dense_replace", 3),
     (QWEN3_MOE, "shared_expert_intermediate_size", 512),
-    (QWEN2_MOE, "scoring_func", "sigmoid"),
     (QWEN2_MOE, "n_shared_experts", 2),
     (PHI3, "hidden_act", "relu"),
-    (PHI3, "mlp_bias", True),
-    (PHI3, "qk_layernorm", True),
-    (MIXTRAL, "n_routed_experts", 64),
-    (MIXTRAL, "shared_intermediate_size", 1024),
     (MIXTRAL, "hidden_act", "relu2"),
-    (OLMO2, "clip_qkv", 8.0),
     (OLMO2, "layer_types", ["sliding_attention"] * 32),
     (GEMMA3, "rope_parameters", {"full_attention": 3}),
     (GEMMA3, "rope_parameters", {"rope_type": "default", "rope_theta": 10.0}),
-    (OLMO3, "clip_qkv", 8.0),
     (OLMO3, "layer_types", ["chunked_attention"] * 32),
     (OLMO3, "sliding_window", None),
-    (OLMO3, "partial_rotary_factor", 0.5),
     (OLMO3, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}),
     (OLMO3, "rope_parameters", {"full_attention": "default"}),
-    (GRANITE, "position_embedding_type", "nope"),
-    (GRANITE, "num_local_experts", 8),
     (GEMMA2, "hidden_activation", "relu"),
     (GEMMA2, "use_bidirectional_attention", True),
     (GEMMA2, "query_pre_attn_scalar", 0),
     (GEMMA3, "layer_types", ["chunked_attention"] * 26),
     ("SmolLM3ForCausalLM", "no_rope_layers", [1, 0]),
     ("Ernie4_5ForCausalLM", "use_bias", True),
-    ("Glm4ForCausalLM", "n_routed_experts", 8),
-    ("Exaone4ForCausalLM", "use_qk_norm", True),
-    ("MinistralForCausalLM", "attention_bias", True),
     ("CohereForCausalLM", "use_qk_norm", True),
     ("ArceeForCausalLM", "hidden_act", "xielu"),
     ("NemotronForCausalLM", "norm_eps", 0),
@@ -214,7 +215,6 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("StableLmForCausalLM", "qk_layernorm", True),
     ("Jais2ForCausalLM", "hidden_act", "xielu"),
     ("GraniteMoeSharedForCausalLM", "shared_intermediate_size", -1),
-    ("GlmForCausalLM", "n_routed_experts", 8),
     ("GemmaForCausalLM", "hidden_act", "silu"),
     ("GemmaForCausalLM", "use_bidirectional_attention", True),
     ("SolarOpenForCausalLM", "first_k_dense_replace", 1),
@@ -248,7 +248,6 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("ApertusForCausalLM", "hidden_act", "relu2"),
     ("ApertusForCausalLM", "post_norm", True),
     ("CwmForCausalLM", "sliding_window", None),
-    ("CwmForCausalLM", "attention_bias", True),
     ("ExaoneForCausalLM", "activation_function", "relu"),
     ("FlexOlmoForCausalLM", "num_experts_per_tok", 8),
     ("Gemma4ForCausalLM", "hidden_size_per_layer_input", 256),
@@ -281,8 +280,6 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("SarvamMLAForCausalLM", "scoring_func", "softmax"),
     ("SarvamMoEForCausalLM", "num_experts_per_tok", 129),
     ("VaultGemmaForCausalLM", "query_pre_attn_scalar", 0),
-    ("YoutuForCausalLM", "n_routed_experts", 8),
-    (GEMMA3, "altup_num_inputs", 4),
     (GEMMA3, "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
 ]
 

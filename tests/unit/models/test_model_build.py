@@ -81,6 +81,24 @@ def test_a_missing_tensor_is_named(qwen3: Path) -> None:
         build(qwen3)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "_orig_mod.", "module.", "base_model.model."])
+def test_a_prefix_of_all_tensors_is_hinted_at(qwen3: Path, prefix: str) -> None:
+    path = qwen3 / "model.safetensors"
+    content = load_file(path)
+    save_file({prefix + name: tensor for name, tensor in content.items()}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"lacks {len(content)} .*; it has {len(content)} of them under '{prefix}'"):
+        build(qwen3)
+
+
+def test_a_prefix_that_the_checkpoint_lacks_is_hinted_at(qwen3: Path) -> None:
+    """As sentence-transformers saves a model, with another architecture."""
+    path = qwen3 / "model.safetensors"
+    content = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    save_file(content, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks .*; it has \d+ of them without 'model.' in front"):
+        build(qwen3)
+
+
 def test_an_unexpected_tensor_is_named(qwen3: Path) -> None:
     change(qwen3, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
     with pytest.raises(ConfigError, match=r"has 1 .*model\.layers\.0\.self_attn\.q_proj\.bias"):

@@ -1,4 +1,5 @@
-"""The equivalents here of other servers' options: for hints on the command line, and the tables of docs/moving.md.
+"""The equivalents here of other servers' options: for hints on the command line and in Python, and the tables
+of docs/moving.md.
 
 The names are those of vLLM 0.26, SGLang 0.5, Mini-SGLang and trtllm-serve 1.2, late in 2026. Standard library only.
 """
@@ -178,6 +179,17 @@ def explain_unknown(given: str, known: Sequence[str]) -> str:
     `given`: as typed, `--name` or `--name=value`; `known`: the existing options.
     """
     name = given.partition("=")[0]
+    return _explained(name, known) or f"no such option: {name}; --help lists all"
+
+
+def explain_unknown_argument(name: str, known: Sequence[str]) -> str:
+    """The same for a keyword argument, or a parameter of a file; `known`: the existing ones."""
+    flags = [f"--{_plain(one)}" for one in known]
+    text = _explained(f"--{_plain(name)}", flags) or f"no such option: {name}; allowed: {', '.join(known)}"
+    return re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), text)
+
+
+def _explained(name: str, known: Sequence[str]) -> str | None:
     plain = _plain(name)
     owners = [
         (server, row)
@@ -196,7 +208,7 @@ def explain_unknown(given: str, known: Sequence[str]) -> str:
     foreign = [flag for rows in FOREIGN_OPTIONS.values() for row in rows for flag in row.flags]
     for flag in get_close_matches(name, foreign, n=1, cutoff=_SIMILAR):
         return f"no such option: {name}; {explain_unknown(flag, known)}"
-    return f"no such option: {name}; --help lists all"
+    return None
 
 
 def _plain(flag: str) -> str:
