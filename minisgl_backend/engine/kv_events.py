@@ -20,19 +20,59 @@ is still kept, then [-1, empty]; `kv_replay` bounds the cost.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from minisgl_backend.cache.changes import CacheChange, PagesStored
 from minisgl_backend.engine.kv_replay import KVReplay
 from minisgl_backend.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 MEDIUM = "GPU"  # the format's word for the memory that the engine computes in, whatever the device
 QUEUED_BATCHES = 10_000  # for one subscriber that does not read; later ones are lost to it
 LINGER_MS = 500  # for batches still to be sent when the core ends
+_CONNECT_MS = 1000  # within which a subscriber that listens takes the connection
+
+
+class _Listener:
+    """Logs whether anybody listens at an address that the socket connects to: ZeroMQ itself never tells."""
+
+    def __init__(self, publisher: zmq.Socket[bytes], address: str) -> None:
+        self._publisher = publisher
+        self._address = address
+        self._is_there: bool | None = None
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+        self._monitor = publisher.get_monitor_socket(events)
+        publisher.connect(address)
+        if self._monitor.poll(_CONNECT_MS):
+            self.look()
+        else:
+            self._note(False)
+
+    def look(self) -> None:
+        """Logs what has changed; never waits."""
+        while self._monitor.poll(0):
+            self._note(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_CONNECTED)
+
+    def _note(self, is_there: bool) -> None:
+        if is_there == self._is_there:
+            return
+        self._is_there = is_there
+        if is_there:
+            log.info("KV events: a subscriber listens at %s", self._address)
+        else:
+            how = "allowed: also tcp://*:PORT, to listen here"
+            log.warning("KV events: nobody listens at %s; they are lost until somebody does; %s", self._address, how)
+
+    def close(self) -> None:
+        self._publisher.disable_monitor()
+        self._monitor.close(linger=0)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -82,6 +122,7 @@ class KVEventPublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publisher: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
+        self._listener: _Listener | None = None
         self._replay = None if replay_endpoint is None else KVReplay(self._context)
         try:
             self._start("kv_events_endpoint", endpoint_of(endpoint, dp_rank), self._attach)
@@ -106,7 +147,7 @@ class KVEventPublisher:
         if "*" in address or "::" in address or address.startswith("ipc://"):
             self._publisher.bind(address)
         else:
-            self._publisher.connect(address)
+            self._listener = _Listener(self._publisher, address)
 
     def publish(self, changes: Sequence[CacheChange]) -> None:
         """Publishes a step's changes, in order, as one batch."""
@@ -130,12 +171,16 @@ class KVEventPublisher:
         self._next += 1
         if self._replay is not None:
             self._replay.keep(number, payload)
+        if self._listener is not None:
+            self._listener.look()
         self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def close(self) -> None:
         """Ends the sockets."""
         if self._replay is not None:
             self._replay.close(LINGER_MS)
+        if self._listener is not None:
+            self._listener.close()
         self._publisher.close(linger=LINGER_MS)
         self._context.term()
 

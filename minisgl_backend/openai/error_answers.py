@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from typing import get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,7 +50,13 @@ async def _answer_unforeseen(request: Request, error: Exception) -> Response:
 
 async def _answer_wrong_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return await _answer_error(request, from_validation(error.errors()))
+    return await _answer_error(request, from_validation(error.errors(), _fields_of(request)))
+
+
+def _fields_of(request: Request) -> Collection[str] | None:
+    """The fields of the path's own requests; None: it has none."""
+    body = get_type_hints(request.scope["endpoint"]).get("body")
+    return None if body is None else body.model_fields
 
 
 async def _answer_nested_body(request: Request, error: Exception) -> Response:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import urllib.error
 import urllib.request
 
 from minisgl_backend.openai.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 5.0
 _FRESH_SECONDS = 0.2  # the server's values change no faster
@@ -24,6 +27,7 @@ class ServerMetrics:
         self._text = ""
         self._fetched_at = 0.0
         self._lock = asyncio.Lock()
+        self._is_told = False  # that there are none
 
     async def text(self) -> str:
         """Raises ApiError if the server does not answer, or has no metrics."""
@@ -36,13 +40,17 @@ class ServerMetrics:
             return self._text
 
     async def engine_is_down(self) -> bool:
-        """True if the server's metrics say so."""
+        """True if the server's metrics say so; they may be out of reach while the server answers."""
         if not self._address:
             return False
         try:
-            return _DOWN.search(await self.text()) is not None
+            text = await self.text()
         except ApiError:
-            return True
+            if not self._is_told:
+                self._is_told = True
+                log.warning("/health cannot tell if the engine is down: no metrics at %s (--metrics)", self._address)
+            return False
+        return _DOWN.search(text) is not None
 
     def _fetch(self) -> str:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.anthropic_blocks import message_of_assistant, messages_of_user, system_text
-from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, is_unicode
 from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
@@ -28,7 +28,7 @@ class AnthropicMessage(Model):
     content: str | list[dict[str, Any]]
 
 
-class AnthropicTool(Model):
+class AnthropicTool(Constraint):
     name: str
     type: str | None = None  # "custom" or none; Anthropic itself runs all other types
     description: str | None = None
@@ -57,7 +57,7 @@ class AnthropicTool(Model):
         return Tool.model_construct(type="function", function=definition)
 
 
-class ToolChoice(Model):
+class ToolChoice(Constraint):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -67,7 +67,7 @@ class AnthropicThinking(Thinking):
     display: str | None = None
 
 
-class OutputFormat(Model):
+class OutputFormat(Constraint):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 

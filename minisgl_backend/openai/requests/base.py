@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -60,6 +60,8 @@ class Model(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    may_lose_fields: ClassVar[bool] = True  # unknown ones, with --ignore-unknown-fields
+
     @model_validator(mode="before")
     @classmethod
     def _check_entries(cls, values: Any) -> Any:
@@ -70,11 +72,17 @@ class Model(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {name: value for name, value in checked.items() if value is not None or name in known}
         ignore = IGNORE.get()
-        if ignore is not None:
+        if ignore is not None and cls.may_lose_fields:
             for name in kept.keys() - known:
                 ignore(name)
                 del kept[name]
         return kept
+
+
+class Constraint(Model):
+    """A format or a function: an answer without what an unknown field asks for would be another one."""
+
+    may_lose_fields = False
 
 
 class StreamOptions(Model):
@@ -83,19 +91,55 @@ class StreamOptions(Model):
     include_obfuscation: bool | None = None  # has no effect: it is never done
 
 
-class JsonSchema(Model):
+class JsonSchema(Constraint):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Model):
-    type: Literal["text", "json_object", "json_schema"]
+class ResponseFormat(Constraint):
+    """OpenAI's formats, and those of other servers: TGI has `value`, llama.cpp, Together and others `schema`."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    value: dict[str, Any] | str | bool | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+
+    def constraint(self) -> dict[str, Any] | None:
+        """The constraint of the answer as the server takes it. Raises ApiError."""
+        given = {
+            "json_schema.schema": None if self.json_schema is None else self.json_schema.schema_,
+            "schema": self.schema_,
+            "value": self.value,
+            "pattern": self.pattern,
+            "grammar": self.grammar,
+        }
+        allowed = _FORMATS[self.type]
+        names = [name for name, value in given.items() if value is not None]
+        for number, name in enumerate(names):
+            if number or name not in allowed:
+                said = " or ".join(f"response_format.{one}" for one in allowed) or "nothing else"
+                beside = f" and response_format.{names[0]}" if number else ""
+                reason = f"is given with type {self.type}{beside}; allowed: {said}"
+                raise invalid("response_format", f"response_format.{name} {reason}")
+        if not names and self.type != "json_object" and allowed:
+            raise invalid("response_format", f"response_format.{allowed[0]} is missing; {self.type} needs it")
+        value = given[names[0]] if names else None
+        if self.type in ("regex", "grammar"):
+            return _constraint("response_format", self.type, value)
+        if self.type == "text":
+            return None
+        if value is None or value == {}:
+            return {"json_object": True}
+        if self.type == "json_schema" and isinstance(value, dict) and names == ["value"]:
+            value = value.get("schema", value)  # TGI's, with a name beside it
+        return _constraint("response_format", "json", value)
 
 
-class StructuredOutputs(Model):
+class StructuredOutputs(Constraint):
     """vLLM's name for constraints of the answer."""
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
@@ -239,13 +283,8 @@ class Generating(Sampling):
     def _guided(self) -> tuple[str, dict[str, Any]] | None:
         """(the client's field, the constraint)."""
         given: dict[str, dict[str, Any]] = {}
-        form = self.response_format
-        if form is not None and form.type == "json_object":
-            given["response_format"] = {"json_object": True}
-        elif form is not None and form.type == "json_schema":
-            if form.json_schema is None or form.json_schema.schema_ is None:
-                raise invalid("response_format", "response_format.json_schema.schema is missing; json_schema needs it")
-            given["response_format"] = {"json": json.dumps(form.json_schema.schema_)}
+        if self.response_format is not None and (kept := self.response_format.constraint()) is not None:
+            given["response_format"] = kept
         for name, key in _GUIDED:
             if (value := getattr(self, name)) is not None:
                 given[name] = _constraint(name, key, value)
@@ -284,6 +323,16 @@ def _constraint(name: str, key: str, value: Any) -> dict[str, Any]:
     return {key: value}
 
 
+# Types of response_format -> where the constraint may stand, the usual place first.
+_SCHEMAS = ("json_schema.schema", "schema", "value")
+_FORMATS: Mapping[str, Sequence[str]] = {
+    "text": (),
+    "json_object": _SCHEMAS,
+    "json_schema": _SCHEMAS,
+    "json": ("value", "schema"),
+    "regex": ("value", "pattern"),
+    "grammar": ("grammar", "value"),
+}
 _GUIDED = (
     ("guided_json", "json"),
     ("guided_regex", "regex"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Model
+from minisgl_backend.openai.requests.base import Constraint, Model
 from minisgl_backend.openai.requests.messages import shown, wrong
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, Tool
 from minisgl_backend.openai.validation import from_validation
@@ -27,7 +27,7 @@ _DEFAULT_NAMESPACE = "functions"  # where Codex looks for calls without a namesp
 ToolDicts = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class Function(Model):
+class Function(Constraint):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -45,7 +45,7 @@ class Namespace(Model):
     tools: ToolDicts
 
 
-class NamedFunction(Model):
+class NamedFunction(Constraint):
     type: Literal["function"]
     name: str
     namespace: str | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, is_unicode
 from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest, OpenRouterReasoning
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
 from minisgl_backend.openai.requests.response_tools import (
@@ -38,7 +38,7 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
-class TextFormat(Model):
+class TextFormat(Constraint):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None

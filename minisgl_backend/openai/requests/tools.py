@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Model
+from minisgl_backend.openai.requests.base import Constraint, Model
 
 MAX_TOOLS = 512
 
 
-class FunctionDefinition(Model):
+class FunctionDefinition(Constraint):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -28,7 +28,7 @@ class Tool(Model):
     function: FunctionDefinition
 
 
-class FunctionName(Model):
+class FunctionName(Constraint):
     name: str
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -43,6 +45,26 @@ def test_a_subscriber_may_be_the_one_that_listens() -> None:
         ["BlockStored", [13], 12, [5, 6], 2, None, "GPU", None, None],
         ["BlockRemoved", [12], "GPU"],
     ]
+    publisher.close()
+    context.destroy(linger=0)
+
+
+def test_whether_anybody_listens_stands_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+    subscriber.close(linger=0)
+    publisher = KVEventPublisher(f"tcp://127.0.0.1:{port}", page_size=2)
+    lost = f"KV events: nobody listens at tcp://127.0.0.1:{port}; they are lost until somebody does"
+    assert [record.getMessage().startswith(lost) for record in caplog.records] == [True]
+    assert caplog.records[0].levelname == "WARNING"
+    subscriber = context.socket(zmq.SUB)
+    subscriber.bind(f"tcp://127.0.0.1:{port}")
+    while len(caplog.records) < 2:
+        publisher.publish([PagesRemoved([1])])
+        time.sleep(0.01)
+    assert caplog.records[1].getMessage() == f"KV events: a subscriber listens at tcp://127.0.0.1:{port}"
     publisher.close()
     context.destroy(linger=0)
 

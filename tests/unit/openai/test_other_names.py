@@ -13,6 +13,8 @@ from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.logprobs import CompletionLogprobs, said
 from minisgl_backend.openai.requests.anthropic import MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.pooling import EmbeddingRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import OutputItems
 from minisgl_backend.openai.triton import Delta, TokenLogprob
@@ -119,6 +121,85 @@ def test_unknown_fields_are_named_once_where_they_may_be_there(caplog: pytest.Lo
     assert sorted(record.args for record in caplog.records) == [("num_ctx",), ("odd",)]  # type: ignore[type-var]
     with pytest.raises(ValidationError):
         chat(num_ctx=7)
+
+
+FUNCTION = {"name": "f", "odd": 1}
+MESSAGES: Any = {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
+FORM = {"type": "json_object", "odd": 1}
+SCHEMA = {"type": "json_schema", "schema": {}, "odd": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "named"),
+    [
+        (ChatRequest, {"response_format": {"type": "json_object", "odd": 1}}, "response_format.odd"),
+        (
+            ChatRequest,
+            {"response_format": {"type": "json_schema", "json_schema": {"odd": 1}}},
+            "response_format.json_sch",
+        ),
+        (ChatRequest, {"structured_outputs": {"odd": 1}}, "structured_outputs.odd"),
+        (ChatRequest, {"tools": [{"type": "function", "function": FUNCTION}]}, "tools[0].function.odd"),
+        (
+            CompletionRequest,
+            {"prompt": "x", "response_format": {"type": "json_object", "odd": 1}},
+            "response_format.odd",
+        ),
+        (ResponsesRequest, {"input": "x", "text": {"format": SCHEMA}}, "text.format.odd"),
+        (ResponsesRequest, {"input": "x", "tools": [{"type": "function", **FUNCTION}]}, "tools[0].odd"),
+        (MessagesRequest, {**MESSAGES, "tools": [FUNCTION]}, "tools[0].odd"),
+        (MessagesRequest, {**MESSAGES, "output_config": {"format": SCHEMA}}, "output_config.format.odd"),
+    ],
+)
+def test_formats_and_functions_lose_no_fields(kind: Any, values: dict[str, Any], named: str) -> None:
+    """Free JSON would come back in place of what an ignored field asks for."""
+    values = {"messages": [{"role": "user", "content": "hello"}], **values} if kind is ChatRequest else values
+    message = ""
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal message
+        try:
+            request = kind.model_validate({**values, "unknown": 1})
+            if kind is ResponsesRequest:
+                request.as_chat()
+        except ValidationError as error:
+            message = from_validation(error.errors()).message
+        except ApiError as error:
+            message = error.message
+
+    asyncio.run(IgnoreUnknownFields(read)({}, None, None))  # type: ignore[arg-type]
+    assert message.startswith(named)
+    assert "is unknown" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (CompletionRequest, {"max_completion_tokens": 5}, "max_completion_tokens is unknown; allowed: max_tokens"),
+        (CompletionRequest, {"max_output_tokens": 5}, "max_output_tokens is unknown; allowed: max_tokens"),
+        (CompletionRequest, {"messages": []}, "messages is unknown; allowed: prompt"),
+        (CompletionRequest, {"function_call": "auto"}, "function_call is unknown; allowed: the fields of"),
+        (ChatRequest, {"max_output_tokens": 5}, "max_output_tokens is unknown; allowed: max_completion_tokens"),
+        (ChatRequest, {"input": "x"}, "input is unknown; allowed: messages"),
+        (ChatRequest, {"num_predict": 5}, "num_predict is unknown; allowed: max_tokens"),
+        (ResponsesRequest, {"max_tokens": 5}, "max_tokens is unknown; allowed: max_output_tokens"),
+        (ResponsesRequest, {"num_predict": 5}, "num_predict is unknown; allowed: max_output_tokens"),
+        (ResponsesRequest, {"response_format": {}}, "response_format is unknown; allowed: text.format"),
+        (MessagesRequest, {"response_format": {}}, "response_format is unknown; allowed: output_config.format"),
+        (MessagesRequest, {"max_completion_tokens": 5}, "max_completion_tokens is unknown; allowed: max_tokens"),
+        (MessagesRequest, {"output_config": {"odd": 1}}, "output_config.odd is unknown"),
+        (MessagesRequest, {"thinking": {"type": "enabled", "odd": 1}}, "thinking.odd is unknown"),
+        (MessagesRequest, {"thinking": {}}, "thinking.type is missing"),
+        (EmbeddingRequest, {"max_tokens": 5}, "max_tokens is unknown; allowed: the fields of"),
+        (ChatRequest, {"options": {}}, "options is unknown; allowed: its options as fields of the request"),
+    ],
+)
+def test_hints_name_fields_of_the_same_request(kind: Any, values: dict[str, Any], message: str) -> None:
+    needed = {CompletionRequest: {"prompt": "x"}, ResponsesRequest: {"input": "x"}, EmbeddingRequest: {"input": "x"}}
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({**needed.get(kind, MESSAGES), **values})
+    errors = [one for one in error.value.errors() if one["type"] != "missing" or one["loc"][0] in values]
+    assert from_validation(errors, kind.model_fields).message.startswith(message)
 
 
 def test_tools_in_namespaces_can_be_called_and_hosted_ones_are_left_out() -> None:

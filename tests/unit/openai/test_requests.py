@@ -49,6 +49,27 @@ def completion(**values: Any) -> CompletionRequest:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
             {"guided_decoding": {"json": '{"type": "object"}'}},
         ),
+        *(
+            ({"response_format": form}, {"guided_decoding": {"json": '{"type": "object"}'}})
+            for form in (
+                {"type": "json_object", "value": {"type": "object"}},  # huggingface_hub
+                {"type": "json", "value": {"type": "object"}},
+                {"type": "json", "value": '{"type": "object"}'},
+                {"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}},
+                {"type": "json_schema", "value": {"type": "object"}},
+                {"type": "json_object", "schema": {"type": "object"}},  # llama.cpp, Together
+                {"type": "json_schema", "schema": {"type": "object"}},
+                {"type": "json_object", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+            )
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, {"guided_decoding": {"json_object": True}}),
+        ({"response_format": {"type": "json_object", "value": None}}, {"guided_decoding": {"json_object": True}}),
+        ({"response_format": {"type": "regex", "value": "a+"}}, {"guided_decoding": {"regex": "a+"}}),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, {"guided_decoding": {"regex": "a+"}}),
+        (
+            {"response_format": {"type": "grammar", "grammar": "root ::= x"}},
+            {"guided_decoding": {"grammar": "root ::= x"}},
+        ),
         ({"guided_json": {"type": "object"}}, {"guided_decoding": {"json": '{"type": "object"}'}}),
         ({"guided_regex": "a+"}, {"guided_decoding": {"regex": "a+"}}),
         ({"guided_choice": ["a", "b"]}, {"guided_decoding": {"choice": ["a", "b"]}}),
@@ -137,6 +158,12 @@ def test_what_is_null_is_not_asked_for() -> None:
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format"),
+        ({"response_format": {"type": "regex"}}, "response_format"),
+        ({"response_format": {"type": "regex", "value": ""}}, "response_format"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "pattern": "a"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
