@@ -23,7 +23,7 @@ class WeightFormat:
     title: str  # what of it is served, in words
     factory: str  # MODULE:CLASS of its `weights.method.MethodFactory`, imported when a model first uses it
     capability: tuple[int, int]  # of a GPU, at least
-    # quant_method of config.json's quantization_config -> MODULE:FUNCTION, which says whether a checkpoint is in this
+    # quant_method of quantization_config -> MODULE:FUNCTION, which says whether a checkpoint is in this
     # format, and in which variant: a `weights.quantization_config.SchemeReader`, in a module without torch.
     readers: Mapping[str, str] = field(default_factory=dict)
     converts: bool = False  # 16-bit weights while they load: the option `quantization`; these take:
@@ -53,12 +53,13 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             readers={"compressed-tensors": "minisgl_backend.weights.schemes.int8:read_compressed_tensors"},
         ),
         "int4": WeightFormat(
-            title="4-bit weights with scales of groups of inputs (AWQ, GPTQ, pack-quantized)",
+            title="4-bit weights with scales of groups of inputs (AWQ, GPTQ, AutoRound, pack-quantized)",
             factory="minisgl_backend.weights.int4:Int4Factory",
             capability=(8, 0),
             readers={
                 "awq": "minisgl_backend.weights.schemes.int4:read_awq",
                 "gptq": "minisgl_backend.weights.schemes.int4:read_gptq",
+                "auto-round": "minisgl_backend.weights.schemes.int4:read_auto_round",
                 "compressed-tensors": "minisgl_backend.weights.schemes.int4:read_compressed_tensors",
             },
         ),

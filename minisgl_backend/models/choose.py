@@ -10,6 +10,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.known_keys import ReadElsewhereError
+from minisgl_backend.models.quantization_files import find_quantization
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,12 @@ def load_model_config(
         if model_impl == "native" or not _may_fall_back(folder):
             raise
         native = error
+    quantization = find_quantization(read_json(folder / "config.json"), folder)
+    if quantization is not None and quantization.path in str(native):
+        raise native
     try:
+        if quantization is not None:
+            quantization.check_plain()
         config = _through_transformers(folder, trust_remote_code)
     except ConfigError as error:
         raise ConfigError(f"{native}. Nor does it run through transformers' code: {error}") from None
@@ -59,9 +65,8 @@ def _through_transformers(folder: Path, trust_remote_code: bool) -> ModelConfig:
 def _may_fall_back(folder: Path) -> bool:
     """Whether to try transformers, which takes seconds: folders that it cannot serve either are refused before."""
     config = read_json(folder / "config.json")
-    refused = ("quantization_config", "compression_config", "is_encoder_decoder")
     return (
         isinstance(config.get("model_type"), str)
-        and not any(config.get(key) for key in refused)
+        and not config.get("is_encoder_decoder")
         and not (folder / "adapter_config.json").exists()
     )

@@ -18,20 +18,17 @@ from minisgl_backend.models.families import FAMILIES
 from minisgl_backend.models.families.common import Family
 from minisgl_backend.models.families.vectors import find_family
 from minisgl_backend.models.generation import GenerationDefaults
-from minisgl_backend.models.json_files import read_json, read_json_if_there
+from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
 from minisgl_backend.models.pooling import EmbeddingDefaults
+from minisgl_backend.models.quantization_files import CONFIG_KEYS, find_quantization
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.names import TensorNames
-from minisgl_backend.weights.quantization_config import read_quantization_config
 
 # Keys that a multimodal config may have outside of its text config.
-_AROUND_TEXT = (
-    "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config",
-    "compression_config",
-)  # fmt: skip
+_AROUND_TEXT = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +55,34 @@ class ModelConfig(DecoderConfig):
                 f"{folder} holds a LoRA adapter (adapter_config.json), which is not served; "
                 "merge it into its base model and serve the result"
             )
-        config = _with_modelopt(read_json(folder / "config.json"), folder)
+        config = read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
-        model = cls.from_dicts(config, generation, read_end_of_text(folder))
+        model = cls.from_dicts(config, generation, read_end_of_text(folder), folder)
         return replace(model, embedding=EmbeddingDefaults.load(folder))
 
     @classmethod
     def from_dicts(
-        cls, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None = None
+        cls,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        tokenizer_eos: int | None = None,
+        folder: Path | None = None,
     ) -> ModelConfig:
         """From the contents of config.json and generation_config.json ({} where the model has none).
 
-        `tokenizer_eos`: the token with which the tokenizer ends a text.
+        `tokenizer_eos`: the token with which the tokenizer ends a text. `folder`: of the model, for files that say how
+        it is quantized.
         """
         check_decoder(config)
+        quantization = find_quantization(config, folder)
         architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
         config = _of_text(config, family)
         keys = Keys(config, family.defaults)
 
-        quantization = keys.get("quantization_config") or keys.get("compression_config")  # its older name
+        for key in CONFIG_KEYS:  # which `find_quantization` reads
+            keys.get(key)
         keys.without_effect("is_encoder_decoder")
         keys.choice("is_causal", (True,))  # False in embedding models with bidirectional attention
         decoder = family.read(keys)
@@ -92,7 +96,7 @@ class ModelConfig(DecoderConfig):
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
             tensor_names=replace(names, left_out=(*names.left_out, *decoder.draft_prefixes)),
-            quantization=read_quantization_config(quantization, names),
+            quantization=QuantizationConfig(names=names) if quantization is None else quantization.read(names),
             unknown_keys=check_unread(keys, family.model_type, decoder.max_position),
         )
 
@@ -147,11 +151,3 @@ def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
         **inner,
         **({"tie_word_embeddings": True} if ties else {}),
     }
-
-
-def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Adds ModelOpt's description of the weights, which its older checkpoints have in a separate file."""
-    described = read_json_if_there(folder / "hf_quant_config.json").get("quantization")
-    if config.get("quantization_config") or not isinstance(described, dict) or not described.get("quant_algo"):
-        return config
-    return {**config, "quantization_config": {"quant_method": "modelopt", **described}}

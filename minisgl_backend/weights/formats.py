@@ -9,20 +9,25 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import CONVERTED_FORMATS, WEIGHT_FORMATS
+from minisgl_backend.weights.module_patterns import MATCHERS, ModuleNames
 from minisgl_backend.weights.names import TensorNames
 
 # Modules with matrices that are no linear layer: paths of this project, or of checkpoints with other names.
 _ALWAYS_PLAIN = ("*.gate", "*.router", "*.shared_expert_gate", "*norm")
 _PLAIN_TENSORS = ("weight", "bias")
-_REGEX = "re:"
 _EXPERTS = re.compile(r".+\.experts")
+_EACH_EXPERT = "{expert}"
+# Layers that others multiply together, and by whose names some config files call them.
+_MERGED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,11 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class SchemeRule:
-    """Modules that one of the patterns matches have this scheme; None: they are plain.
-
-    A pattern is a regular expression after `re:`, which begins to match where the path begins, or else some parts of a
-    path, with * for any text: `model.layers.0.mlp`, `self_attn.*_proj`, `gate`.
-    """
+    """Modules that one of the patterns matches have this scheme; None: they are plain."""
 
     scheme: WeightScheme | None
-    patterns: tuple[str, ...] = ("*",)
+    patterns: tuple[str, ...] | None = None  # None: all modules
+    matches: str = "path parts"  # of MATCHERS: how patterns are meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class QuantizationConfig:
 
     rules: tuple[SchemeRule, ...] = ()
     names: TensorNames = field(default_factory=TensorNames)  # of the checkpoint, whose module names rules have
+    # Why an FP8 cache cannot have the checkpoint's scales; None: it can.
+    cache_refusal: str | None = None
 
     @classmethod
     def converting(cls, option: str | None) -> QuantizationConfig:
@@ -88,9 +92,9 @@ class QuantizationConfig:
         if not self.rules:
             return None
         if not _EXPERTS.fullmatch(path):
-            return self._scheme_of((path,))
+            return self._scheme_of(path)
         kinds = [f"{path}.{kind}" for kind in ("gate_proj", "up_proj", "down_proj")]
-        found = {self._scheme_of((path, kind)): kind for kind in kinds}
+        found = {self._scheme_of(kind, experts=path): kind for kind in kinds}
         if len(found) > 1:
             text = ", ".join(f"{kind} is {scheme or 'plain'}" for scheme, kind in found.items())
             raise ConfigError(f"quantization: {text}; allowed: one format for all weights of experts")
@@ -112,57 +116,38 @@ class QuantizationConfig:
             return stored
         is_matrix = kind == "weight" and len(shape) > 1 and path.startswith("model.layers.")
         is_linear = is_matrix and not any(fnmatch.fnmatchcase(path, one) for one in _ALWAYS_PLAIN)
-        scheme = self._scheme_of((path,)) if is_linear else None
+        scheme = self._scheme_of(path) if is_linear else None
         numbers = math.prod(shape)
         if scheme is None or scheme.parameters is not None:
             return numbers * item_bytes
         row = WEIGHT_FORMATS[scheme.format]
         return int(numbers * row.number_bytes) + numbers // shape[-1] * row.output_bytes
 
-    def _scheme_of(self, paths: tuple[str, ...]) -> WeightScheme | None:
-        names = tuple(dict.fromkeys(name for path in paths for name in self._stored(path)))
+    def _scheme_of(self, path: str, experts: str | None = None) -> WeightScheme | None:
+        """experts: the module around an expert's weight."""
+        merged = _MERGED.get(path.rpartition(".")[2])
+        stored = self._in_checkpoint(path)
+        names = ModuleNames(
+            own=tuple(dict.fromkeys(self._with_prefixes(path, stored))),
+            experts=tuple(self._with_prefixes(experts)) if experts is not None else (),
+            merged=tuple(self._with_prefixes(f"{path.rpartition('.')[0]}.{merged}")) if merged and not experts else (),
+            holds_experts=_EACH_EXPERT not in (stored or ""),
+        )
         for rule in self.rules:
-            if any(_matches(name, rule.patterns) for name in names):
+            if rule.patterns is None or MATCHERS[rule.matches](names, rule.patterns):
                 return rule.scheme
         return None
 
-    def _stored(self, path: str) -> Iterator[str]:
-        """What the module may be called: here, and in the checkpoint, where several may be one."""
+    def _in_checkpoint(self, path: str) -> str | None:
+        """The module's name there, where it is another one."""
         found = self.names.find(f"{path}.weight")
-        here = [path]
-        if found is not None:
-            stored, layer, _ = found
-            here.append(f"{layer}{stored.name}".removesuffix(".weight").format(expert=0))
-        for name in here:
+        return None if found is None else f"{found[1]}{found[0].name}".removesuffix(".weight")
+
+    def _with_prefixes(self, *names: str | None) -> Iterator[str]:
+        """Each name, and what it is called where the checkpoint's names have another beginning."""
+        for name in filter(None, names):
+            name = name.format(expert=0)
             yield name
             for theirs, ours in self.names.prefixes:
                 if name.startswith(ours):
                     yield theirs + name[len(ours) :]
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    literal, expressions = _compiled(patterns)
-    parts = name.split(".")
-    runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-    return any(run in literal for run in runs) or any(expression.match(name) for expression in expressions)
-
-
-@lru_cache(maxsize=64)
-def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
-    """Those without any special character, which checkpoints list by the hundred; and the others."""
-    literal = frozenset(one.strip(".") for one in patterns if not one.startswith(_REGEX) and "*" not in one)
-    return literal, tuple(_expressions(one for one in patterns if one.startswith(_REGEX) or "*" in one))
-
-
-def _expressions(patterns: Iterable[str]) -> Iterator[re.Pattern[str]]:
-    for pattern in patterns:
-        try:
-            if pattern.startswith(_REGEX):
-                yield re.compile(pattern.removeprefix(_REGEX))
-            else:
-                text = ".*".join(re.escape(part) for part in pattern.strip(".").split("*"))
-                yield re.compile(rf"(?:.*\.)?{text}(?:\..*)?\Z")
-        except re.error as error:
-            raise ConfigError(
-                f"config.json: quantization_config has the pattern {pattern!r}, which is none: {error}"
-            ) from None

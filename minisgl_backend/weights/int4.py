@@ -25,8 +25,10 @@ from minisgl_backend.weights.int4_checkpoint import (
     Axis,
     Int4Groups,
     Int4Slice,
+    groups_in_order,
     numbers_part,
     order_part,
+    read_order,
     scales_part,
     zeros_part,
 )
@@ -55,8 +57,9 @@ class Int4LinearMethod(LinearMethod):
         self._bias = self.bias if spec.adds_bias else None
         self.group_of_input: torch.Tensor | None = None
         if scheme.act_order:
-            shape = (len(spec.outputs), spec.input_size)
-            self.group_of_input = empty_parameter(*shape, dtype=torch.int32, device=device)
+            in_order = groups_in_order(spec.input_size, self._groups.stored, device)
+            self.group_of_input = empty_parameter(len(spec.outputs), spec.input_size, dtype=torch.int32, device=device)
+            self.group_of_input.data.copy_(in_order.expand_as(self.group_of_input))
         self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
         self._weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
         self.second_layouts = fitting_layouts(self._weight)
@@ -135,16 +138,11 @@ class Int4LinearMethod(LinearMethod):
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.words, self.scales, self.zeros, generator)
         fill_bias_with_noise(self.bias, generator)
-        if self.group_of_input is not None:
-            groups = torch.arange(self.spec.input_size, device=self.words.device) // self._groups.stored
-            self.group_of_input.data.copy_(groups.expand_as(self.group_of_input))
 
     def _checked_order(self, groups: torch.Tensor) -> torch.Tensor:
         """The group of each input of the whole weight."""
         name, size = self.spec.outputs[0].name, self._groups.stored
-        expected = torch.arange(len(groups), device=groups.device) // size
-        if not torch.equal(groups.sort().values, expected.to(groups.dtype)):
-            raise ConfigError(f"{name}: its inputs are not in groups of {size}, as quantization_config says")
+        groups = read_order(groups, size, name)
         if self._inputs.is_split and not _is_in_order(groups, size):
             raise ConfigError(
                 f"desc_act is true, and {name} has its inputs in an order of its own, which ranks cannot split; "
@@ -179,6 +177,15 @@ class Int4ExpertsMethod(ExpertsMethod):
             self.gate_up, self.gate_up_scales, self.gate_up_zeros, spec.hidden_size, self._of_gate_up
         )
         self._down = _weight(self.down, self.down_scales, self.down_zeros, spec.local, self._of_down)
+        self.groups_of_inputs: list[torch.Tensor] = []  # of gate, up and down, only to be checked
+        if scheme.act_order:
+            sizes = [spec.hidden_size, spec.hidden_size, spec.intermediate_size]
+            self.groups_of_inputs = [
+                torch.empty(spec.num_experts, size, dtype=torch.int32, device=device) for size in sizes
+            ]
+
+    def process_weights_after_loading(self) -> None:
+        self.groups_of_inputs = []
 
     def apply_experts(
         self,
@@ -216,11 +223,25 @@ class Int4ExpertsMethod(ExpertsMethod):
                 self.gate_up_scales[..., rows], zeros,
             )  # fmt: skip
         down = self._slice("down_proj", self._hidden, self._inner)
-        return [*parts, *_parts(self._scheme, self._of_down, down, self.down, self.down_scales, self.down_zeros)]
+        parts += _parts(self._scheme, self._of_down, down, self.down, self.down_scales, self.down_zeros)
+        of_gate, of_up = (self._slice(kind, self._inner, self._hidden) for kind in ("gate_proj", "up_proj"))
+        for of, target in zip((of_gate, of_up, down), self.groups_of_inputs, strict=False):
+            parts.append(order_part(self._scheme, of, target, self._checked_order))
+        return parts
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.gate_up, self.gate_up_scales, self.gate_up_zeros, generator)
         _fill_with_noise(self.down, self.down_scales, self.down_zeros, generator)
+
+    def _checked_order(self, groups: torch.Tensor) -> torch.Tensor:
+        """The groups of one expert's inputs."""
+        size = (self._of_gate_up if len(groups) == self.spec.hidden_size else self._of_down).stored
+        groups = read_order(groups, size, self.spec.name)
+        if not _is_in_order(groups, size):
+            raise ConfigError(
+                f"desc_act is true, and {self.spec.name} have their inputs in orders of their own; allowed: false"
+            )
+        return groups
 
     def _slice(self, kind: str, outputs: Axis, inputs: Axis) -> Int4Slice:
         return Int4Slice(name=f"{self.spec.name}.{kind}", outputs=outputs, inputs=inputs, experts=self.spec.num_experts)
@@ -239,8 +260,6 @@ class Int4Factory(MethodFactory):
     def experts(self, spec: ExpertsSpec) -> Int4ExpertsMethod:
         if spec.bias:
             raise ConfigError(f"{spec.name} have biases; allowed with 4-bit weights: experts without")
-        if self.parameters.act_order:
-            raise ConfigError(f"desc_act is true; allowed for {spec.name}: false")
         return Int4ExpertsMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
 
 
@@ -296,8 +315,7 @@ def _parts(
 
 def _is_in_order(groups: torch.Tensor, size: int) -> bool:
     """Whether input i is in group i // size."""
-    expected = torch.arange(len(groups), device=groups.device) // size
-    return torch.equal(groups, expected.to(groups.dtype))
+    return torch.equal(groups, groups_in_order(len(groups), size, groups.device).to(groups.dtype))
 
 
 def _fill_with_noise(

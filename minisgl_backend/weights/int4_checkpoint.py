@@ -146,8 +146,8 @@ def zeros_part(scheme: Int4Scheme, groups: Int4Groups, of: Int4Slice, target: to
 def order_part(
     scheme: Int4Scheme, of: Int4Slice, target: torch.Tensor, check: Callable[[torch.Tensor], torch.Tensor]
 ) -> WeightPart:
-    """target: int32 [(experts,) inputs], the group of each input of the whole weight. check: raises where it cannot
-    be served."""
+    """target: int32 [(experts,) inputs], the group of each input of the whole weight, which keeps what it has where the
+    file has none. check: raises where it cannot be served."""
     shape = (*(() if of.experts is None else (of.experts,)), of.inputs.size)
     return WeightPart(
         name=f"{of.name}.{_LAYOUTS[scheme.layout].order}",
@@ -158,7 +158,24 @@ def order_part(
         output_axis=None,
         dtypes=(torch.int32,),
         convert=check,
+        optional=True,
     )
+
+
+def groups_in_order(size: int, group: int, device: torch.device) -> torch.Tensor:
+    """int32 [inputs]: that of each input, where each group has the inputs after those of the one before."""
+    return torch.arange(size, dtype=torch.int32, device=device) // group
+
+
+def read_order(groups: torch.Tensor, group: int, name: str) -> torch.Tensor:
+    """groups: [inputs] as a file has them, where -1 for each says that they are in order, as in vLLM. The group of each
+    input. Raises ConfigError unless groups are of that size."""
+    expected = groups_in_order(len(groups), group, groups.device).to(groups.dtype)
+    if bool((groups == -1).all()):
+        return expected
+    if not torch.equal(groups.sort().values, expected):
+        raise ConfigError(f"{name}: its inputs are not in groups of {group}, as quantization_config says")
+    return groups
 
 
 def _of_groups(tensor: _Tensor, groups: Int4Groups, of: Int4Slice, target: torch.Tensor, offset: int) -> WeightPart:

@@ -54,6 +54,14 @@ class TensorReads:
     reads: list[Read] = field(default_factory=list)
     either_way: bool = False  # its last two axes may be the other way round
 
+    @property
+    def is_optional(self) -> bool:
+        return all(read.part.optional for read in self.reads)
+
+    @property
+    def target_bytes(self) -> int:
+        return sum(read.part.target.nbytes for read in self.reads)
+
     def for_shape(self, found: tuple[int, ...]) -> TensorReads | None:
         """What is read of a tensor with this shape; None: it cannot have it."""
         if found == self.shape or {found, self.shape} <= {(), (1,)}:
@@ -151,8 +159,9 @@ def load_weights(
     """
     plan = plan_reads(parts, names)
     found = {name for name in checkpoint.names() if name.startswith(names.within)}
+    plan = {name: tensor for name, tensor in plan.items() if name in found or not tensor.is_optional}
     _check_names(plan, found, model, names.left_out, is_redundant)
-    total = sum(part.target.nbytes for part in parts)
+    total = sum(tensor.target_bytes for tensor in plan.values())
     done = 0
     for name, source in checkpoint.slices(plan, device):
         tensor, path = plan[name], checkpoint.path(name)
@@ -161,7 +170,7 @@ def load_weights(
         if stored is None:
             raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {tensor.shape}")
         _fill(name, stored.reads, source, path)
-        done += sum(read.part.target.nbytes for read in tensor.reads)
+        done += tensor.target_bytes
         on_progress(done, total)
 
 

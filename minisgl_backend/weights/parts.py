@@ -38,6 +38,7 @@ class WeightPart:
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     scale: torch.Tensor | None = None
     whole: bool = False
+    optional: bool = False  # where the file has no such tensor, the target keeps what it has
 
     @property
     def is_scalar(self) -> bool:

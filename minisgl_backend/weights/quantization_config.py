@@ -1,4 +1,4 @@
-"""What a checkpoint says about the number formats of its weights: config.json's quantization_config. Needs no torch.
+"""What a checkpoint says about the number formats of its weights. Needs no torch.
 
 Who made the checkpoint (`quant_method`) decides how modules are named and left out; the formats themselves are known
 to the readers of `number_formats.WEIGHT_FORMATS`, each in a file of `weights/schemes/`.
@@ -6,22 +6,35 @@ to the readers of `number_formats.WEIGHT_FORMATS`, each in a file of `weights/sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme
 from minisgl_backend.weights.names import TensorNames
-from minisgl_backend.weights.schemes.int4 import gptq_exceptions
-from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys, refusal
+from minisgl_backend.weights.schemes.keys import CONFIG_JSON, PLAIN_INSTEAD, SchemeKeys, refusal
 
-COMPRESSED_TENSORS = "compressed-tensors"
-GPTQ = "gptq"
-# Where the other methods list the modules that stay plain.
-_PLAIN_MODULES: Mapping[str, tuple[str, ...]] = {"modelopt": ("ignore", "exclude_modules")}
-_PLAIN_MODULES_OF_OTHERS = ("modules_to_not_convert", "ignored_layers", "ignore")
+COMPRESSED_TENSORS, MODELOPT, GPTQ, AUTO_ROUND = "compressed-tensors", "modelopt", "gptq", "auto-round"
+_OTHER_NAMES = {
+    "compressed_tensors": COMPRESSED_TENSORS,
+    "intel/auto-round": AUTO_ROUND,
+    "modelopt_fp8": MODELOPT,
+}
+# By which key a method that is not named is known: older ModelOpt's, bitsandbytes'.
+_TOLD_BY = {"quant_algo": MODELOPT, "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+# By method: where it lists the modules that stay plain, and how that is meant. Others: _PLAIN_MODULES_OF_OTHERS.
+_PLAIN_MODULES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
+    {
+        COMPRESSED_TENSORS: (("ignore",), "whole names"),
+        MODELOPT: (("ignore", "exclude_modules"), "wildcards"),
+        "awq": (("modules_to_not_convert",), "substrings"),
+    }
+)
+_PLAIN_MODULES_OF_OTHERS = (("modules_to_not_convert", "ignored_layers", "ignore"), "path parts")
 _LINEAR = "Linear"
+_PLAIN_BITS = 16
 
 
 class SchemeReader(Protocol):
@@ -34,25 +47,45 @@ class SchemeReader(Protocol):
     def __call__(self, keys: SchemeKeys) -> Any: ...
 
 
-def read_quantization_config(quantization: Any, names: TensorNames) -> QuantizationConfig:
-    """quantization: config.json's quantization_config, None where there is none. names: of the model's tensors.
+def read_quantization_config(quantization: Any, names: TensorNames, path: str = CONFIG_JSON) -> QuantizationConfig:
+    """quantization: what the checkpoint says; None: nothing. names: of the model's tensors. path: of `quantization`,
+    its file first.
 
     Raises ConfigError naming the key, its value and what is served.
     """
-    plain = QuantizationConfig(names=names)
     if quantization is None:
-        return plain
+        return QuantizationConfig(names=names)
     if not isinstance(quantization, dict):
-        raise refusal("quantization_config", quantization, "a JSON object, or absent")
-    keys = SchemeKeys(quantization)
-    method = str(keys.get("quant_method", "")).lower()
-    readers = _readers(method)
-    if not readers:
-        keys.refuse("quant_method", f"{', '.join(_methods())}; {PLAIN_INSTEAD}")
-    rules = _groups(keys) if method == COMPRESSED_TENSORS else _one_scheme(keys, method, readers)
-    _check_cache_scheme(keys)
+        raise refusal(path, quantization, "a JSON object, or absent")
+    keys = SchemeKeys(_flat(quantization), path)
+    method = _method(keys)
+    rules = _RULES.get(method, _one_scheme)(keys, method)
+    cache_refusal = _cache_refusal(keys)
     keys.check_unread()
-    return QuantizationConfig(rules=rules, names=names)
+    return QuantizationConfig(rules=rules, names=names, cache_refusal=cache_refusal)
+
+
+def _flat(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the objects that ModelOpt (`quantization`) and transformers' class of compressed-tensors
+    (`quantization_config`) put around the rest."""
+    for key in ("quantization", "quantization_config"):
+        if isinstance(said.get(key), dict):
+            said = {**{name: value for name, value in said.items() if name != key}, **said[key]}
+    return said
+
+
+def _method(keys: SchemeKeys) -> str:
+    """Of WEIGHT_FORMATS' readers. `method` is GPTQModel's name for the same."""
+    guesses = [method for key, method in _TOLD_BY.items() if key in keys.values]
+    said = str(keys.get("quant_method", next(iter(guesses), ""))).lower()
+    method = _OTHER_NAMES.get(said, said)
+    readers = _readers(method)
+    # AutoRound's own exports have many layouts, and all of them say which.
+    if not readers or (method == AUTO_ROUND and "packing_format" not in keys.values):
+        keys.refuse("quant_method", f"{', '.join(_methods())}; {PLAIN_INSTEAD}")
+    if str(keys.get("method", said)).lower() != said:
+        keys.refuse("method", f"what quant_method is, {said}")
+    return method
 
 
 def _methods() -> list[str]:
@@ -64,106 +97,170 @@ def _readers(method: str) -> dict[str, str]:
     return {name: row.readers[method] for name, row in WEIGHT_FORMATS.items() if method in row.readers}
 
 
-def _read(keys: SchemeKeys, readers: Mapping[str, str]) -> WeightScheme | None:
+def _read(keys: SchemeKeys, method: str) -> WeightScheme:
+    readers = _readers(method)
     for name, reader in readers.items():
         found = load_attribute(reader)(keys)
         if found is not None:
             return WeightScheme(name, found)
-    return None
+    titles = "; ".join(WEIGHT_FORMATS[name].title for name in readers)
+    raise refusal(keys.path, dict(keys.values), f"{titles}; {PLAIN_INSTEAD}")
 
 
-def _one_scheme(keys: SchemeKeys, method: str, readers: Mapping[str, str]) -> tuple[SchemeRule, ...]:
+def _left_plain(keys: SchemeKeys, method: str) -> SchemeRule:
+    names, matches = _PLAIN_MODULES.get(method, _PLAIN_MODULES_OF_OTHERS)
+    return SchemeRule(None, tuple(one for name in names for one in keys.strings(name)), matches)
+
+
+def _one_scheme(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
     """All linear layers alike, except those that are listed."""
-    left_plain: tuple[str, ...] = ()
-    for key in _PLAIN_MODULES.get(method, _PLAIN_MODULES_OF_OTHERS):
-        left_plain += keys.strings(key)
-    scheme = _read(keys, readers)
-    if scheme is None:
-        titles = "; ".join(WEIGHT_FORMATS[name].title for name in readers)
-        raise refusal(keys.path, dict(keys.values), f"for quant_method {method}: {titles}; {PLAIN_INSTEAD}")
-    if method != GPTQ:
-        return (SchemeRule(None, left_plain), SchemeRule(scheme))
-    blocks = keys.get("modules_in_block_to_quantize", [])
-    if not isinstance(blocks, list) or not all(isinstance(one, list) for one in blocks):
-        keys.refuse("modules_in_block_to_quantize", "lists of the names of modules, or absent")
-    named = tuple(str(name) for one in blocks for name in one)
-    return (SchemeRule(None, left_plain), *_exceptions(keys, readers), SchemeRule(scheme, named or ("*",)))
+    left_plain = _left_plain(keys, method)
+    only = keys.strings("modules_to_convert")  # of transformers
+    return left_plain, SchemeRule(_read(keys, method), only or None)
 
 
-def _exceptions(keys: SchemeKeys, readers: Mapping[str, str]) -> list[SchemeRule]:
-    """Of GPTQModel's `dynamic`."""
-    found = []
-    for pattern, changes in gptq_exceptions(keys):
-        scheme = None
-        if changes is not None:
-            changed = SchemeKeys({**keys.values, **changes}, keys.path)
-            scheme = _read(changed, readers)
-            changed.without_effect(*(key for key in keys.values if key not in changes))
-            changed.check_unread()
-        found.append(SchemeRule(scheme, (f"re:{pattern}",)))
-    return found
+def _of_modelopt(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
+    left_plain = _left_plain(keys, method)
+    if keys.get("quant_algo") is None and keys.child("config_groups") is None:  # the cache alone was calibrated
+        return ()
+    return left_plain, SchemeRule(_read(keys, method))
 
 
-def _groups(keys: SchemeKeys) -> tuple[SchemeRule, ...]:
-    """Of compressed-tensors, which names modules for each of several schemes.
+def _of_gptq(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
+    """Also with GPTQModel's `dynamic`: regular expressions of module paths, and what is different there."""
+    left_plain, scheme = _left_plain(keys, method), _read(keys, method)
+    dynamic = keys.child("dynamic")
+    exceptions = []
+    for pattern in dynamic.values if dynamic is not None else ():
+        changes = dynamic.get(pattern, {}) if dynamic is not None else {}
+        if dynamic is not None and not isinstance(changes, dict):
+            dynamic.refuse(pattern, "a JSON object")
+        other = None if pattern.startswith("-:") else _changed(keys, changes, method)
+        exceptions.append(SchemeRule(other, (pattern.removeprefix("-:").removeprefix("+:"),), "expressions"))
+    named = _names(keys, "modules_in_block_to_quantize")
+    return left_plain, *exceptions, SchemeRule(scheme, named or None, "substrings of any")
+
+
+def _of_auto_round(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
+    """`extra_config` has the differences of modules, `block_name_to_quantize` the blocks that are quantized at all."""
+    scheme = _read(keys, method)
+    extra = keys.child("extra_config")
+    exceptions = []
+    for name in extra.values if extra is not None else ():
+        changes = extra.get(name, {}) if extra is not None else {}
+        if extra is not None and not isinstance(changes, dict):
+            extra.refuse(name, "a JSON object")
+        other = None if changes.get("bits") == _PLAIN_BITS else _changed(keys, changes, method)
+        exceptions.append(SchemeRule(other, (name,), "names or expressions"))
+    blocks = _names(keys, "block_name_to_quantize") or _names(keys, "to_quant_block_names")
+    return *exceptions, _left_plain(keys, method), SchemeRule(scheme, blocks or None, "beginnings")
+
+
+def _changed(keys: SchemeKeys, changes: Mapping[str, Any], method: str) -> WeightScheme:
+    """The scheme where some keys have other values."""
+    changed = SchemeKeys({**keys.values, **changes}, keys.path)
+    scheme = _read(changed, method)
+    changed.without_effect(*(key for key in keys.values if key not in changes))
+    changed.check_unread()
+    return scheme
+
+
+def _names(keys: SchemeKeys, key: str) -> tuple[str, ...]:
+    """A list of names, one of such lists, or text with commas between them."""
+    value = keys.get(key, [])
+    lists = [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+    flat = (
+        [name for one in lists for name in (one if isinstance(one, list) else [one])]
+        if isinstance(lists, list)
+        else lists
+    )
+    if not isinstance(flat, list) or not all(isinstance(one, str) for one in flat):
+        keys.refuse(key, "names of modules, or lists of them")
+    return tuple(name for name in flat if name)
+
+
+def _of_compressed_tensors(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
+    """Modules are named for each of several schemes.
 
     Source: https://github.com/neuralmagic/compressed-tensors (QuantizationConfig)
     """
-    keys.without_effect("version", "global_compression_ratio", "quantization_status", "quantization_config")
+    keys.without_effect("version")
     sparsity = keys.child("sparsity_config")
     if sparsity is not None and sparsity.get("format", "dense") != "dense":
         sparsity.refuse("format", f"dense: sparse weights are not served; {PLAIN_INSTEAD}")
-    rules = [SchemeRule(None, keys.strings("ignore"))]
-    ranked: tuple[list[SchemeRule], ...] = ([], [], [])  # a path counts before an expression, and that before a class
-    whole = keys.get("format")
-    groups = keys.child("config_groups")
+    left_plain = _left_plain(keys, method)
+    if _LINEAR in (left_plain.patterns or ()):
+        left_plain = SchemeRule(None)
+    ranked: tuple[list[SchemeRule], ...] = ([], [], [])  # a name counts before an expression, and that before a class
+    groups, whole = keys.child("config_groups"), keys.get("format")
     for name in groups.values if groups is not None else ():
         group = groups.child(name) if groups is not None else None
         if group is None:
             raise refusal(f"{keys.path}.config_groups.{name}", {}, "weights and targets")
-        targets = [_target(group, one) for one in group.strings("targets")]
-        group.choice("output_activations", (None,))
-        group = SchemeKeys({"format": whole, **{k: v for k, v in group.values.items() if v is not None}}, group.path)
-        group.without_effect("targets", "output_activations")
-        scheme = _read(group, _readers(COMPRESSED_TENSORS))
-        if scheme is None:
-            titles = "; ".join(row.title for row in WEIGHT_FORMATS.values() if COMPRESSED_TENSORS in row.readers)
-            raise refusal(group.path, dict(group.values), f"{titles}; {PLAIN_INSTEAD}")
-        group.check_unread()
-        for rank, same in enumerate(ranked):
-            if patterns := tuple(one for one in targets if _rank(one) == rank):
-                same.append(SchemeRule(scheme, patterns))
-    for same in ranked:
-        rules += same
-    if len(rules) == 1 and keys.get("kv_cache_scheme") is None:
+        scheme = _of_group(group, whole, method)
+        for target in group.strings("targets"):
+            if target == _LINEAR:
+                ranked[2].append(SchemeRule(scheme))
+            elif "." in target or not target[:1].isupper():
+                ranked[target.startswith("re:")].append(SchemeRule(scheme, (target,), "whole names"))
+            elif scheme is not None:
+                group.refuse(
+                    "targets", f"{_LINEAR}, paths of modules, and regular expressions after re:; {PLAIN_INSTEAD}"
+                )
+    # Files where the cache alone was calibrated have no groups, and say so.
+    said = "config_groups" in keys.values or _cache_refusal(keys) is None
+    if not any(ranked) and not (said and keys.get("kv_cache_scheme")):
         keys.refuse("config_groups", "one group or more, or a kv_cache_scheme")
-    return tuple(rules)
+    return left_plain, *(rule for rules in ranked for rule in rules)
 
 
-def _target(group: SchemeKeys, target: str) -> str:
-    """A pattern of `SchemeRule`."""
-    if target == _LINEAR:
-        return "*"
-    if target[:1].isupper() and "." not in target:
-        group.refuse("targets", f"{_LINEAR}, paths of modules, and regular expressions after re:; {PLAIN_INSTEAD}")
-    return target
+def _of_group(group: SchemeKeys, whole: Any, method: str) -> WeightScheme | None:
+    """Of one of config_groups, where nothing may be quantized. whole: the format of all groups that say none."""
+    group.choice("output_activations", (None,))
+    if "weights" in group.values and not any(map(group.child, ("weights", "input_activations"))):
+        return None
+    said = SchemeKeys({"format": whole, **{k: v for k, v in group.values.items() if v is not None}}, group.path)
+    said.without_effect("targets", "output_activations")
+    scheme = _read(said, method)
+    said.check_unread()
+    return scheme
 
 
-def _rank(pattern: str) -> int:
-    """Before which others a target of compressed-tensors counts, whatever the order of the groups."""
-    return 2 if pattern == "*" else 1 if pattern.startswith("re:") else 0
+_RULES: Mapping[str, Callable[[SchemeKeys, str], tuple[SchemeRule, ...]]] = MappingProxyType(
+    {
+        COMPRESSED_TENSORS: _of_compressed_tensors,
+        MODELOPT: _of_modelopt,
+        GPTQ: _of_gptq,
+        AUTO_ROUND: _of_auto_round,
+    }
+)
 
 
-def _check_cache_scheme(keys: SchemeKeys) -> None:
-    """Scales of an FP8 cache, which `kv_scales` reads where the option kv_cache_dtype asks for one."""
-    if keys.get("kv_cache_quant_algo", "FP8") not in ("FP8", "fp8"):
-        keys.refuse("kv_cache_quant_algo", '"FP8", or absent')
-    scheme = keys.get("kv_cache_scheme")
-    if scheme in (None, "static"):  # a word in AutoFP8's checkpoints
-        return
-    if not (
-        isinstance(scheme, dict)
-        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy") or "tensor") == (8, "float", "tensor")
-        and not scheme.get("dynamic")
-    ):
-        keys.refuse("kv_cache_scheme", "8 bits, float, static, one scale a tensor; or absent")
+def _cache_refusal(keys: SchemeKeys) -> str | None:
+    """Why an FP8 cache cannot have the checkpoint's scales: here it has one of the keys of a layer, and one of the
+    values. None: they are such, or there are none."""
+    served = {
+        "kv_cache_quant_algo": _is_fp8,  # of ModelOpt
+        "kv_cache_scheme": _is_static_fp8,
+        "static_kv_dtype": _is_fp8,  # of AutoRound
+        "static_kv_granularity": lambda value: keys.get("static_kv_dtype") is None or value == "tensor",
+    }
+    for key, is_served in served.items():
+        value = keys.get(key)
+        if value is not None and not is_served(value):
+            allowed = "8 bits, float, static, one scale a tensor; or absent"
+            return str(refusal(f"{keys.path}.{key}", value, f"with an FP8 cache: {allowed}"))
+    return None
+
+
+def _is_fp8(value: object) -> bool:
+    return str(value).lower().removeprefix("torch.") in ("fp8", "fp8_e4m3", "float8_e4m3fn")
+
+
+def _is_static_fp8(scheme: object) -> bool:
+    if not isinstance(scheme, dict):
+        return scheme == "static" or _is_fp8(scheme)  # a word in AutoFP8's checkpoints, and in some of ModelOpt's
+    bits, kind = str(scheme.get("num_bits")), str(scheme.get("type")).lower()
+    strategy = str(scheme.get("strategy") or "tensor").lower()
+    is_plain = not scheme.get("dynamic") and scheme.get("symmetric") in (None, True)
+    return (bits, kind, strategy, is_plain) == ("8", "float", "tensor", True)

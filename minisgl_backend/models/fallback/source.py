@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import check_decoder
+from minisgl_backend.models.quantization_files import find_quantization
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,11 @@ def find_source(folder: Path, config_json: Mapping[str, Any], *, trust_remote_co
     """Raises ConfigError naming what transformers or this engine lacks."""
     check_decoder(config_json)
     _check_version()
+    quantization = find_quantization(config_json, folder)
+    if quantization is not None:
+        quantization.check_plain()
     config = _read(folder, config_json, trust_remote_code)
-    _check_config(config_json, config)
+    _check_config(config)
     text = config.get_text_config(decoder=True)
     architecture = str(next(iter(config_json.get("architectures") or []), ""))
     if "auto_map" in config_json and "AutoModelForCausalLM" in config_json["auto_map"] and trust_remote_code:
@@ -99,16 +103,10 @@ def _read(folder: Path, config_json: Mapping[str, Any], trust_remote_code: bool)
     return config
 
 
-def _check_config(config_json: Mapping[str, Any], config: PreTrainedConfig) -> None:
+def _check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         check_decoder({"is_encoder_decoder": True})
-    for key in ("quantization_config", "compression_config"):
-        if config_json.get(key):
-            raise ConfigError(
-                f"config.json: {key} is {json.dumps(config_json[key])[:200]}; allowed: absent, for models that run "
-                "through transformers' code"
-            )
     for layer_type in getattr(text, "layer_types", None) or ():
         if layer_type in _RECURRENT:
             raise ConfigError(

@@ -13,7 +13,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.build import scores_of
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
+from minisgl_backend.number_formats import FP8_E4M3, KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.draft import resolve_draft
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
@@ -76,6 +76,7 @@ def resolve(
             "config.json: %s: read neither by this engine nor by transformers for this model, and ignored",
             ", ".join(model.unknown_keys),
         )
+    _check_cache_scales(config, kv_dtype, model)
     max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
     max_seq_len = model.max_seq_len(config.max_seq_len_override)
     if max_seq_len < model.max_position and not config.max_seq_len_override:
@@ -132,6 +133,16 @@ def _check_quantization(option: str | None, model: ModelConfig, device: MachineF
         raise ConfigError(
             f"the checkpoint's number format ({scheme}) {needs}; allowed on {name}: one of another format"
         )
+
+
+def _check_cache_scales(config: EngineConfig, kv_dtype: str, model: ModelConfig) -> None:
+    """A cache in 16 bits needs no scales, whatever the checkpoint has."""
+    refusal = model.quantization.cache_refusal
+    if refusal is None or config.dummy_weights:
+        return
+    if kv_dtype == FP8_E4M3:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}, and {refusal}")
+    log.warning("the checkpoint's scales of a quantized KV cache are left out, since the cache is %s", kv_dtype)
 
 
 def _check_num_pages(num_pages: int | None, page_size: int) -> None:

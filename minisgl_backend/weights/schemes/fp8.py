@@ -7,8 +7,8 @@ QuantizationArgs; ModelOpt's hf_quant_config.json.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from minisgl_backend.weights.schemes.arguments import QuantizationArgs, block
 from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys
 
 
@@ -40,59 +40,53 @@ class Fp8Scheme:
 
 def read_fp8(keys: SchemeKeys) -> Fp8Scheme:
     """quant_method fp8: blocks, or one scale a tensor."""
-    keys.choice("fmt", ("e4m3", "float8_e4m3fn"))
-    keys.choice("scale_fmt", ("float", "ue8m0"))  # powers of two, which float32 holds as well
+    keys.word("fmt", ("e4m3", "float8_e4m3fn"))
+    keys.word("scale_fmt", ("float", "ue8m0"))  # powers of two, which float32 holds as well
     keys.choice("expert_dtype", ("fp8",))  # of transformers: DeepSeek-V4 has experts in another format
-    keys.without_effect("dequantize")
     keys.choice("weight_per_tensor", (False,))
-    block = keys.get("weight_block_size")
-    if block is None:
-        return _per_tensor(static=keys.choice("activation_scheme", ("dynamic", "static")) == "static")
-    keys.choice("activation_scheme", ("dynamic",))
-    return _in_blocks("weight_scale_inv", _block(keys, "weight_block_size", block))
+    size = keys.get("weight_block_size")
+    if size is None:
+        return _per_tensor(static=keys.word("activation_scheme", ("dynamic", "static")) == "static")
+    keys.word("activation_scheme", ("dynamic",))
+    return _in_blocks("weight_scale_inv", block(keys, "weight_block_size", size))
 
 
-def read_modelopt(keys: SchemeKeys) -> Fp8Scheme:
-    """quant_method modelopt."""
-    keys.without_effect("producer", "config_groups")
-    if str(keys.get("quant_algo", "")).upper() == "FP8_PER_CHANNEL_PER_TOKEN":
+def read_modelopt(keys: SchemeKeys) -> Fp8Scheme | None:
+    """quant_method modelopt. None: weights are plain, and only the cache was calibrated."""
+    keys.without_effect("config_groups")  # the same once more, in the words of compressed-tensors
+    algorithm = keys.get("quant_algo")
+    if algorithm is None and keys.child("config_groups") is None:
+        return None
+    if str(algorithm).upper() == "FP8_PER_CHANNEL_PER_TOKEN":
         return Fp8Scheme(grain="channel")
-    if str(keys.get("quant_algo", "")).upper() != "FP8":
+    if str(algorithm).upper() != "FP8":
         keys.refuse("quant_algo", f"FP8, FP8_PER_CHANNEL_PER_TOKEN; {PLAIN_INSTEAD}")
     return _per_tensor(static=True)
 
 
 def read_compressed_tensors(keys: SchemeKeys) -> Fp8Scheme | None:
     """A group of compressed-tensors."""
-    weights = keys.child("weights")
-    if weights is None or (weights.get("type", "int"), weights.get("num_bits", 8)) != ("float", 8):
+    weights = QuantizationArgs.read(keys, "weights")
+    if weights is None or (weights.type, weights.num_bits) != ("float", 8):
         return None
     keys.choice("format", ("float-quantized", "naive-quantized"))
-    weights.choice("symmetric", (True,))
-    weights.choice("dynamic", (False,))
-    weights.without_effect("observer", "observer_kwargs", "group_size", "zp_dtype", "scale_dtype", "actorder")
-    grain = weights.choice("strategy", ("tensor", "channel", "block"))
-    block = _block(weights, "block_structure", weights.get("block_structure")) if grain == "block" else None
-    weights.without_effect("block_structure")
-    weights.check_unread()
-    activations = keys.child("input_activations")
+    weights.allow(symmetric=(True,), dynamic=(False,), strategy=("tensor", "channel", "block"))
+    size = weights.block_structure() if weights.strategy == "block" else None
+    weights.check_unread("group_size", "actorder", "block_structure")
+    activations = QuantizationArgs.read(keys, "input_activations")
+    column = weights.strategy == "channel"
     if activations is None:
-        return Fp8Scheme(grain=grain, block=block, column=grain == "channel", activations=None)
-    activations.choice("type", ("float",))
-    activations.choice("num_bits", (8,))
-    activations.choice("symmetric", (True,))
-    activations.without_effect("observer", "observer_kwargs", "zp_dtype", "scale_dtype", "actorder", "block_structure")
-    dynamic = activations.choice("dynamic", (False, True))
-    if block is not None:
-        activations.choice("strategy", ("group",))
-        activations.choice("group_size", (block[1],))
-        activations.choice("dynamic", (True,))
-        activations.check_unread()
-        return _in_blocks("weight_scale", block)
-    activations.choice("strategy", ("tensor", "token") if dynamic else ("tensor",))
-    activations.without_effect("group_size")
-    activations.check_unread()
-    return Fp8Scheme(grain=grain, column=grain == "channel", activations="token" if dynamic else "static")
+        return Fp8Scheme(grain=weights.strategy, block=size, column=column, activations=None)
+    activations.allow(type=("float",), num_bits=(8,), symmetric=(True,))
+    if size is not None:
+        activations.allow(strategy=("group",), group_size=(size[1],), dynamic=(True,))
+    else:
+        activations.allow(dynamic=(False, True))
+        activations.allow(strategy=("tensor", "token") if activations.dynamic else ("tensor",))
+    activations.check_unread("actorder", "block_structure")
+    if size is not None:
+        return _in_blocks("weight_scale", size)
+    return Fp8Scheme(grain=weights.strategy, column=column, activations="token" if activations.dynamic else "static")
 
 
 def _per_tensor(*, static: bool) -> Fp8Scheme:
@@ -100,12 +94,5 @@ def _per_tensor(*, static: bool) -> Fp8Scheme:
     return Fp8Scheme(grain="tensor", activations="static" if static else "token", unread=unread)
 
 
-def _in_blocks(scale: str, block: tuple[int, int]) -> Fp8Scheme:
-    return Fp8Scheme(scale=scale, grain="block", block=block, activations="group")
-
-
-def _block(keys: SchemeKeys, key: str, value: Any) -> tuple[int, int]:
-    sizes = (32, 64, 128)
-    if not isinstance(value, list) or len(value) != 2 or not all(one in sizes for one in value):
-        keys.refuse(key, f"[outputs, inputs], each of {', '.join(map(str, sizes))}")
-    return value[0], value[1]
+def _in_blocks(scale: str, size: tuple[int, int]) -> Fp8Scheme:
+    return Fp8Scheme(scale=scale, grain="block", block=size, activations="group")

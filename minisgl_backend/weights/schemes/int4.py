@@ -1,24 +1,20 @@
 """4-bit checkpoints: what `quant_method` awq, gptq and compressed-tensors write about them.
 
-Sources: AutoAWQ's quant_config; AutoGPTQ's and GPTQModel's quantize_config; compressed-tensors' QuantizationArgs.
+Sources: AutoAWQ's quant_config; AutoGPTQ's and GPTQModel's quantize_config; AutoRound's exports; compressed-tensors'
+QuantizationArgs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from typing import Literal
 
+from minisgl_backend.weights.schemes.arguments import QuantizationArgs
 from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys
 
 LEAST_GROUP = 16  # inputs: what tensor cores multiply at once
-_HOW_IT_WAS_MADE = (
-    "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-    "damp_percent", "dataset", "device_map", "exllama_config", "fuse_max_seq_len", "max_input_length", "meta",
-    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-    "modules_to_fuse", "mse", "offload_to_disk", "offload_to_disk_path", "pack_dtype", "pad_token_id",
-    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
-)  # fmt: skip
+_AUTO_ROUND = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +36,16 @@ class Int4Scheme:
 
 
 def read_awq(keys: SchemeKeys) -> Int4Scheme:
-    """quant_method awq."""
+    """quant_method awq, whose zero points are in the file whatever they are."""
     _bits(keys, "w_bit" if "w_bit" in keys.values else "bits")
-    keys.choice("zero_point", (True,))
-    if str(keys.get("version", "gemm")).lower() != "gemm":
-        keys.refuse("version", f'"gemm"; {PLAIN_INSTEAD}')
-    keys.without_effect(*_HOW_IT_WAS_MADE, "do_fuse")
+    layouts = [_layout(keys, key, ("gemm",)) for key in ("version", "format", "checkpoint_format")]
+    if str(keys.get("backend", "")).lower() == "llm-awq":  # packs in another order
+        keys.refuse("backend", f'"autoawq", or absent; {PLAIN_INSTEAD}')
+    keys.without_effect("desc_act")  # of GPTQ: GPTQModel writes it, but no order of inputs
+    symmetric = keys.choice("sym", (False, True))
+    # AutoAWQ writes none without zero points; GPTQModel and AutoRound, which do, say more of the layout.
+    told = symmetric or layouts[1:] != [None, None]
+    keys.choice("zero_point", (True, False) if told else (True,), default=not symmetric)
     group = _group(keys, "q_group_size" if "q_group_size" in keys.values else "group_size", 128)
     return Int4Scheme(layout="awq", group=group, symmetric=False)
 
@@ -55,71 +55,77 @@ def read_gptq(keys: SchemeKeys) -> Int4Scheme:
     _bits(keys, "bits")
     keys.choice("lm_head", (False,))
     keys.choice("is_marlin_format", (False,))
-    keys.without_effect(*_HOW_IT_WAS_MADE, "format", "dynamic")
-    kind = keys.choice("checkpoint_format" if "checkpoint_format" in keys.values else "format", ("gptq", "gptq_v2"))
+    keys.without_effect("backend")
+    kinds = {_layout(keys, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")} - {None}
+    if len(kinds) > 1:
+        keys.refuse("checkpoint_format", f"what format is, {json.dumps(keys.get('format'))}")
+    return _gptq(
+        keys,
+        act_order=keys.choice("desc_act", (False, True)),
+        zero_offset=0 if kinds == {"gptq_v2"} else 1,  # the first version stores a zero point less one
+    )
+
+
+def read_auto_round(keys: SchemeKeys) -> Int4Scheme:
+    """quant_method auto-round: AutoRound's own export, in the layout of GPTQ or of AWQ."""
+    _bits(keys, "bits")
+    keys.without_effect("backend")
+    kind = keys.word("packing_format", _AUTO_ROUND)
+    if kind.endswith("awq"):
+        keys.choice("sym", (True, False))
+        return Int4Scheme(layout="awq", group=_group(keys, "group_size", 128), symmetric=False)
+    return _gptq(keys, act_order=False, zero_offset=1 if kind.endswith("auto_gptq") else 0)
+
+
+def _gptq(keys: SchemeKeys, *, act_order: bool, zero_offset: int) -> Int4Scheme:
     symmetric = keys.choice("sym", (True, False))
-    act_order = keys.choice("desc_act", (False, True))
     return Int4Scheme(
         layout="gptq",
         group=_group(keys, "group_size", 128),
         symmetric=symmetric,
-        zero_offset=1 if kind == "gptq" else 0,  # the first version stores a zero point less one
+        zero_offset=zero_offset,
         act_order=act_order,
         # AutoGPTQ writes biases of zeros for layers that have none.
-        unread=("bias", *(("qzeros",) if symmetric else ()), *(() if act_order else ("g_idx",))),
+        unread=("bias", *(("qzeros",) if symmetric else ()), "g_idx"),
     )
-
-
-def gptq_exceptions(keys: SchemeKeys) -> tuple[tuple[str, Mapping[str, object] | None], ...]:
-    """GPTQModel's `dynamic`: regular expressions of module paths, and what is different there; None: they are plain.
-    The first that matches holds."""
-    dynamic = keys.child("dynamic")
-    found: list[tuple[str, Mapping[str, object] | None]] = []
-    for pattern in dynamic.values if dynamic is not None else ():
-        changes = dynamic.get(pattern, {}) if dynamic is not None else {}
-        if dynamic is not None and not isinstance(changes, dict):
-            dynamic.refuse(pattern, "a JSON object")
-        if pattern.startswith("-:"):
-            found.append((pattern[2:], None))
-        else:
-            found.append((pattern.removeprefix("+:"), changes))
-    return tuple(found)
 
 
 def read_compressed_tensors(keys: SchemeKeys) -> Int4Scheme | None:
     """A group of compressed-tensors."""
-    weights = keys.child("weights")
-    if weights is None or weights.get("type", "int") != "int" or keys.get("format") != "pack-quantized":
+    weights = QuantizationArgs.read(keys, "weights")
+    if weights is None or weights.type != "int" or keys.get("format") != "pack-quantized":
         return None
-    _bits(weights, "num_bits")
-    if keys.get("input_activations") is not None:
+    weights.allow(num_bits=(4,))
+    if keys.child("input_activations") is not None:
         keys.refuse("input_activations", f"null, with 4-bit weights; {PLAIN_INSTEAD}")
-    weights.choice("dynamic", (False,))
-    weights.without_effect("observer", "observer_kwargs", "zp_dtype", "scale_dtype", "block_structure")
-    symmetric = weights.choice("symmetric", (True, False))
-    grain = weights.choice(
-        "strategy", ("group", "channel"), "channel" if weights.get("group_size") is None else "group"
-    )
-    group = _group(weights, "group_size", 128) if grain == "group" else -1
-    weights.without_effect("group_size")
-    order = weights.choice("actorder", ("group", "weight", "static", "dynamic", False, True), False)
-    weights.check_unread()
+    weights.allow(dynamic=(False,), strategy=("group", "channel"))
+    group = _group(weights.keys, "group_size", 128) if weights.strategy == "group" else -1
+    act_order = weights.reorders()
+    weights.check_unread("block_structure")
     return Int4Scheme(
         layout="pack-quantized",
         group=group,
-        symmetric=symmetric,
-        act_order=order in ("group", "dynamic", True),
-        unread=("weight_shape",),
+        symmetric=weights.symmetric,
+        act_order=act_order,
+        unread=("weight_shape", "weight_g_idx"),
     )
 
 
 def _bits(keys: SchemeKeys, name: str) -> None:
-    if keys.get(name) != 4:
+    if keys.integer(name) != 4:
         keys.refuse(name, f"4, of integers without quantized activations; {PLAIN_INSTEAD}")
 
 
+def _layout(keys: SchemeKeys, name: str, served: tuple[str, ...]) -> str | None:
+    """What a key says of how numbers are packed; None where it is absent."""
+    value = keys.get(name)
+    if value is not None and str(value).lower() not in served:
+        keys.refuse(name, f"{', '.join(map(json.dumps, served))}; {PLAIN_INSTEAD}")
+    return None if value is None else str(value).lower()
+
+
 def _group(keys: SchemeKeys, name: str, default: int) -> int:
-    value = keys.get(name, default)
-    if type(value) is not int or (value != -1 and (value < LEAST_GROUP or value % LEAST_GROUP)):
+    value = keys.integer(name, default)
+    if value is None or (value != -1 and (value < LEAST_GROUP or value % LEAST_GROUP)):
         keys.refuse(name, f"multiples of {LEAST_GROUP}, or -1")
     return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl_backend.weights.schemes.arguments import QuantizationArgs
 from minisgl_backend.weights.schemes.keys import SchemeKeys
 
 
@@ -28,21 +29,13 @@ class Int8Scheme:
 
 def read_compressed_tensors(keys: SchemeKeys) -> Int8Scheme | None:
     """A group of compressed-tensors."""
-    weights, activations = keys.child("weights"), keys.child("input_activations")
-    if weights is None or activations is None or (weights.get("type"), weights.get("num_bits")) != ("int", 8):
+    weights = QuantizationArgs.read(keys, "weights")
+    activations = QuantizationArgs.read(keys, "input_activations")
+    if weights is None or activations is None or (weights.type, weights.num_bits) != ("int", 8):
         return None
     keys.choice("format", ("int-quantized", "naive-quantized"))
+    weights.allow(symmetric=(True,), dynamic=(False,), strategy=("channel", "tensor"))
+    activations.allow(symmetric=(True,), type=("int",), num_bits=(8,), dynamic=(True,), strategy=("token",))
     for one in (weights, activations):
-        one.choice("symmetric", (True,))
-        one.without_effect(
-            "observer", "observer_kwargs", "group_size", "zp_dtype", "scale_dtype", "actorder", "block_structure"
-        )
-    weights.choice("dynamic", (False,))
-    grain = weights.choice("strategy", ("channel", "tensor"))
-    activations.choice("type", ("int",))
-    activations.choice("num_bits", (8,))
-    activations.choice("dynamic", (True,), False)
-    activations.choice("strategy", ("token",), "tensor")
-    weights.check_unread()
-    activations.check_unread()
-    return Int8Scheme(grain=grain)
+        one.check_unread("group_size", "actorder", "block_structure")
+    return Int8Scheme(grain=weights.strategy)

@@ -1,22 +1,27 @@
-"""Values of config.json's quantization_config, with the key's whole path in every error, and which were read."""
+"""Values of what a checkpoint says of its quantization, with the key's whole path in every error, and which were
+read."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.weights.schemes.how_made import HOW_IT_WAS_MADE, NUMBERS_CHANGE
 
 PLAIN_INSTEAD = "or weights that are not quantized: take the model that these were made from"
+CONFIG_JSON = "config.json: quantization_config"
 _LONGEST_VALUE = 200  # characters of a value that a message repeats
+_INTEGER = re.compile(r"-?\d{1,9}")
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class SchemeKeys:
     """A JSON object. A key that is absent or null has its default. Whatever is asked for counts as read."""
 
-    def __init__(self, values: Mapping[str, Any], path: str = "quantization_config") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = CONFIG_JSON) -> None:
         self.path = path
         self._values = values
         self._read: set[str] = set()
@@ -38,10 +43,20 @@ class SchemeKeys:
             self.refuse(key, ", ".join(json.dumps(option) for option in allowed))
         return value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def word(self, key: str, allowed: Sequence[str], default: str | None = None) -> str:
+        """`choice`, whatever the case of its letters."""
+        value = self.get(key, allowed[0] if default is None else default)
+        if not isinstance(value, str) or value.lower() not in allowed:
+            self.refuse(key, ", ".join(json.dumps(option) for option in allowed))
+        return value.lower()
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """Any integer, also as text, as it is in some files. None where the key is absent and has no default."""
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(key, f"an integer, {least} or more")
+        if isinstance(value, str) and _INTEGER.fullmatch(value):
+            return int(value)
+        if value is not None and type(value) is not int:
+            self.refuse(key, "an integer")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
@@ -63,10 +78,15 @@ class SchemeKeys:
         self._read.update(keys)
 
     def check_unread(self) -> None:
-        """Raises ConfigError for a key that no reader asked for, unless its value says that it is not used."""
+        """Raises ConfigError for a key that no reader asked for, unless it only tells how the checkpoint was made, or
+        its value says that it is not used."""
         for key, value in self._values.items():
-            if key not in self._read and not any(value is one or value == one for one in _NEUTRAL):
-                self.refuse(key, "absent: this engine does not know what it changes")
+            if key in self._read or key in HOW_IT_WAS_MADE or any(value is one or value == one for one in _NEUTRAL):
+                continue
+            neutral, what = NUMBERS_CHANGE.get(key, ((), None))
+            if value not in neutral:
+                allowed = ", ".join([*(json.dumps(one) for one in neutral), "absent"])
+                self.refuse(key, f"{allowed}: {what or 'this engine does not know what it changes'}")
 
     def refuse(self, key: str, allowed: str) -> NoReturn:
         raise refusal(f"{self.path}.{key}", self._values.get(key), allowed)
@@ -76,4 +96,4 @@ def refusal(path: str, value: Any, allowed: str) -> ConfigError:
     text = json.dumps(value, default=str)
     if len(text) > _LONGEST_VALUE:
         text = f"{text[:_LONGEST_VALUE]}..."
-    return ConfigError(f"config.json: {path} is {text}; allowed: {allowed}")
+    return ConfigError(f"{path} is {text}; allowed: {allowed}")

@@ -143,3 +143,69 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     folder = _folder(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}})
     with pytest.raises(ConfigError, match=r"quantization_config is .*awq"):
         load_model_config(folder, "transformers")
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+# What says that weights are quantized: keys of config.json, another file, and its content; what is told of it.
+QUANTIZED: list[tuple[dict[str, Any], str, Any, str]] = [
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "", None, "config.json: quantization_config"),
+    ({"compression_config": {"quant_method": "sparse"}}, "", None, "config.json: compression_config"),
+    ({"text_config": {"quantization_config": {"quant_method": "exl3"}}}, "", None,
+     "config.json: text_config.quantization_config"),
+    ({}, "hf_quant_config.json", NVFP4, "hf_quant_config.json: quantization"),
+    ({}, "hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}, "hf_quant_config.json: quantization"),
+    ({}, "quantize_config.json", {"bits": 3, "group_size": 128, "sym": True}, "quantize_config.json"),
+    ({}, "quant_config.json", {"w_bit": 3, "q_group_size": 128, "version": "GEMM"}, "quant_config.json"),
+    ({}, "quantization_config.json", {"quant_method": "auto-round", "bits": 2}, "quantization_config.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "file", "content", "path"), QUANTIZED)
+def test_both_read_in_one_place_what_says_quantized(
+    keys: dict[str, Any], file: str, content: Any, path: str, tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path, {**LLAMA, **keys})
+    if file:
+        (folder / file).write_text(json.dumps(content))
+    for implementation in ("auto", "native"):
+        with pytest.raises(ConfigError) as refused:
+            load_model_config(folder, implementation)
+        assert str(refused.value).startswith(path)
+        assert "transformers' code" not in str(refused.value)  # one reason, not two
+    with pytest.raises(
+        ConfigError, match=r"allowed: absent, for models that run through transformers' code"
+    ) as refused:
+        load_model_config(folder, "transformers")
+    assert str(refused.value).startswith(path)
+
+
+def test_what_no_native_family_has_is_refused_for_both_reasons(tmp_path: Path) -> None:
+    folder = _of_type(tmp_path, "modernbert-decoder", "ModernBertDecoderForCausalLM")
+    (folder / "hf_quant_config.json").write_text(json.dumps(NVFP4))
+    with pytest.raises(
+        ConfigError, match=r"architectures is .*Nor does it run .*: hf_quant_config.json: quantization is"
+    ):
+        load_model_config(folder)
+
+
+def test_files_of_older_tools_are_read(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, LLAMA)
+    assert load_model_config(folder).quantization.schemes == ()
+    (folder / "quant_config.json").write_text(
+        '{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}'
+    )
+    assert "(awq), groups of 128" in str(load_model_config(folder).quantization.schemes[0])
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 64, "desc_act": false, "sym": true}')
+    assert "(gptq), groups of 64" in str(load_model_config(folder).quantization.schemes[0])
+    _folder(folder, {**LLAMA, "quantization_config": AWQ})  # which counts first
+    assert "(awq), groups of 128" in str(load_model_config(folder).quantization.schemes[0])
+
+
+def test_a_calibrated_cache_alone_is_no_quantization(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, LLAMA)
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    for implementation in ("native", "transformers"):
+        config = load_model_config(folder, implementation)
+        assert (config.implementation, config.quantization.schemes) == (implementation, ())

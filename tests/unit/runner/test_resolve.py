@@ -69,7 +69,7 @@ def test_nodes_may_differ_in_where_things_are_alone() -> None:
 
 
 def resolved(
-    device: MachineFacts, saved: str = "bfloat16", shape: Mapping[str, int] = MappingProxyType({}), **options: object
+    device: MachineFacts, saved: str = "bfloat16", shape: Mapping[str, Any] = MappingProxyType({}), **options: object
 ) -> RuntimeConfig:
     model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved, **shape}, {})
     config = EngineConfig(**options)  # type: ignore[arg-type]
@@ -257,3 +257,16 @@ def test_a_triton_too_old_for_the_kernels_is_refused_by_name() -> None:
         resolved(dataclasses.replace(HOPPER, triton="3.4.0"))
     for version in ("3.5.0", "3.10.0+git1234", "4.0.0"):
         assert resolved(dataclasses.replace(HOPPER, triton=version)).device == "cuda"
+
+
+def test_scales_of_a_cache_count_where_it_has_scales(caplog: pytest.LogCaptureFixture) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    with caplog.at_level("WARNING"):
+        assert resolved(CPU, shape={"quantization_config": said}).kv_dtype == "float32"
+    assert caplog.text.count("scales of a quantized KV cache are left out, since the cache is float32") == 1
+    refused = r"kv_cache_dtype is 'fp8_e4m3', and .*kv_cache_scheme is .*attn_head.*allowed: with an FP8 cache: 8 bits"
+    with pytest.raises(ConfigError, match=refused):
+        resolved(CPU, shape={"quantization_config": said}, kv_cache_dtype="fp8_e4m3")
+    said["kv_cache_scheme"] = {**scheme, "strategy": "tensor"}
+    assert resolved(CPU, shape={"quantization_config": said}, kv_cache_dtype="fp8_e4m3").kv_dtype == "float8_e4m3fn"

@@ -53,15 +53,12 @@ def read(quantization: Any) -> QuantizationConfig:
     ],
 )
 def test_modules_that_stay_plain(patterns: list[str], plain: list[str]) -> None:
-    """By their own names, by those of the checkpoint, and by parts of them."""
+    """By their own names, by those of the checkpoint, and by parts of them; others: `test_module_patterns`."""
     paths = ["0.self_attn.q_proj", "0.mlp.experts", "0.mlp.shared_expert.up_proj", "1.self_attn.q_proj"]
     if any(one.startswith("1.mlp") for one in plain):
         paths.append("1.mlp.experts")
-    for key in ("ignore", "modules_to_not_convert"):
-        ct = key == "ignore"
-        found = read({**(group() if ct else {"quant_method": "fp8"}), key: patterns})
-        none = [path for path in paths if found.scheme_of(f"model.layers.{path}") is None]
-        assert none == plain
+    found = read({"quant_method": "fp8", "modules_to_not_convert": patterns})
+    assert [path for path in paths if found.scheme_of(f"model.layers.{path}") is None] == plain
 
 
 def test_groups_have_their_own_modules() -> None:
@@ -136,7 +133,6 @@ NOT_SERVED: list[tuple[Any, str]] = [
     ({**group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config.format is .*sparse weights"),
     ({**group(), "transform_config": {"config_groups": {"R1": {}}}}, r"transform_config is .*allowed: absent"),
     ({**group(), "ignore": "lm_head"}, r"ignore is .*a list of strings"),
-    ({**group(), "kv_cache_scheme": {**FLOAT8, "strategy": "attn_head"}}, r"kv_cache_scheme is .*one scale a tensor"),
     (group(output_activations=TOKEN), r"output_activations is .*allowed: null"),
     (group({**FLOAT8, "strategy": "group", "group_size": 32}), r'weights.strategy is "group"; allowed: "tensor"'),
     (group(INT8, {**TOKEN, "type": "int", "strategy": "tensor", "dynamic": False}, form="int-quantized"),
