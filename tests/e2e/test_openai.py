@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from benchmarks.served import free_ports
 from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
 from tests.e2e.wire import Server
-from tests.integration.browser import chromium
+from tests.page.browser import chromium
 
 pytestmark = pytest.mark.e2e
 

@@ -1,93 +1,81 @@
-// The page: chats, what is asked, and what answers. A chat is {id, time, turns}; a turn is {question, answer, thoughts,
-// state, note, error} with state "done", "stopped" or "failed", and one that has no answer is never sent again.
-import {allChats, deleteAllChats, deleteChat, loadChat, newChat, saveChat, titleOf} from "./chats.js";
+// The page: the chat that is shown, what is asked, and what answers.
+import {read} from "./attachments.js";
+import {addTurn, branches, deleteChat, loadChat, mergeInto, newChat, path, saveChat, titleOf, watchOtherTabs} from "./chats.js";
+import {$, button, element, fileBox, grows, words} from "./elements.js";
 import {watchEngine} from "./engine.js";
-import {Answer, copy} from "./markdown.js";
+import {addList} from "./list.js";
+import {notice} from "./notice.js";
+import {requestFor} from "./requests.js";
+import {addSettings, headers, remember, remembered, showSettings} from "./settings.js";
 import {chunks} from "./stream.js";
+import {TurnView} from "./turn.js";
 
-const $ = id => document.getElementById(id);
-const OPTIONS = [["system", "text", "system prompt"], ["temperature", "number", "0: greedy"], ["top_p", "number", "0 to 1"],
-  ["top_k", "number", "0: off"], ["min_p", "number", "0 to 1"], ["repetition_penalty", "number", "1: off"],
-  ["max_tokens", "number", "context"], ["seed", "number", "random"], ["stop_at", "text", "a text"], ["api_key", "password", "none"]];
 const EXAMPLES = ["What is 17 + 25?", "Count from 1 to 20.", "Reverse the order of these words: Rome, Oslo, Lima"];
-const NEAR_END_PIXELS = 80, CURRENT = "minisgl.current";
-let chat = newChat(), views = [], running = null, edited = null;
+const NAME = document.title, DRAFT = "minisgl.draft.";
+let chat = newChat(), views = [], files = [], running = null, hasTemplate = true;
 
 // --- what is asked
 
-function headers() {
-  const key = $("api_key").value;
-  return {"Content-Type": "application/json", ...(key ? {Authorization: `Bearer ${key}`} : {})};
-}
-
-function requestFor(turns, question) {
-  const system = $("system").value, messages = system ? [{role: "system", content: system}] : [];
-  for (const turn of turns)
-    if (turn.answer) messages.push({role: "user", content: turn.question}, {role: "assistant", content: turn.answer});
-  messages.push({role: "user", content: question});
-  const body = {messages, stream: true, stream_options: {include_usage: true}};
-  for (const [name, type] of OPTIONS)
-    if (type === "number" && $(name).value !== "") body[name] = Number($(name).value);
-  if ($("stop_at").value) body.stop = $("stop_at").value;
-  return body;
-}
-
-function ask(question) {
-  if (edited !== null) {
-    chat.turns.length = edited;
-    edited = null;
-    showChat();
-  }
-  const turn = {question, answer: ""};
-  chat.turns.push(turn);
-  addView(turn);
-  answer(chat, turn, views.at(-1));
-}
-
-function regenerate() {
-  if (running) return;
-  cancelEdit();
-  answer(chat, chat.turns.at(-1), views.at(-1));
+function ask(parent, question, attached) {
+  const turn = addTurn(chat, parent, question, attached);
+  showTurns();
+  answer(chat, turn);
 }
 
 // Everything below belongs to the chat that it began with, whichever one is shown by then.
-async function answer(ofChat, turn, view) {
-  const before = {...turn}, began = performance.now(), run = running = {abort: new AbortController(), view};
-  let usage = null, first = null, cut = false;
-  Object.assign(turn, {answer: "", thoughts: "", note: "", error: "", state: "stopped"});
-  showBusy();
-  view.update(true);
+async function answer(ofChat, turn) {
+  const run = running = {abort: new AbortController(), turn, chat: ofChat};
+  const view = viewOf(turn), began = performance.now(), turns = path(ofChat);
+  const {route, body, textOf} = requestFor(ofChat.settings, turns.slice(0, turns.indexOf(turn)), turn, hasTemplate);
+  let usage = null, first = null;
+  Object.assign(turn, {note: "", error: "", cut: false, state: "running", time: Date.now()});
+  if (!turn.answer) Object.assign(turn, {thoughts: "", calls: []});
   keep(ofChat);
+  view.begin();
+  showBusy();
   try {
-    const body = requestFor(ofChat.turns.slice(0, ofChat.turns.indexOf(turn)), turn.question);
-    for await (const chunk of chunks(body, headers(), run.abort.signal)) {
+    for await (const chunk of chunks(route, body, headers(), run.abort.signal)) {
       usage = chunk.usage || usage;
       const choice = chunk.choices[0];
       if (!choice) continue;
       first ??= performance.now();
-      turn.thoughts += choice.delta.reasoning_content || "";
-      turn.answer += choice.delta.content || "";
-      cut ||= choice.finish_reason === "length";
+      add(turn, textOf(choice));
+      turn.cut ||= choice.finish_reason === "length";
       view.updateSoon();
     }
-    turn.state = "done";
+    Object.assign(turn, {state: "done", note: note(turn, usage, began, first)});
   } catch (error) {
-    if (error.name !== "AbortError") Object.assign(turn, {state: "failed", error: error.message});
+    if (error.name === "AbortError") Object.assign(turn, {state: "stopped", note: turn.answer ? "stopped" : "stopped before the first token"});
+    else Object.assign(turn, {state: "failed", error: error.message});
+    if (error.status === 401) askForKey();
+  } finally {
+    turn.time = Date.now();
+    if (running === run) running = null;
+    view.end();
+    keep(ofChat);
+    showBusy();
   }
-  if (turn.state !== "done" && !turn.answer && before.answer) Object.assign(turn, before, {error: turn.error});
-  else turn.note = note(turn, usage, cut, began, first);
-  if (running === run) running = null;
-  view.update(true);
-  keep(ofChat);
-  showBusy();
 }
 
-function note(turn, usage, cut, began, first) {
-  if (turn.state === "stopped") return turn.answer ? "stopped" : "stopped before the first token";
-  if (!usage) return "";
-  const now = performance.now(), rate = usage.completion_tokens / (now - began) * 1000;
-  return `${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out, first after ${((first ?? now) - began).toFixed(0)} ms, ` +
-    `${rate.toFixed(1)} tokens/s${cut ? "; cut at max_tokens or the end of the context" : ""}`;
+function add(turn, delta) {
+  turn.thoughts += delta.reasoning_content || "";
+  turn.answer += delta.content || "";
+  for (const {index, function: called} of delta.tool_calls || []) {
+    const call = turn.calls[index] ??= {name: "", arguments: ""};
+    call.name += called?.name || "";
+    call.arguments += called?.arguments || "";
+  }
+}
+
+function note(turn, usage, began, first) {
+  const parts = turn.answer || turn.calls.length ? [] : ["the model said nothing"];
+  if (usage) {
+    const now = performance.now(), rate = usage.completion_tokens / (now - began) * 1000;
+    parts.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out, first after ${((first ?? now) - began).toFixed(0)} ms, ` +
+      `${rate.toFixed(1)} tokens/s`);
+  }
+  if (turn.cut) parts.push("cut at max_tokens or the end of the context");
+  return parts.join("; ");
 }
 
 function stop() {
@@ -96,178 +84,178 @@ function stop() {
 
 // --- what is shown
 
-class TurnView {
-  constructor(turn) {
-    this.turn = turn;
-    this.box = element("div", "turn");
-    this.thoughts = element("details");
-    this.thoughts.append(element("summary", "", "thoughts"), element("span"));
-    this.answerBox = element("div", "message answer");
-    this.answer = new Answer(this.answerBox);
-    this.error = element("div", "message error");
-    this.note = element("small");
-    this.actions = element("div", "actions");
-    this.box.append(element("div", "message user", turn.question), this.thoughts, this.answerBox, this.error, this.note, this.actions);
-    this.update();
-  }
+const page = {
+  isRunning: () => running !== null,
+  log: $("log"),
+  hasTemplate: () => hasTemplate,
+  branches: turn => branches(chat, siblingsOf(turn)),
+  regenerate(turn) {
+    if (turn.answer) ask(siblingsOf(turn), turn.question, turn.files);
+    else { showTurns(); answer(chat, turn); }
+  },
+  goOn: turn => answer(chat, turn),
+  ask: (turn, question) => ask(siblingsOf(turn), question, turn.files),
+  remove(turn) {
+    mark(turn, true);
+    notice("the question and its answer are deleted", () => mark(turn, false));
+  },
+  show(turn, branch) {
+    chat.shown[siblingsOf(turn)] = branch.id;
+    keep(chat);
+    showTurns();
+  },
+};
 
-  // At most once in a frame: tokens come faster than a screen shows them. `follow`: to the end, wherever the reader is.
-  updateSoon() {
-    this.frame ||= requestAnimationFrame(() => this.update());
-  }
-
-  update(follow = false) {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const log = $("log"), atEnd = follow && this.box.isConnected && running?.view === this ||
-      log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PIXELS;
-    const {thoughts, answer, error, note} = this.turn;
-    this.thoughts.hidden = !thoughts;
-    this.thoughts.lastChild.textContent = thoughts || "";
-    this.answer.update(answer);
-    this.error.textContent = error || "";
-    this.error.hidden = !error;
-    this.note.textContent = note || "";
-    this.showActions();
-    if (atEnd) log.scrollTop = log.scrollHeight;
-  }
-
-  showActions() {
-    const isLast = views.at(-1) === this, names = running?.view === this ? "" : `${isLast}${Boolean(this.turn.answer)}`;
-    if (this.actions.dataset.names === names) return;
-    this.actions.dataset.names = names;
-    this.actions.replaceChildren();
-    if (!names) return;
-    if (this.turn.answer) {
-      const button = action("Copy", () => copy(this.turn.answer, button));
-      this.actions.append(button);
-    }
-    if (isLast)
-      this.actions.append(action(this.turn.answer ? "Regenerate" : "Try again", regenerate), action("Edit the question", edit));
-  }
+// What `turn` follows in what is shown: the key of its branches.
+function siblingsOf(turn) {
+  const turns = path(chat);
+  return turns[turns.indexOf(turn) - 1]?.id || "";
 }
 
-function element(tag, className = "", text = "") {
-  return Object.assign(document.createElement(tag), {className, textContent: text});
+function mark(turn, deleted) {
+  Object.assign(turn, {deleted, time: Date.now()});
+  if (chat.turns.every(one => one.deleted)) deleteChat(chat.id);
+  else keep(chat);
+  showTurns();
+  showList();
 }
 
-function action(label, act) {
-  const button = Object.assign(element("button", "", label), {type: "button"});
-  button.addEventListener("click", act);
-  return button;
+// The view of a turn; one of another chat is seen by nobody.
+function viewOf(turn) {
+  return views.find(view => view.turn === turn) || new TurnView(turn, page);
 }
 
-function addView(turn) {
-  $("empty")?.remove();
-  views.push(new TurnView(turn));
-  $("log").append(views.at(-1).box);
-  views.at(-2)?.showActions();
-  views.at(-1).showActions();
+// Views of turns that stay are kept: an answer may be coming in one.
+function showTurns() {
+  const turns = path(chat), kept = new Map(views.map(view => [view.turn, view]));
+  const end = $("log").scrollTop;
+  views = turns.map(turn => kept.get(turn) || new TurnView(turn, page));
+  $("log").replaceChildren(...systemLine(), ...(views.length ? views.map(view => view.box) : [examples()]));
+  for (const view of views) { view.showActions(); view.updateSoon(); }
+  $("log").scrollTop = turns.length > kept.size || !kept.size ? $("log").scrollHeight : end;
+  document.title = turns.length ? `${titleOf(chat)} - ${NAME}` : NAME;
 }
 
-function showChat() {
-  views = [];
-  $("log").replaceChildren();
-  chat.turns.forEach(addView);
-  if (!views.length) showExamples();
-  $("log").scrollTop = $("log").scrollHeight;
+function systemLine() {
+  if (!chat.settings.system || !hasTemplate) return [];
+  const line = element("div", "message system");
+  line.append(words("span", "", chat.settings.system), button("Edit", () => { openDrawer("panel"); $("system").focus(); }, "Edit the system prompt"));
+  return [line];
 }
 
-function showExamples() {
+function examples() {
   const box = element("div");
   box.id = "empty";
-  box.append(element("p", "", "Ask the model something, for example:"));
-  for (const text of EXAMPLES) box.append(action(text, () => { if (!running) ask(text); }));
-  $("log").append(box);
+  box.append(element("p", "", hasTemplate ? "Ask the model something, for example:" :
+    "This model has no chat template: it goes on with the text that you send."));
+  if (hasTemplate) for (const text of EXAMPLES) box.append(button(text, () => { if (!running) ask("", text, []); }));
+  return box;
 }
 
 function showBusy() {
   $("send").hidden = Boolean(running);
   $("stop").hidden = !running;
-  views.forEach(view => view.showActions());
+  $("log").setAttribute("aria-busy", Boolean(running));
+  for (const view of views) view.showActions();
 }
 
 // --- chats
 
 function keep(ofChat) {
   if (ofChat.deleted) return;
-  const kept = saveChat(ofChat);
-  $("chats").firstElementChild.textContent = kept ? "Chats, kept in this browser" : "Chats (this one cannot be kept)";
-  if (ofChat === chat) remember(CURRENT, chat.id);
+  const {kept, removed} = saveChat(ofChat);
+  $("kept").textContent = kept ? "Chats, kept in this browser" : "Chats (this one cannot be kept)";
+  if (removed.length) notice(`no room for all chats: ${removed.map(title => `«${title}»`).join(", ")} had to go`);
+  if (ofChat === chat && chat.turns.length && location.hash.slice(1) !== chat.id) history.replaceState(null, "", `#${chat.id}`);
   showList();
 }
 
 function open(next) {
   stop();
   running = null;
-  cancelEdit();
   chat = next;
-  remember(CURRENT, chat.turns.length ? chat.id : "");
-  showChat();
+  files = [];
+  views = [];
+  showTurns();
+  showSettings(chat.settings);
   showBusy();
+  showFiles();
   showList();
   closeDrawers();
+  $("prompt").value = remembered(draftName());
+  $("prompt").dispatchEvent(new Event("input"));
   if (matchMedia("(pointer: fine)").matches) $("prompt").focus();  // a phone's keyboard would cover the chat
 }
 
-function drop(id) {
-  deleteChat(id);
-  if (id === chat.id) { chat.deleted = true; open(newChat()); } else showList();
+// As `open`, with a step in the browser's history.
+function visit(next) {
+  const hash = next.turns.length ? `#${next.id}` : "";
+  keepDraft();
+  if (location.hash !== hash) history.pushState(null, "", hash || location.pathname + location.search);
+  open(next);
 }
 
-function showList() {
-  const kept = allChats();
-  $("delete-all").hidden = !kept.length;
-  $("chat-list").replaceChildren(...kept.map(one => {
-    const item = element("li", one.id === chat.id ? "current" : "");
-    const title = action(titleOf(one), () => { const found = loadChat(one.id); if (found && one.id !== chat.id) open(found); else closeDrawers(); });
-    const remove = action("×", () => drop(one.id));
-    title.className = "title";
-    title.title = titleOf(one);
-    remove.className = "delete";
-    remove.setAttribute("aria-label", `Delete «${titleOf(one)}»`);
-    item.append(title, remove);
-    return item;
+const startNew = () => visit(newChat({system: chat.settings.system, options: {...chat.settings.options}}));
+const showList = addList({
+  current: () => chat,
+  open: id => { const found = id === chat.id ? null : loadChat(id); if (found) visit(found); else closeDrawers(); },
+  close: () => { chat.deleted = true; startNew(); },
+  renamed: showTurns,
+});
+
+// What is typed and not sent, by chat; all new ones share it.
+const draftName = () => DRAFT + (chat.turns.length ? chat.id : "new");
+const keepDraft = () => remember(draftName(), $("prompt").value);
+
+watchOtherTabs((id, isDeleted) => {
+  if (id === chat.id && isDeleted && running?.chat !== chat) {
+    chat.deleted = true;
+    open(newChat());
+    notice("this chat was deleted in another tab");
+  } else if (id === chat.id && !isDeleted) {
+    const other = loadChat(id);
+    if (other) mergeInto(chat, other);
+    for (const view of views) { view.showQuestion(); if (!view.run) { view.answer.reset(); view.update(); } }
+    showTurns();
+    showSettings(chat.settings);
+  }
+  showList();
+});
+
+// --- files of the next question
+
+async function attach(added) {
+  if (!added.length) return;
+  try { files.push(...await read(added, files)); } catch (error) { notice(error.message); }
+  showFiles();
+}
+
+function showFiles() {
+  $("files").hidden = !files.length;
+  $("files").replaceChildren(...files.map(file => {
+    const chip = element("div", "chip");
+    chip.append(fileBox(file), button("×", () => { files = files.filter(one => one !== file); showFiles(); }, `Remove ${file.name}`));
+    return chip;
   }));
 }
 
-function edit() {
-  if (running) return;
-  edited = chat.turns.length - 1;
-  views.at(-1).box.classList.add("edited");
-  $("prompt").value = chat.turns[edited].question;
-  $("prompt").focus();
-}
-
-function cancelEdit() {
-  if (edited === null) return;
-  edited = null;
-  views.at(-1).box.classList.remove("edited");
-  $("prompt").value = "";
-}
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => { await attach([...$("file").files]); $("file").value = ""; });
+$("prompt").addEventListener("paste", event => {
+  if (!event.clipboardData.files.length || event.clipboardData.types.includes("text/plain")) return;
+  event.preventDefault();
+  attach([...event.clipboardData.files]);
+});
+document.addEventListener("dragover", event => event.preventDefault());
+document.addEventListener("drop", event => {
+  const text = event.dataTransfer.getData("text/plain");
+  if (!event.dataTransfer.files.length && (event.target === $("prompt") || !text)) return;
+  event.preventDefault();  // else the browser leaves the page for the file
+  if (event.dataTransfer.files.length) attach([...event.dataTransfer.files]);
+  else { $("prompt").value += text; $("prompt").dispatchEvent(new Event("input")); }
+});
 
 // --- the rest of the page
-
-// A tab's own memory, which a browser may refuse.
-function remember(name, value) {
-  try { sessionStorage.setItem(name, value); } catch { /* it lasts as long as the page */ }
-}
-function remembered(name) {
-  try { return sessionStorage.getItem(name) || ""; } catch { return ""; }
-}
-
-function addOptions() {
-  for (const [name, type, hint] of OPTIONS) {
-    const label = document.createElement("label"), input = document.createElement("input");
-    Object.assign(input, {id: name, type, placeholder: hint, step: "any", value: remembered(name), autocomplete: "off"});
-    input.addEventListener("change", () => {
-      remember(name, input.value);
-      if (name === "api_key") nameModel();
-    });
-    label.append(name.replaceAll("_", " "), input);
-    $("options").append(label);
-  }
-}
 
 async function nameModel() {
   try {
@@ -275,27 +263,51 @@ async function nameModel() {
     const said = await reply.json();
     $("model").textContent = $("model").title = reply.ok ? said.data.map(model => model.id).join(", ") : said.error.message;
     $("model").classList.toggle("error", !reply.ok);
+    $("enter-key").hidden = reply.status !== 401;
     nameModel.known = reply.ok || reply.status === 401;  // with a key that is wrong, a new one is waited for
+    if (reply.ok) await findTemplate();
   } catch { nameModel.known = false; }
 }
 
+// A base model has no chat template, and goes on with a text.
+async function findTemplate() {
+  const reply = await fetch("tokenizer_info", {headers: headers()});
+  if (!reply.ok || hasTemplate === ((await reply.json()).chat_template !== null)) return;
+  hasTemplate = !hasTemplate;
+  $("prompt").placeholder = hasTemplate ? "Ask something; Enter sends" : "A text to go on with; Enter sends";
+  if (running) return;
+  views = [];
+  showTurns();
+}
+
+function askForKey() {
+  $("enter-key").hidden = false;
+}
+$("enter-key").addEventListener("click", () => { openDrawer("panel"); $("api_key").focus(); });
+
 const DRAWERS = [["chats", "open-chats"], ["panel", "open-panel"]];
-function toggleDrawer(name) {
-  for (const [drawer, button] of DRAWERS) {
-    const isOpen = drawer === name && !$(drawer).classList.contains("open");
+function openDrawer(name) {
+  for (const [drawer, opener] of DRAWERS) {
+    const isOpen = drawer === name;
     $(drawer).classList.toggle("open", isOpen);
-    $(button).setAttribute("aria-expanded", isOpen);
+    $(opener).setAttribute("aria-expanded", isOpen);
   }
-  $("shade").hidden = !document.querySelector("nav.open, aside.open");
+  // Where the window is wide, both stand beside the conversation.
+  $("shade").hidden = !name || getComputedStyle($(name)).position !== "fixed";
 }
-function closeDrawers() {
-  toggleDrawer("");
-}
+const closeDrawers = () => openDrawer("");
 
 $("form").addEventListener("submit", event => {
   event.preventDefault();
   const text = $("prompt").value.trim();
-  if (text && !running) { $("prompt").value = ""; ask(text); }
+  if (!text && !files.length || running) return;
+  $("prompt").value = "";
+  keepDraft();
+  $("prompt").dispatchEvent(new Event("input"));
+  const attached = files;
+  files = [];
+  showFiles();
+  ask(path(chat).at(-1)?.id || "", text, attached);
 });
 $("prompt").addEventListener("keydown", event => {
   // An input method's Enter takes a candidate; Safari tells of its end first, with the key code of a composition.
@@ -304,25 +316,35 @@ $("prompt").addEventListener("keydown", event => {
   $("form").requestSubmit();
 });
 document.addEventListener("keydown", event => {
+  if (event.key === "O" && event.ctrlKey && event.shiftKey) { event.preventDefault(); startNew(); }
   if (event.key !== "Escape" || event.isComposing) return;
   if (!$("shade").hidden) closeDrawers();
-  else if (edited !== null) cancelEdit();
   else stop();
 });
 $("stop").addEventListener("click", stop);
-$("new").addEventListener("click", () => open(newChat()));
-$("delete-all").addEventListener("click", () => {
-  if (!confirm("Delete all chats that this browser keeps?")) return;
-  deleteAllChats();
-  chat.deleted = true;
-  open(newChat());
-});
-for (const [drawer, button] of DRAWERS) $(button).addEventListener("click", () => toggleDrawer(drawer));
+$("new").addEventListener("click", startNew);
+for (const [drawer, opener] of DRAWERS) {
+  $(opener).addEventListener("click", () => openDrawer($(drawer).classList.contains("open") ? "" : drawer));
+  $(drawer).querySelector(".close").addEventListener("click", closeDrawers);
+}
 $("shade").addEventListener("click", closeDrawers);
-window.addEventListener("pagehide", () => { if (running) saveChat(chat); });
+window.addEventListener("popstate", () => { keepDraft(); open(loadChat(location.hash.slice(1)) || newChat()); });
+window.addEventListener("pagehide", () => {
+  keepDraft();
+  if (!running) return;
+  // No error of a connection that this very page ends.
+  Object.assign(running.turn, {state: "stopped", note: "stopped: the page was left", time: Date.now()});
+  saveChat(running.chat);
+  running.chat.deleted = true;
+});
 
-addOptions();
-open(loadChat(remembered(CURRENT)) || newChat());
-$("prompt").value = new URLSearchParams(location.search).get("q") || "";
+addSettings(({system, options}) => {
+  Object.assign(chat.settings, {system, options, time: Date.now()});
+  if (chat.turns.length) keep(chat);
+  showTurns();
+}, nameModel);
+grows($("prompt"));
+open(loadChat(location.hash.slice(1)) || newChat());
+$("prompt").value = new URLSearchParams(location.search).get("q") || $("prompt").value;
 nameModel();
-watchEngine(answers => { if (answers && !nameModel.known) nameModel(); });
+watchEngine(answers => { if (answers && !nameModel.known) nameModel(); }, () => running !== null);

@@ -1,14 +1,16 @@
 // Live figures of the engine, from the server's metrics.
+import {$} from "./elements.js";
+
 const PLOTS = [["running", "requests running", 0], ["waiting", "waiting", 0], ["kv", "KV pages in use, %", 1],
   ["rate", "tokens/s", 1], ["gap", "ms between tokens", 2],
   ["drafts", "tokens a step with drafts", 2]];  // the last one where the engine speculates
 const POINTS = 90, PERIOD_MS = 1000;
-const $ = id => document.getElementById(id);
 const figures = Object.fromEntries(PLOTS.map(([name]) => [name, []]));
 let last = null;
 
-// Looks once a second; `looked` is called each time, with whether the server answered.
-export function watchEngine(looked) {
+// Looks once a second; `looked` is called each time, with whether the server answered. `isAnswering`: whether an answer
+// comes at the time, which a server that stops still sends to its end.
+export function watchEngine(looked, isAnswering) {
   for (const [name, title] of PLOTS) {
     const figure = document.createElement("figure");
     figure.id = `figure-${name}`;
@@ -18,12 +20,12 @@ export function watchEngine(looked) {
   $("figure-drafts").insertAdjacentHTML("beforeend", `<small id="accepted"></small>`);
   $("figure-drafts").hidden = true;
   (async function again() {
-    looked(await look());
+    looked(await look(isAnswering));
     setTimeout(again, PERIOD_MS);
   })();
 }
 
-async function look() {
+async function look(isAnswering) {
   let state;
   try {
     const reply = await fetch("metrics");
@@ -32,7 +34,7 @@ async function look() {
     record(now, performance.now() / 1000);
     state = now.engine_up ? "ready" : "the engine is down";
   } catch (error) {
-    state = error instanceof TypeError ? "the server cannot be reached" : error.message;
+    state = !(error instanceof TypeError) ? error.message : isAnswering() ? "the server is stopping" : "the server cannot be reached";
     last = null;
     for (const [name] of PLOTS) figures[name].push(null);
   }

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.browser import DRAFTS, METRICS, Browser, PageServer, chromium
+from tests.page.browser import DESK, DRAFTS, METRICS, PHONES, Browser, PageServer
 
-DESK, PHONES = (1280, 800), ((390, 844), (360, 740))
 MARKDOWN = """# A heading
 
 Some **bold** words, `code` and [a link](https://example.org/).
@@ -38,40 +36,6 @@ ATTACKS = """<img src=x onerror="window.hacked = 1"> <script>window.hacked = 2</
 <script>window.hacked = 8</script>
 ```
 """
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[PageServer]:
-    server = PageServer()
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def module_browser(module_server: PageServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium"), module_server.url) as found:
-        yield found
-
-
-@pytest.fixture
-def server(module_server: PageServer) -> PageServer:
-    module_server.answers.clear()
-    module_server.asked.clear()
-    module_server.key, module_server.metrics = "", METRICS
-    return module_server
-
-
-@pytest.fixture(params=[DESK, PHONES[0]], ids=lambda size: str(size[0]))
-def page(request: pytest.FixtureRequest, module_browser: Browser, server: PageServer) -> Browser:
-    module_browser.open(*request.param)
-    return module_browser
-
-
-@pytest.fixture
-def desk(module_browser: Browser, server: PageServer) -> Browser:
-    module_browser.open(*DESK)
-    return module_browser
 
 
 def at_end(page: Browser) -> bool:
@@ -108,10 +72,8 @@ def test_new_during_a_stream_leaves_the_old_answer_in_its_chat(page: Browser, se
 
 
 @pytest.mark.parametrize("size", [DESK, *PHONES], ids=lambda size: str(size[0]))
-def test_the_page_fits_and_follows_the_answer(
-    module_browser: Browser, server: PageServer, size: tuple[int, int]
-) -> None:
-    page = module_browser
+def test_the_page_fits_and_follows_the_answer(chrome: Browser, server: PageServer, size: tuple[int, int]) -> None:
+    page = chrome
     page.open(*size)
     assert fits(page)
     server.answers = [[MARKDOWN + "x" * 300], *[["word " * 60]] * 5]
@@ -194,8 +156,7 @@ def test_a_key_that_is_entered_later_names_the_model(page: Browser, server: Page
     server.key = "secret"
     page.driver.refresh()
     page.wait(lambda: page.text("#model") == "this server needs an API key")
-    if not page.one("#api_key").is_displayed():
-        page.press("Engine")
+    page.press("Enter the key")
     page.one("#api_key").send_keys("secret\t")
     page.wait(lambda: page.text("#model") == "a-model")
 
@@ -227,7 +188,7 @@ def test_markdown_becomes_elements_and_code_can_be_copied(page: Browser, server:
     page.one(".code button").click()
     page.wait(lambda: page.text(".code button") == "Copied")
     assert page.js("return window.copied").startswith("def add(a, b):\n    return a + b")
-    page.all(".actions button")[0].click()
+    page.all(".turn .actions button")[0].click()
     page.wait(lambda: page.js("return window.copied") == MARKDOWN)
 
 
@@ -258,15 +219,18 @@ def test_an_answer_can_be_had_again_and_the_question_changed(page: Browser, serv
     page.wait(lambda: page.text(".answer") == "second" and page.text(".turn > small"))
     assert server.messages() == [("user", "Question")]
     page.idle()
-    page.press("Edit the question")
-    page.one("#prompt").send_keys(" two\n")
+    page.press("Edit")
+    page.one("textarea.edited").send_keys(" two\n")
     page.wait(lambda: page.text(".answer") == "third")
     page.idle()
     assert server.messages() == [("user", "Question two")]
     assert len(page.all(".turn")) == 1
     page.press("Regenerate")
     page.wait(lambda: page.text(".message.error") == "full")
-    assert page.text(".answer") == "third"  # a refusal takes nothing away
+    page.idle()
+    assert page.text(".branch") == "4/4"
+    page.press("‹")  # a refusal takes nothing away
+    assert (page.text(".branch"), page.text(".answer")) == ("3/4", "third")
 
 
 def test_chats_outlive_a_reload_and_can_be_deleted(page: Browser, server: PageServer) -> None:
@@ -338,9 +302,9 @@ def test_examples_ask_and_a_link_only_fills_in(page: Browser, server: PageServer
 
 
 def test_sampling_options_go_with_the_request(page: Browser, server: PageServer) -> None:
-    if not page.one("#temperature").is_displayed():
-        page.press("Engine")
-    for name, value in (("temperature", "0"), ("stop_at", "END"), ("system", "Be brief.")):
+    if not page.one("#option-temperature").is_displayed():
+        page.press("Settings")
+    for name, value in (("option-temperature", "0"), ("option-stop", "END"), ("system", "Be brief.")):
         page.one(f"#{name}").send_keys(value + "\t")
     page.js("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
     page.ask("Go.")
@@ -353,10 +317,10 @@ def test_sampling_options_go_with_the_request(page: Browser, server: PageServer)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [DESK, *PHONES], ids=lambda size: str(size[0]))
 def test_text_can_be_read(
-    module_browser: Browser, server: PageServer, size: tuple[int, int], dark: bool, tmp_path: Path
+    chrome: Browser, server: PageServer, size: tuple[int, int], dark: bool, tmp_path: Path
 ) -> None:
     """Contrast as WCAG's level AA asks; MINISGL_SCREENSHOTS=FOLDER keeps the pictures."""
-    page = module_browser
+    page = chrome
     page.open(*size, dark=dark)
     kept = Path(os.environ.get("MINISGL_SCREENSHOTS") or tmp_path)
     name = f"{size[0]}-{'dark' if dark else 'light'}"

@@ -21,12 +21,13 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from minisgl_backend.openai.page import add_page
 from tests.e2e.conftest import free_ports
 
 PATIENCE_SECONDS = 60.0
+DESK, PHONES = (1280, 800), ((390, 844), (360, 740))  # CSS pixels
 METRICS = """minisgl_engine_up 1
 minisgl_requests_running 3
 minisgl_requests_waiting 1
@@ -43,6 +44,8 @@ minisgl_accepted_draft_tokens_total{{position="1"}} {first}
 """
 
 Pieces = list[str | threading.Event | dict[str, Any]]
+CUT: dict[str, Any] = {"cut": True}
+"""A piece behind which the stream ends, though the answer does not."""
 
 
 class PageServer:
@@ -53,12 +56,16 @@ class PageServer:
         self.asked: list[dict[str, Any]] = []
         self.key = ""  # needed where it is not empty
         self.metrics = METRICS
+        self.chat_template: str | None = "a template"
+        self.finish_reason = "stop"
         self.port = free_ports(1)[0]
         app = FastAPI()
         add_page(app)
         app.get("/metrics")(self._metrics)
         app.get("/v1/models")(self._models)
+        app.get("/tokenizer_info")(self._tokenizer_info)
         app.post("/v1/chat/completions")(self._chat)
+        app.post("/v1/completions")(self._chat)
         self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
         self._thread = threading.Thread(target=self._server.run)
 
@@ -87,11 +94,16 @@ class PageServer:
             return JSONResponse({"error": {"message": "this server needs an API key"}}, 401)
         return JSONResponse({"data": [{"id": "a-model"}]})
 
+    async def _tokenizer_info(self) -> Response:
+        return JSONResponse({"chat_template": self.chat_template})
+
     async def _chat(self, request: Request) -> Response:
-        self.asked.append(await request.json())
+        self.asked.append({**await request.json(), "route": request.url.path})
         pieces = self.answers.pop(0) if self.answers else ["an answer"]
         if pieces and isinstance(pieces[0], dict) and "refused" in pieces[0]:
             return JSONResponse({"error": {"message": pieces[0]["refused"]}}, 400)
+        if pieces and isinstance(pieces[0], dict) and "html" in pieces[0]:
+            return HTMLResponse(pieces[0]["html"])
         return StreamingResponse(self._stream(pieces), media_type="text/event-stream")
 
     async def _stream(self, pieces: Pieces) -> AsyncIterator[str]:
@@ -100,10 +112,13 @@ class PageServer:
                 while not piece.is_set():
                     await asyncio.sleep(0.01)
                 continue
-            delta = piece if isinstance(piece, dict) else {"content": piece}
-            yield f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': None}]})}\n\n"
-        usage = {"prompt_tokens": 7, "completion_tokens": len(pieces)}
-        yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+            if piece is CUT:
+                return
+            choice = {"delta": piece} if isinstance(piece, dict) else {"delta": {"content": piece}, "text": piece}
+            yield f"data: {json.dumps({'choices': [{'finish_reason': None, **choice}]})}\n\n"
+        done = {"choices": [{"delta": {}, "text": "", "finish_reason": self.finish_reason}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(pieces)}}
+        yield f"data: {json.dumps(done)}\n\ndata: {json.dumps(usage)}\n\ndata: [DONE]\n\n"
 
 
 class Browser:
@@ -122,7 +137,9 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         self.driver.get(self.url)
-        self.driver.execute_script("localStorage.clear(); sessionStorage.clear()")
+        self.driver.execute_script(
+            "document.getElementById('prompt').value = ''; localStorage.clear(); sessionStorage.clear()"
+        )
         self.driver.get(self.url)
         self.wait(lambda: self.text("#state") == "ready")
 
@@ -146,6 +163,16 @@ class Browser:
         next(
             button for button in reversed(self.all("button")) if button.is_displayed() and button.text == label
         ).click()
+
+    def answer(
+        self, server: PageServer, *pieces: str | threading.Event | dict[str, Any], question: str = "Go."
+    ) -> None:
+        """Asks, and waits for the end of an answer of these pieces."""
+        server.answers.append(list(pieces))
+        asked = len(server.asked)
+        self.ask(question)
+        self.wait(lambda: len(server.asked) > asked)
+        self.idle()
 
     def ask(self, text: str) -> None:
         self.one("#prompt").send_keys(text + "\n")
