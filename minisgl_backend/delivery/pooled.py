@@ -121,7 +121,9 @@ class PooledRequest:
             "num_cached_tokens": ints([self.cached_tokens]),
         }
         if self.spec.scoring:
-            arrays["score"] = scoring.scores(self.spec.scoring, vectors, self.spec.num_queries)[None]  # type: ignore[arg-type]
+            way: Any = self.spec.scoring
+            raw = self.spec.raw_scores
+            arrays["score"] = scoring.scores(way, vectors, self.spec.num_queries, raw=raw)[None]
             return arrays
         width = max(len(vector) for vector in vectors)
         rows = np.zeros((1, len(vectors), width), dtype=np.float32)  # choices may differ in number

@@ -56,6 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     poolings: tuple[PoolingParams, ...] = ()
     lengths: bytes = b""
     scoring: str = ""  # not "": scores are computed from the vectors, see text.scoring
+    raw_scores: bool = False
     leads: bool = False  # the other prompts share the first one's prefix and wait until it is in the prefix cache
     num_queries: int = 1  # number of queries to score against
     stop: bool = False  # no prompt: running requests with this request_id end with what they have

@@ -1,9 +1,10 @@
-"""Embeddings, reranking and scores, in the formats of OpenAI, Jina, Cohere and vLLM."""
+"""Embeddings, reranking and scores, in the formats of OpenAI, Jina, Cohere, vLLM and text-embeddings-inference."""
 
 from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from minisgl_backend.openai.requests.tei import AnyRerankRequest, TeiEmbedRequest, TeiRerankRequest
 from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.vectors import Vectors, numbers
 
@@ -32,13 +34,22 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         ]
         return _answer({"object": "list", "data": data, "model": name, "usage": found.usage}, context.request_id)
 
+    @app.post("/embed")
+    async def embed(request: Request, body: TeiEmbedRequest) -> Response:
+        await endpoint.admit(body.model)
+        context = context_of(request, body)
+        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        return _answer([numbers(row) for row in found.rows], context.request_id)
+
     @app.post("/v1/rerank")
     @app.post("/rerank")
     @app.post(COHERE_PATH)
-    async def rerank(request: Request, body: RerankRequest) -> Response:
+    async def rerank(request: Request, body: AnyRerankRequest) -> Response:
         name = await endpoint.admit(body.model)
         context = context_of(request, body)
         found = await endpoint.vectors(request, body.asked(), context, body.names())
+        if isinstance(body, TeiRerankRequest):
+            return _answer(_tei_ranked(body, found), context.request_id)
         is_cohere = request.url.path == COHERE_PATH
         answer = {
             "id": f"rerank-{context.request_id}",
@@ -67,16 +78,26 @@ def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:
 
 
 def _ranked(body: RerankRequest, found: Vectors, *, with_documents: bool) -> list[dict[str, Any]]:
-    """The best first; equals in the order given."""
-    order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
     returns_documents = with_documents if body.return_documents is None else body.return_documents
     texts = body.texts
     results: list[dict[str, Any]] = []
-    for index in order[: body.top_n or None]:
+    for index in _best(found.scores, body.top_n):
         document = {"document": {"text": texts[index]}} if returns_documents else {}
         results.append({"index": index, **document, "relevance_score": found.scores[index]})
     return results
 
 
-def _answer(value: dict[str, Any], request_id: str) -> Response:
+def _tei_ranked(body: TeiRerankRequest, found: Vectors) -> list[dict[str, Any]]:
+    return [
+        {"index": index, **({"text": body.texts[index]} if body.return_text else {}), "score": found.scores[index]}
+        for index in _best(found.scores, body.top_n)
+    ]
+
+
+def _best(scores: Sequence[float], most: int | None) -> list[int]:
+    """The indices of the best ones; equals in the order given. `most`: 0 or None: all."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]
+
+
+def _answer(value: Any, request_id: str) -> Response:
     return Response(encode(value), media_type="application/json", headers={"x-request-id": request_id})

@@ -35,7 +35,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     **{f"/v1/{name}": name for name in ("rerank", "score", "decisions")},
-    **{"/rerank": "rerank", "/v2/rerank": "rerank", "/score": "score"},
+    **{"/embed": "embeddings", "/rerank": "rerank", "/v2/rerank": "rerank", "/score": "score"},
 }
 
 

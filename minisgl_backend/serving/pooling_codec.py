@@ -34,6 +34,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     queries: list[str] = []  # one for all documents, or one for each
     most_document_tokens: int | None = None  # longer documents are truncated
     instruction: str | None = None
+    raw_scores: bool = False  # as they are before the logistic function
     choices: list[list[str]] | None = (
         None  # one list per prompt: words whose log-probabilities as the next token are requested
     )
@@ -111,6 +112,7 @@ class PoolingCodec:
             poolings=tuple(poolings),
             lengths=lengths,
             scoring=way,
+            raw_scores=request.raw_scores,
             leads=request.messages is not None,
             num_queries=max(1, len(request.queries)),
         )
@@ -128,27 +130,59 @@ class PoolingCodec:
             raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: 1 to {MAX_PROMPTS}")
         for text in (*(items if name in ("texts", "documents") else ()), *request.queries):
             self._check_text(name, text)
-        way = ""
+        way, limit = "", self._limit(request.most_tokens)
         poolings: Sequence[PoolingParams]
         if name == "documents":
             if len(request.queries) not in (1, len(items)):
                 raise InvalidRequestError(f"queries is {len(request.queries)} entries; allowed: 1, or {len(items)}")
             way = scoring.scoring_of(self._model)
             documents = [self._cut(text, request.most_document_tokens) for text in items]
-            prompts, pooling = scoring.pair_prompts(
-                self._model, self._tokenizer, request.queries, documents, request.instruction
-            )
-            poolings = [pooling]
+            prompts, poolings = self._pairs(request, documents, limit)
         elif name == "messages":
             prompts, poolings = self._chats(request)
         else:
-            prompts = [self._tokenizer.encode(text) for text in items] if name == "texts" else list(items)
+            prompts = [self._encoded(text, limit) for text in items] if name == "texts" else list(items)
             poolings = [
                 scoring.embedding_params(
                     self._model, dimensions=request.dimensions, normalize=request.normalize, pooling=request.pooling
                 )
             ]
-        return self._fitted(name, prompts, request.most_tokens), poolings, way
+        return self._fitted(name, prompts, limit), poolings, way
+
+    def _pairs(
+        self, request: PoolingRequest, documents: list[str], limit: int | None
+    ) -> tuple[list[list[int]], Sequence[PoolingParams]]:
+        """The prompts that score each document, and their pooling parameters.
+
+        In a prompt that is too long the document is cut, and what stands behind it stays.
+        """
+        model, tokenizer, queries = self._model, self._tokenizer, request.queries
+        prompts, pooling = scoring.pair_prompts(model, tokenizer, queries, documents, request.instruction)
+        if limit is None:
+            return prompts, [pooling]
+        if scoring.scoring_of(model) == "cosine":
+            return [self._encoded(text, limit) for text in (*queries, *documents)], [pooling]
+        for index, document in enumerate(documents):
+            query = queries[index if len(queries) > 1 else 0]
+            ids = tokenizer.encode(document, add_special_tokens=False) if len(prompts[index]) > limit else []
+            while len(prompts[index]) > limit and ids:
+                ids = ids[: limit - len(prompts[index])]
+                cut = tokenizer.decode(ids)
+                (prompts[index],), _ = scoring.pair_prompts(model, tokenizer, [query], [cut], request.instruction)
+        return prompts, [pooling]
+
+    def _encoded(self, text: str, limit: int | None) -> list[int]:
+        """The text's tokens, cut if there are more than `limit`: the special tokens around them stay."""
+        ids = self._tokenizer.encode(text)
+        if limit is None or len(ids) <= limit:
+            return ids
+        plain = self._tokenizer.encode(text, add_special_tokens=False)
+        num_special = len(ids) - len(plain)
+        begins = [at for at in range(num_special + 1) if ids[at : at + len(plain)] == plain]
+        if not begins or num_special >= limit:
+            return ids
+        end = begins[0] + len(plain)
+        return [*ids[: begins[0]], *plain[: limit - num_special], *ids[end:]]
 
     def _chats(self, request: PoolingRequest) -> tuple[list[list[int]], Sequence[PoolingParams]]:
         chats, choices = request.messages or [], request.choices or []
@@ -174,13 +208,15 @@ class PoolingCodec:
             pooling.validate(self._model.hidden_size, self._model.vocab_size)
         return prompts, poolings
 
-    def _fitted(self, name: str, prompts: list[list[int]], most: int | None) -> list[list[int]]:
-        """Truncated if requested; -1: to the model's limit. Raises InvalidRequestError for prompts that are too
-        long."""
-        if most is not None:
-            if most < 1 and most != -1:
-                raise InvalidRequestError(f"truncate_prompt_tokens is {most}; allowed: 1 or more, or -1")
-            limit = self._max_seq_len - 1 if most == -1 else most
+    def _limit(self, most: int | None) -> int | None:
+        """Of a prompt's tokens, where longer ones are to be truncated. -1: the model's own."""
+        if most is not None and most < 1 and most != -1:
+            raise InvalidRequestError(f"truncate_prompt_tokens is {most}; allowed: 1 or more, or -1")
+        return self._max_seq_len - 1 if most == -1 else most
+
+    def _fitted(self, name: str, prompts: list[list[int]], limit: int | None) -> list[list[int]]:
+        """Cut to `limit`. Raises InvalidRequestError for prompts that are too long."""
+        if limit is not None:
             prompts = [prompt[:limit] for prompt in prompts]
         for ids in prompts:
             check_prompt(name, ids, vocab_size=self._model.vocab_size, max_seq_len=self._max_seq_len)

@@ -83,8 +83,11 @@ def pair_prompts(
     return [_judged(tokenizer, text) for text in texts], PoolingParams(kind="token_logprobs", token_ids=token_ids)
 
 
-def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int) -> Float32Array:
-    """One score per document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`."""
+def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int, *, raw: bool = False) -> Float32Array:
+    """One score per document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`.
+
+    `raw`: before the logistic function, which a cosine does not have.
+    """
     if way == "cosine":
         queries, documents = np.stack(vectors[:num_queries]), np.stack(vectors[num_queries:])
         return (queries * documents).sum(axis=1, dtype=np.float32)
@@ -95,6 +98,8 @@ def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int) -> F
         positive, negative = rows[:, 1], rows[:, 0]
     else:
         positive, negative = rows[:, 0], rows[:, 1]
+    if raw:
+        return (positive - negative).astype(np.float32)
     # The softmax of two values is the logistic function of their difference, here without overflow.
     return np.exp(-np.logaddexp(0.0, negative - positive)).astype(np.float32)
 

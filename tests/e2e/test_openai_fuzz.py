@@ -15,6 +15,7 @@ from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.decisions import DecisionRequest
 from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
+from minisgl_backend.openai.requests.tei import TeiEmbedRequest, TeiRerankRequest
 from tests.e2e.openai_stack import Endpoint
 from tests.e2e.wire import assert_same_processes, lasting_processes
 
@@ -32,6 +33,8 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "What is 1 + 2?", "max_output_tokens": 4}),
     "/v1/embeddings": (EmbeddingRequest, {"input": ["What", "is"]}),
     "/v1/rerank": (RerankRequest, {"query": "What", "documents": ["is"]}),
+    "/rerank": (TeiRerankRequest, {"query": "What", "texts": ["is"]}),
+    "/embed": (TeiEmbedRequest, {"inputs": "What"}),
     "/v1/decisions": (DecisionRequest, {"input": "What is 1 + 2?", "questions": QUESTIONS}),
     "/v1/score": (ScoreRequest, {"text_1": "What", "text_2": ["is", "x"]}),
 }

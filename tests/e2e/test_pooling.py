@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,77 @@ def test_reranking_and_scores(endpoint: Endpoint, offline: LLM) -> None:
     status, answer = endpoint.post("/v1/rerank", {"query": query, "documents": ["x " * 5000]})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert endpoint.post("/v1/rerank", {"query": query, "documents": ["x " * 5000], "max_tokens_per_doc": 9})[0] == 200
+
+
+def test_the_shapes_of_text_embeddings_inference(endpoint: Endpoint, offline: LLM) -> None:
+    """As rerankers, LlamaIndex, LiteLLM and huggingface_hub send them."""
+    query, texts = "What is 2 + 2?", ["It is 4.", "Count!", "hello"]
+    expected = offline.score(query, texts)
+    order = sorted(range(3), key=lambda index: -expected[index])
+    plain: dict[str, Any] = {"query": query, "texts": texts}
+    litellm: dict[str, Any] = {
+        "raw_scores": False,
+        "truncate": False,
+        "truncation_direction": "Right",
+        "return_text": True,
+        "top_n": 2,
+    }
+    for path in ("/rerank", "/v1/rerank"):
+        others: Sequence[dict[str, Any]] = ({}, {"model": "demo", "top_n": 3, "return_text": True}, litellm)
+        for more in others:
+            status, answer = endpoint.post(path, {**plain, **more})
+            assert (status, [one["index"] for one in answer]) == (200, order[: more.get("top_n", 3)]), answer
+            assert close_to([one["score"] for one in answer], [expected[one["index"]] for one in answer])
+            shown = [texts[one["index"]] if more else None for one in answer]
+            assert [one.get("text") for one in answer] == shown
+    status, answer = endpoint.post("/rerank", {**plain, "raw_scores": True})
+    logits = np.log(np.array(expected) / (1 - np.array(expected)))
+    assert close_to([one["score"] for one in answer], [logits[one["index"]] for one in answer])
+    status, answer = endpoint.post("/score", {"text_1": query, "text_2": texts, "use_activation": False})
+    assert close_to([one["score"] for one in answer["data"]], logits)
+    long = {"query": query, "texts": ["x " * 5000, "It is 4."]}
+    status, answer = endpoint.post("/rerank", long)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "texts")
+    status, answer = endpoint.post("/rerank", {**long, "truncate": True})
+    assert close_to([one["score"] for one in answer if one["index"]], expected[:1])
+
+    vectors = [output.embedding for output in offline.embed(texts)]
+    for given, found in ((texts, vectors), (texts[0], vectors[:1]), (offline.tokenizer.encode(texts[0]), vectors[:1])):
+        status, answer = endpoint.post("/embed", {"inputs": given, "truncate": True})
+        assert status == 200
+        assert close_to(answer, found)
+    plain_vector = offline.embed(texts[0], normalize=False)[0].embedding
+    assert close_to(endpoint.post("/embed", {"inputs": texts[0], "normalize": False})[1], [plain_vector])
+    assert endpoint.post("/embed", {"inputs": ["x " * 5000], "truncate": True})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/rerank", {"query": "x"}, "documents"),
+        ("/rerank", {"query": "x", "texts": ["a"], "documents": ["a"]}, "texts"),
+        ("/rerank", {"query": "x", "documents": ["a"], "return_text": True}, "return_text"),
+        ("/rerank", {"query": "x", "texts": ["a"], "return_documents": True}, "return_documents"),
+        ("/rerank", {"texts": ["a"]}, "query"),
+        ("/rerank", {"query": "x", "texts": []}, "texts"),
+        ("/rerank", {"query": "x", "texts": [1]}, "texts"),
+        ("/rerank", {"query": "x", "texts": ["\ud800"]}, "texts"),
+        ("/rerank", {"query": "x", "texts": ["a"], "truncation_direction": "Up"}, "truncation_direction"),
+        (
+            "/rerank",
+            {"query": "x", "texts": ["a"], "truncate": True, "truncation_direction": "Left"},
+            "truncation_direction",
+        ),
+        ("/embed", {}, "inputs"),
+        ("/embed", {"inputs": []}, "inputs"),
+        ("/embed", {"inputs": "x", "dimensions": 0}, "dimensions"),
+        ("/embed", {"inputs": "x", "prompt_name": "query"}, "prompt_name"),
+        ("/embed", {"inputs": [10**9]}, "inputs"),
+    ],
+)
+def test_what_is_wrong_in_these_shapes_is_named(endpoint: Endpoint, path: str, body: Any, param: str) -> None:
+    status, answer = endpoint.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
 
 
 def test_tritons_infer_as_litellm_sends_it(endpoint: Endpoint, offline: LLM) -> None:

@@ -14,8 +14,10 @@ from minisgl_backend.request import MAX_PRIORITY
 MAX_INPUTS = 2048
 _MOST_TOKENS = 2**31 - 1
 Inputs = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+EmbeddingInput = str | Inputs | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY)]
 Truncation = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
+Dimensions = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
 class Pooled(Model):
@@ -46,9 +48,9 @@ class Pooled(Model):
 class EmbeddingRequest(Pooled):
     """POST /v1/embeddings."""
 
-    input: str | Inputs | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    input: EmbeddingInput
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    dimensions: Dimensions | None = None
     # Beyond OpenAI.
     normalize: bool | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -91,6 +93,7 @@ class RerankRequest(Pooled):
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     instruction: str | None = None  # the task, for models that judge by yes and no
+    use_activation: bool | None = None  # vLLM's; false: scores as they are before the logistic function
 
     @property
     def texts(self) -> list[str]:
@@ -102,6 +105,7 @@ class RerankRequest(Pooled):
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
         values = {"instruction": self.instruction, "most_document_tokens": self.max_tokens_per_doc}
+        values["raw_scores"] = True if self.use_activation is False else None
         values = {key: value for key, value in values.items() if value is not None}
         return {"queries": [self.query], "documents": self.texts, **values, **self._asked()}
 
@@ -115,6 +119,7 @@ class ScoreRequest(Pooled):
     text_1: str | Inputs
     text_2: str | Inputs
     instruction: str | None = None
+    use_activation: bool | None = None
 
     def asked(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
@@ -125,8 +130,9 @@ class ScoreRequest(Pooled):
         for name, value in (("text_1", first), ("text_2", second), ("instruction", self.instruction)):
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
-        instruction = {} if self.instruction is None else {"instruction": self.instruction}
-        return {"queries": first, "documents": second, **instruction, **self._asked()}
+        values: dict[str, Any] = {} if self.instruction is None else {"instruction": self.instruction}
+        values |= {"raw_scores": True} if self.use_activation is False else {}
+        return {"queries": first, "documents": second, **values, **self._asked()}
 
     def names(self) -> dict[str, str]:
         return {"queries": "text_1", "documents": "text_2"}

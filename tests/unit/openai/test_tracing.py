@@ -85,7 +85,13 @@ def test_a_collector_sees_the_spans_of_a_request_in_its_own_trace() -> None:
 
 @pytest.mark.parametrize(
     ("path", "operation"),
-    [("/v1/embeddings", "embeddings"), ("/rerank", "rerank"), ("/v2/rerank", "rerank"), ("/score", "score")],
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/embed", "embeddings"),
+        ("/rerank", "rerank"),
+        ("/v2/rerank", "rerank"),
+        ("/score", "score"),
+    ],
 )
 def test_requests_that_are_pooled_have_spans_with_their_tokens(path: str, operation: str) -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -96,7 +102,7 @@ def test_requests_that_are_pooled_have_spans_with_their_tokens(path: str, operat
     exporter = InMemorySpanExporter()
     tracing = Tracing("http://unused", exporter)
     app = create_app(EndpointSettings(port=0, served_model_names=("demo",)))
-    body = {"/v1/embeddings": {"input": "a"}, "/score": {"text_1": "a", "text_2": "b"}}
+    body = {"/v1/embeddings": {"input": "a"}, "/embed": {"inputs": "a"}, "/score": {"text_1": "a", "text_2": "b"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VectorCall, "result", result)
         patch.setattr(VectorCall, "__init__", lambda *_: None)
