@@ -131,7 +131,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     names = config.get("architectures") or []
     family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
     if family is None:
-        nearest = get_close_matches(str(names[0]), FAMILIES, n=3, cutoff=0.0) if names else []
+        nearest = get_close_matches(str(names[0]), FAMILIES, n=3) if names else []
         like = f"like {', '.join(nearest)}; " if nearest else ""
         refuse("architectures", names, f"one of the {len(FAMILIES)} native families, {like}docs/models.md lists them")
     return str(names[0]), family

@@ -143,9 +143,14 @@ def max_positions(keys: Keys) -> int:
 def longest(keys: Keys, ropes: Iterable[RopeConfig | None]) -> int:
     """The longest sequence in tokens, for layers with these ropes. `model_max_length` counts where it is longer:
     Command R's config.json has the context within which it was pretrained as max_position_embeddings."""
-    told = keys.get("model_max_length")
-    told = told if isinstance(told, int) and not isinstance(told, bool) and told < _NO_LENGTH else 0
+    told = longest_told(keys.get("model_max_length"))
     return max(told, *(stretched(rope, max_positions(keys)) for rope in ropes))
+
+
+def longest_told(model_max_length: Any) -> int:
+    """Its tokens, 0 where it says nothing."""
+    is_length = isinstance(model_max_length, int) and not isinstance(model_max_length, bool)
+    return model_max_length if is_length and model_max_length < _NO_LENGTH else 0
 
 
 def stretched(rope: RopeConfig | None, max_position: int) -> int:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minisgl_backend import LLM
+from minisgl_backend.models.choose import load_model_config
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type, small_config
 from tests.parity.paged import PagedModel
@@ -50,12 +52,34 @@ def _tokens(count: int, seed: int) -> list[int]:
     return [generator.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
+_LONG = [1.0 + index / 4 for index in range(8)]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0 + index / 16 for index in range(8)],
+    "long_factor": _LONG,
+    "short_mscale": 1.25,
+    "long_mscale": 1.5,
+}
+# Changes of the small config, as released models have them: PhiMoE's LongRoPE; OPT 350M, whose hidden states at the end
+# have another size; a rope whose frequencies transformers chooses in each pass.
+RELEASED: list[tuple[str, dict[str, Any]]] = [
+    ("phimoe", {"rope_parameters": _LONGROPE, "max_position_embeddings": 2048}),
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("phi", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
+]
+
+
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.full]) for name in sorted(SERVED)],
+    ("model_type", "changes"),
+    [
+        *[pytest.param(name, {}, marks=[] if name in EVERY_RUN else [pytest.mark.full]) for name in sorted(SERVED)],
+        *RELEASED,
+    ],
 )
-def test_logits(model_type: str, tmp_path: Path) -> None:
-    save_type(model_type, tmp_path)
+def test_logits(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_type(model_type, tmp_path, **changes)
     reference = Reference(tmp_path)
     paged = PagedModel(tmp_path, page_size=16, model_impl="transformers")
     prompts = {1: _tokens(100, 4), 2: _tokens(60, 5)}
@@ -71,6 +95,22 @@ def test_logits(model_type: str, tmp_path: Path) -> None:
     for prefill, decode in steps:
         for row, logits in paged.step(prefill, decode).items():
             reference.check(logits, paged.tokens[row])
+
+
+@pytest.mark.parametrize(("model_type", "factor"), [("phimoe", 1.5), ("phi", 1.0)])
+def test_rope_is_that_of_the_longest_sequence(model_type: str, factor: float, tmp_path: Path) -> None:
+    """Beyond the original context as well; transformers chooses it in each pass, or not at all (phimoe)."""
+    changes = dict(RELEASED)[model_type]
+    save_type(model_type, tmp_path, **changes)
+    paged = PagedModel(tmp_path, page_size=16, model_impl="transformers", max_seq_len=1024)
+    rope = next(module for module in paged.model.modules() if hasattr(module, "inv_freq"))
+    rope_type, config = changes["rope_parameters"]["rope_type"], small_config(model_type, **changes)
+    meant, _ = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=1024)
+    torch.testing.assert_close(rope.inv_freq, meant)
+    cos, _ = rope(torch.zeros(1), torch.tensor([[0]]))
+    assert float(cos.flatten()[0]) == factor
+    longest = 2048
+    assert load_model_config(tmp_path, "transformers").max_seq_len(longest) == longest
 
 
 def test_the_text_part_of_a_vision_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

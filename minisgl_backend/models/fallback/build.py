@@ -19,6 +19,7 @@ from minisgl_backend.models.fallback.fuse import fuse
 from minisgl_backend.models.fallback.independence import mixes_tokens
 from minisgl_backend.models.fallback.module import TransformersCausalLM, base_name
 from minisgl_backend.models.fallback.probe import attention_calls, refusal
+from minisgl_backend.models.fallback.rope import fix_rope
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.process.progress import Progress
@@ -48,7 +49,7 @@ def build_fallback(
     base = base_name(probed)
     if base is None or config.implementation != "transformers":
         raise RuntimeError("describe() refuses such models")
-    sinks = [call.sinks for call in attention_calls(probed, getattr(probed, base))]
+    sinks = [call.sinks for call in attention_calls(probed, getattr(probed, base))[0]]
     del probed
     attention.register()
     model = _load(source, None if dummy_weights else folder, dtype, device)
@@ -57,13 +58,13 @@ def build_fallback(
         on_progress(total, total)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    _fix_rope(model, max_seq_len)
+    fix_rope(model, max_seq_len)
     if mixes_tokens(model, getattr(model, base), config.vocab_size):
         reason = UnservedError(
             "mixes tokens outside of attention, so that sequences in a batch would change each other"
         )
         raise refusal(source.name, reason)
-    ops = select_ops(device, config.hidden_size, dtype)
+    ops = select_ops(device, int(source.config.hidden_size), dtype)
     others = fuse(model.eval(), ops, select_plain_kernels(ops, device))
     if others and device.type == "cuda" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
@@ -127,28 +128,3 @@ def _check_names(source: Source, report: dict[str, Any]) -> None:
             f"the checkpoint has {len(unexpected)} tensors that {source.name} with this config.json does not have: "
             f"{some(unexpected)}"
         )
-
-
-def _fix_rope(model: Any, max_seq_len: int) -> None:
-    """Rope types whose frequencies transformers chooses in each pass by the longest sequence in it get those of the
-    longest sequence that is served: a sequence's result must not depend on others in the batch."""
-    for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
-        if isinstance(rope_type, dict):
-            for layer_type, one in rope_type.items():
-                _fix_frequencies(module, one, f"{layer_type}_", module.config.rope_parameters[layer_type], max_seq_len)
-            module.rope_type = dict.fromkeys(rope_type, "default")
-        elif isinstance(rope_type, str) and hasattr(module, "inv_freq"):
-            _fix_frequencies(module, rope_type, "", getattr(module.config, "rope_parameters", None), max_seq_len)
-            module.rope_type = "default"
-
-
-def _fix_frequencies(module: Any, rope_type: str, prefix: str, parameters: Any, max_seq_len: int) -> None:
-    if rope_type != "longrope" or max_seq_len <= parameters["original_max_position_embeddings"]:
-        return
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
-    layer_type = {"layer_type": prefix[:-1]} if prefix else {}
-    long, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, frequencies.device, seq_len=max_seq_len, **layer_type)
-    frequencies.copy_(long)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
 from minisgl_backend.models.fallback.module import base_name, logits_head
@@ -23,18 +23,19 @@ from minisgl_backend.models.fallback.probe import (
     OWN_ATTENTION,
     Call,
     attention_calls,
+    failures,
     refusal,
     register,
 )
+from minisgl_backend.models.fallback.rope import fix_rope
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json, read_json_if_there
 from minisgl_backend.models.pooling import EmbeddingDefaults
+from minisgl_backend.models.rope import LENGTHS, longest_told, stretched
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
 
-# Keys of the longest sequence, in tokens; the first that is present counts.
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _ANY_LENGTH = 8192  # where a config has none
 # Name of the text model in checkpoints with encoders, and in those without.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
@@ -58,7 +59,7 @@ def describe_source(
         base, calls, vocab_size, hidden_size = _probe(model)
     except UnservedError as error:
         raise refusal(source.name, error) from error
-    positions = _max_position(source.config)
+    positions, default_length = _max_position(source.config)
     mlp = MlpConfig(intermediate_size=_intermediate_size(getattr(model, base), calls, hidden_size, source.config))
     described = ModelConfig(
         architecture=source.name,
@@ -70,6 +71,7 @@ def describe_source(
         ),
         norm=NormConfig(eps=1e-6),
         max_position=positions,
+        default_length=default_length,
         tie_word_embeddings=bool(getattr(source.config, "tie_word_embeddings", False)),
         dtype=_dtype(config_json, source.config),
         eos_token_ids=end_tokens(config_json, generation, tokenizer_eos, vocab_size),
@@ -95,6 +97,7 @@ def build_on_meta(source: Source, dtype: torch.dtype = torch.float32) -> PreTrai
             if error.args != (IMPLEMENTATION,):
                 raise
             raise refusal(source.name, UnservedError(OWN_ATTENTION)) from error
+    fix_rope(model, 0)
     return model.eval()
 
 
@@ -106,10 +109,11 @@ def _probe(model: PreTrainedModel) -> tuple[str, list[Call], int, int]:
     if base is None:
         raise UnservedError("has no decoder apart from its output projection")
     with reasons(f"cannot run {type(model).__name__}"):
-        calls = attention_calls(model, getattr(model, base))
-        hidden_size = int(model.config.hidden_size)
+        calls, hidden_size = attention_calls(model, getattr(model, base))
         hidden = torch.zeros(1, NUM_TOKENS, hidden_size, device="meta")
-        logits = logits_head(model, base)(inputs_embeds=hidden, use_cache=False).logits
+        head = logits_head(model, base)
+        with failures(head):
+            logits = head(inputs_embeds=hidden, use_cache=False).logits
     return base, calls, logits.shape[-1], hidden_size
 
 
@@ -127,14 +131,25 @@ def _attention(call: Call, max_position: int) -> AttentionConfig:
     )
 
 
-def _max_position(config: PreTrainedConfig) -> int:
-    """The longest sequence in tokens: max_position_embeddings, extended by YaRN's factor."""
-    found = [value for name in _LENGTHS if isinstance(value := getattr(config, name, None), int) and value > 0]
-    longest = found[0] if found else _ANY_LENGTH
-    rope = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rope, dict) and rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
-        longest = max(longest, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    return longest
+def _max_position(config: PreTrainedConfig) -> tuple[int, int | None]:
+    """The longest sequence in tokens, extended by rope scaling; and `DecoderConfig.default_length`."""
+    found = [value for name in LENGTHS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    positions = found[0] if found else _ANY_LENGTH
+    given = getattr(config, "rope_parameters", None)
+    given = given if isinstance(given, dict) else {}
+    ropes = [one for one in given.values() if isinstance(one, dict)] or [given]
+    scaled = [
+        RopeConfig(
+            type=one["rope_type"],
+            factor=one["factor"],
+            original_max_position=one.get("original_max_position_embeddings") or positions,
+        )
+        for one in ropes
+        if one.get("rope_type") and one.get("factor")
+    ]
+    told = getattr(config, "model_max_length", None)
+    longest = max([longest_told(told), *(stretched(rope, positions) for rope in [None, *scaled])])
+    return longest, positions if any(rope.type == "dynamic" for rope in scaled) else None
 
 
 def _dtype(config_json: Mapping[str, Any], config: PreTrainedConfig) -> str:

@@ -5,8 +5,10 @@ Config keys are not enough: each modeling file reads its own, and decides how to
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +149,9 @@ def _pattern_window(mask_function: Any) -> int | None:
     return sizes.pop()
 
 
-def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
-    """The calls in the order of a forward pass. `model` is on the meta device, with IMPLEMENTATION for attention and
-    experts.
+def attention_calls(model: nn.Module, base: nn.Module) -> tuple[list[Call], int]:
+    """The calls in the order of a forward pass, and the size of the hidden states at its end. `model` is on the meta
+    device, with IMPLEMENTATION for attention and experts.
 
     Raises UnservedError for what the engine cannot do for it.
     """
@@ -164,16 +166,37 @@ def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
         "use_cache": False,
         "logits_to_keep": None,  # Gemma 4 truncates masks to this number of tokens, even if it is all of them
     }
-    with torch.inference_mode():
-        try:
-            base(input_ids=tokens, **{name: given for name, given in inputs.items() if name in accepted})
-        except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error):
-                raise
-            raise UnservedError("reads values of tensors in its forward pass, such as each expert's tokens") from error
+    with torch.inference_mode(), failures(model):
+        outputs = base(input_ids=tokens, **{name: given for name, given in inputs.items() if name in accepted})
     if not recorder.calls:
         raise UnservedError(OWN_ATTENTION)
-    return recorder.calls
+    return recorder.calls, int(outputs[0].shape[-1])
+
+
+@contextlib.contextmanager
+def failures(model: nn.Module) -> Iterator[None]:
+    """Converts what torch says inside to an UnservedError that names the module of `model` in which it was raised."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        name, module = _failing(model, error)
+        if "meta" in str(error):
+            raise UnservedError(f"reads values of tensors in its forward pass, in {name}, a {module}") from error
+        said = str(error).strip().splitlines()[0]
+        raise UnservedError(
+            f"has a module that does not run with this config.json: {name}, a {module}: {said}"
+        ) from error
+
+
+def _failing(model: nn.Module, error: BaseException) -> tuple[str, str]:
+    """Name and class of the innermost of the model's modules that was running."""
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
+    found = ("the model", type(model).__name__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            found = names[id(module)], type(module).__name__
+    return found
 
 
 def _attend(module: nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:

@@ -62,7 +62,8 @@ def find_source(folder: Path, config_json: Mapping[str, Any], *, trust_remote_co
     own = served.get(text.model_type) if is_part else served.get(config.model_type)
     if not is_part and architecture in served.values():
         own = architecture
-    if own is None or (not is_part and architecture not in ("", own)):
+    # Letters differ between a model's own code and transformers: PhiMoEForCausalLM, PhimoeForCausalLM.
+    if own is None or (not is_part and architecture.lower() not in ("", own.lower())):
         where = f"its text model {text.model_type}" if is_part else architecture or config.model_type
         raise ConfigError(
             f"config.json: architectures is [{json.dumps(architecture)}], and transformers "
@@ -105,6 +106,11 @@ def _read(folder: Path, config_json: Mapping[str, Any], trust_remote_code: bool)
 
 def _check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
+    if not isinstance(text, PreTrainedConfig):
+        raise ConfigError(
+            f"config.json: the config of the text model is a {type(text).__name__} for model_type "
+            f"{json.dumps(config.model_type)}, not a config of transformers' own"
+        )
     if config.is_encoder_decoder or text.is_encoder_decoder:
         check_decoder({"is_encoder_decoder": True})
     for layer_type in getattr(text, "layer_types", None) or ():

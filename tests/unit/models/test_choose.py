@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.fallback import describe
 from tests.parity.decoder_types import small_config
 
 LLAMA = {
@@ -105,6 +107,25 @@ def test_what_the_engine_cannot_do_is_refused_by_name(
 ) -> None:
     folder = _of_type(tmp_path, model_type, architecture)
     with pytest.raises(ConfigError, match=reason):
+        load_model_config(folder, "transformers")
+
+
+def test_a_module_that_the_config_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in torch's words alone."""
+    folder = _of_type(tmp_path, "phi", "PhiForCausalLM")
+    wrong = torch.nn.Linear(7, 8)
+    build = describe.build_on_meta
+
+    def damaged(source: Any) -> Any:
+        model = build(source)
+        model.model.layers[1].mlp.fc1 = wrong.to("meta")
+        return model
+
+    monkeypatch.setattr(describe, "build_on_meta", damaged)
+    said = (
+        r"PhiForCausalLM .*: it has a module that does not run with this config.json: layers.1.mlp.fc1, a Linear: mat1"
+    )
+    with pytest.raises(ConfigError, match=said.replace("layers", "model.layers")):
         load_model_config(folder, "transformers")
 
 
