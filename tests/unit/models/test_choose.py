@@ -122,9 +122,7 @@ def test_a_module_that_the_config_does_not_fit_is_named(tmp_path: Path, monkeypa
         return model
 
     monkeypatch.setattr(describe, "build_on_meta", damaged)
-    said = (
-        r"PhiForCausalLM .*: it has a module that does not run with this config.json: layers.1.mlp.fc1, a Linear: mat1"
-    )
+    said = r"PhiForCausalLM .*: it has a module that does not run with this config.json: layers.1.mlp.fc1, a Linear: "
     with pytest.raises(ConfigError, match=said.replace("layers", "model.layers")):
         load_model_config(folder, "transformers")
 
