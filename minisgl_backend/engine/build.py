@@ -47,6 +47,7 @@ from minisgl_backend.speculation.create import create_proposer
 from minisgl_backend.speculation.proposer import DeviceProposals
 from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
+from minisgl_backend.weights.gguf_index import name_of
 
 if TYPE_CHECKING:
     import torch
@@ -242,7 +243,7 @@ def _resolve(
     few = runtime.few_rows
     few_rows = "" if few is None else f" ({few})"
     return runtime, (
-        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
+        f"{name_of(Path(config.model))} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
         f"attention {runtime.prefill_backend},{runtime.decode_backend}{few_rows}, "
         f"pages of {runtime.page_size} tokens"
     )

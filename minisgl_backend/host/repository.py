@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -101,7 +102,7 @@ def _resolve_model(model: str) -> str:
             )
         return str(folder.resolve())
     if folder.is_file() and _is_gguf(folder):
-        return str(folder.resolve())
+        return os.path.abspath(folder)  # a link to a blob without a name is followed when it is read
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith(".")
     if folder.exists() or not is_hub_id:
         raise ConfigError(f"model is {model!r}, which is no folder; allowed: {OPTIONS['model'].allowed}")

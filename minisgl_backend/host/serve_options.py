@@ -122,8 +122,11 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     check_ascii("the package", Path(__file__).resolve().parents[1])
     check_ascii("the model repository", settings.repository)
     if not parameters.get("model", "").isascii():
-        values["served_model_name"] = values["served_model_name"] or [parameters["model"]]
-        parameters["model"] = str(ascii_links(Path(parameters["model"])))
+        from minisgl_backend.weights.gguf_index import name_of  # options are also read before anything is installed
+
+        model = Path(parameters["model"])
+        values["served_model_name"] = values["served_model_name"] or [name_of(model)]
+        parameters["model"] = str(ascii_links(model))
     endpoint = endpoint_of(
         values,
         host=settings.host,

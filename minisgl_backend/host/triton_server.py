@@ -146,8 +146,15 @@ def check_ascii(what: str, path: Path | str) -> None:
 
 def ascii_links(folder: Path) -> Path:
     """A private folder with links to a model's files, whose path `check_ascii` accepts. Not one link to the folder:
-    code that resolves the link would get the original path."""
+    code that resolves the link would get the original path. Of a GGUF file: a link to it, beside those of its parts."""
+    from minisgl_backend.weights.gguf_index import is_gguf, name_of, parts_of  # few servers need it
+
     links = _private_folder("model", folder)
+    if is_gguf(folder):
+        name = name_of(folder)
+        for part in parts_of(folder):
+            _link(part, links / part.name.replace(name, "model", not name.isascii()))
+        return links / folder.name.replace(name, "model", not name.isascii())
     for entry in links.iterdir():
         if not (folder / entry.name).exists():
             entry.unlink()

@@ -13,23 +13,25 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.gguf_config import ROPE_FACTORS, architecture_of, config_of, end_tokens_of
-from minisgl_backend.process.interpreter import python_executable
+from minisgl_backend.models.gguf_config import architecture_of, config_of, generation_config_of, pooling_of
+from minisgl_backend.models.gguf_keys import check_keys
+from minisgl_backend.models.gguf_tokenizer import GGUFTokenizer
 from minisgl_backend.weights.gguf_header import GGUFHeader, GGUFTensor
-from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor
+from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, name_of
 from minisgl_backend.weights.gguf_names import GGUFArchitecture
 from minisgl_backend.weights.shards import some
 
 log = logging.getLogger(__name__)
 
+_ROTATED = tuple(f".attn_{one}.{kind}" for one in "qk" for kind in ("weight", "bias"))
 _KEPT = 32  # cached folders, of a few to 40 MB each; the least recently used are removed
-_VERSION = 2  # of the folders' format
+_VERSION = 3  # of the folders' format
 
 
 def gguf_folder(path: Path) -> Path:
@@ -37,14 +39,14 @@ def gguf_folder(path: Path) -> Path:
 
     Raises ConfigError for what cannot be read, naming it and what is served, and where the package gguf is missing.
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # not what a link leads to: a cache's blob has neither the name nor the number
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"model is {str(path)!r}, whose weights are read by the package gguf, which is not installed; "
-            "pip install 'gguf>=0.10' (the extra gguf)"
+            "pip install 'gguf>=0.18' (the extra gguf)"
         )
     header = GGUFHeader.read(path)
-    folder = _root() / _key(header.files) / header.files[0].stem
+    folder = _root() / _key(header.files) / name_of(header.files[0])
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent.parent / ".lock").open("w") as lock:
@@ -73,46 +75,61 @@ def _key(files: Iterable[Path]) -> str:
 
 def _make(header: GGUFHeader, folder: Path) -> None:
     kind = architecture_of(header)
-    config, index = config_of(header), _index(header, kind)
-    log.info("reading the tokenizer of %s, once; it is kept in %s", header.files[0], folder)
+    check_keys(header, header.metadata["general.architecture"])
+    tokenizer = GGUFTokenizer(header)
+    config = config_of(header, bos=tokenizer.special_id("bos"), eos=tokenizer.special_id("eos"))
+    index = _index(header, kind, config)
+    files = {
+        "config.json": config,
+        "generation_config.json": generation_config_of(header, tokenizer.ends),
+        **_pooling_files(pooling_of(header)),
+    }
+    log.info("the configuration and the tokenizer of %s are kept in %s", header.files[0], folder)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent.parent) as temporary:
         work = Path(temporary) / folder.name
         work.mkdir()
-        _convert_tokenizer(header.files[0], work)
+        _write(work, files)
+        _convert_tokenizer(tokenizer, work)
         index.save(work)
-        (work / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        ends = {"eos_token_id": end_tokens_of(header.metadata)}
-        (work / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
         shutil.rmtree(folder.parent, ignore_errors=True)
         folder.parent.mkdir()
         work.rename(folder)
 
 
-def _convert_tokenizer(file: Path, folder: Path) -> None:
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [python_executable(), "-m", "minisgl_backend.models.gguf_tokenizer", str(file), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        raise ConfigError(f"{file}: its tokenizer cannot be read by transformers: {lines[-1]}")
+def _convert_tokenizer(tokenizer: GGUFTokenizer, folder: Path) -> None:
+    _write(folder, tokenizer.files())
 
 
-def _index(header: GGUFHeader, kind: GGUFArchitecture) -> GGUFIndex:
+def _write(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _pooling_files(kind: str | None) -> dict[str, Any]:
+    """What sentence-transformers writes for an embedding model; llama.cpp normalizes embeddings, too."""
+    if kind is None:
+        return {}
+    modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    return {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for number, (name, path) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": {"pooling_mode": kind},
+    }
+
+
+def _index(header: GGUFHeader, kind: GGUFArchitecture, config: Mapping[str, Any]) -> GGUFIndex:
     tensors, unread = [], []
     for stored, tensor in header.tensors.items():
         name = kind.name(stored)
         if name is not None:
-            tensors.append(_indexed(header, kind, stored, name, tensor))
-        elif stored not in ROPE_FACTORS:
+            heads = 0
+            if kind.pairs_adjacent and stored.endswith(_ROTATED):
+                heads = config["num_attention_heads" if ".attn_q." in stored else "num_key_value_heads"]
+            tensors.append(_indexed(header, kind, stored, name, tensor, heads))
+        elif not kind.is_without_numbers(stored):
             unread.append(stored)
     if unread:
         raise ConfigError(
@@ -122,12 +139,10 @@ def _index(header: GGUFHeader, kind: GGUFArchitecture) -> GGUFIndex:
     return GGUFIndex(header.files, sizes, tuple(tensors))
 
 
-def _indexed(header: GGUFHeader, kind: GGUFArchitecture, stored: str, name: str, tensor: GGUFTensor) -> IndexedTensor:
-    heads, shape = 0, tensor.shape
-    if kind.pairs_adjacent and stored.endswith((".attn_q.weight", ".attn_k.weight")):
-        count = "head_count" if "attn_q" in stored else "head_count_kv"
-        heads = header.metadata[f"{header.metadata['general.architecture']}.attention.{count}"]
-        heads = heads[0] if isinstance(heads, list) else heads  # by layer: `config_of` has checked that all are equal
+def _indexed(
+    header: GGUFHeader, kind: GGUFArchitecture, stored: str, name: str, tensor: GGUFTensor, heads: int
+) -> IndexedTensor:
+    shape = tensor.shape
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)
     return IndexedTensor(

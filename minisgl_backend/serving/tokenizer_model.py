@@ -28,6 +28,7 @@ from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
+from minisgl_backend.weights.gguf_index import name_of
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ class TritonPythonModel:
         self._wire = Codec()
         self._tokenizer = tokenizer
         self._info = {
-            "model": DEMO if is_demo(config, repository) else config.model,
+            "model": DEMO if is_demo(config, repository) else name_of(Path(config.model)),
             "max_model_len": settings.max_seq_len,
             "vocab_size": settings.vocab_size,
             "chat_template": tokenizer.chat_template,

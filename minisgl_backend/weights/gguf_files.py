@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ class GGUFSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """By slices without a step, and integers."""
+        if self._tensor.heads and len(self._shape) == 1:  # a bias, few numbers
+            stored = GGUFSlice(self._file, replace(self._tensor, heads=0), self._expert)[()]
+            return stored[torch.from_numpy(_apart(len(stored), self._tensor.heads))][index]
         given = index if isinstance(index, tuple) else (index,)
         whole = (*given, *(slice(None),) * (len(self._shape) - len(given)))
         columns = whole[-1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.weights.gguf_index import parts_of
 
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -53,7 +52,16 @@ NUMBER_TYPES: Mapping[int, NumberType] = {  # those that the package gguf turns 
     23: NumberType("IQ4_XS", 256, 136),
     29: NumberType("IQ1_M", 256, 56),
     30: NumberType("BF16", 1, 2),
+    34: NumberType("TQ1_0", 256, 54),
+    35: NumberType("TQ2_0", 256, 66),
+    39: NumberType("MXFP4", 32, 17),
 }
+_OTHER_TYPES: Mapping[int, str] = {  # that llama.cpp has or had
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+    **{40: "NVFP4", 41: "Q1_0", 42: "Q2_0"},
+}
+_JOINED = "parts joined by cat are no model: keep them apart, or join them by llama-gguf-split --merge"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,7 @@ class GGUFHeader:
 
         Raises ConfigError for files that are missing, damaged or cut off, and for number types that are not read.
         """
-        files = _parts(path)
+        files = parts_of(path)
         headers = [_read(file) for file in files]
         tensors: dict[str, GGUFTensor] = {}
         for _, part in headers:
@@ -95,21 +103,14 @@ class GGUFHeader:
         metadata = headers[0][0]
         count = metadata.get("split.count", len(files))
         if count not in (0, len(files)):
-            raise ConfigError(f"{path} is one of {count} files; allowed: names that end in -00001-of-{count:05}.gguf")
+            raise ConfigError(
+                f"{path}: split.count is {count}, so that the model is that many files; allowed: names that end in "
+                f"-00001-of-{count:05}.gguf; {_JOINED}"
+            )
+        expected = metadata.get("split.tensors.count", len(tensors)) if count else len(tensors)
+        if expected != len(tensors):
+            raise ConfigError(f"{path}: split.tensors.count is {expected}, but its files have {len(tensors)} tensors")
         return cls(files=files, metadata=metadata, tensors=tensors)
-
-
-def _parts(path: Path) -> tuple[Path, ...]:
-    match = _SPLIT.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match[3])
-    parts = tuple(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1))
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"{path} is one of {count} files, of which {missing[0]}{more} is not there")
-    return parts
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -147,7 +148,8 @@ class _Cursor:
         for name, shape, number, offset in entries:
             if number not in NUMBER_TYPES:
                 served = ", ".join(known.name for known in NUMBER_TYPES.values())
-                raise ConfigError(f"{path}: {name} has the quantization type {number}; allowed: {served}")
+                told = _OTHER_TYPES.get(number, f"{number}, which is not known")
+                raise ConfigError(f"{path}: {name} has the quantization type {told}; allowed: {served}")
             kind = NUMBER_TYPES[number]
             if not shape or min(shape) < 1 or shape[-1] % kind.size:
                 raise ValueError(f"{name} has shape {shape}, in blocks of {kind.size}")
@@ -155,6 +157,9 @@ class _Cursor:
         end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"it has {len(self._data)} bytes of {end}, so that its end is missing")
+        end = max(end, self._at)
+        if self._data.find(b"GGUF", end, end + alignment + 4) >= 0:
+            raise ValueError(f"behind its {end} bytes another one begins; {_JOINED}")
         return metadata, tensors
 
     def _take(self, count: int) -> bytes:

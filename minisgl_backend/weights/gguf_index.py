@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 
 INDEX = "gguf_index.json"
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,29 @@ class GGUFIndex:
 def is_gguf(path: Path) -> bool:
     """Whether it is a file of that format, by its name."""
     return path.suffix.lower() == ".gguf" and path.is_file()
+
+
+def name_of(model: Path) -> str:
+    """What a model is called where no name was chosen: the path of its folder, or the name of its GGUF file without the
+    number of a part, which the folder that is made of it has, too."""
+    if (model / INDEX).is_file():
+        return model.name
+    match = _SPLIT.fullmatch(model.name)
+    return match[1] if match else model.stem if is_gguf(model) else str(model)
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The files of a model, by the name of one of them. Raises ConfigError where one is missing."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match[3])
+    parts = tuple(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{path} is one of {count} files, of which {missing[0]}{more} is not there")
+    return parts
 
 
 def gguf_files(folder: Path) -> Sequence[Path]:

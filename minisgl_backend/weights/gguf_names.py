@@ -32,6 +32,7 @@ _BOTH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 _MERGED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
@@ -44,6 +45,11 @@ class GGUFArchitecture:
     layers: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0  # was added to the weights of norms
     pairs_adjacent: bool = False  # queries' and keys' rows: a pair that is rotated together is adjacent
+    rope_tensors: tuple[str, ...] = ()  # which models.gguf_config reads
+
+    def is_without_numbers(self, stored: str) -> bool:
+        """Whether a tensor is no part of the checkpoint, but what config.json says, or what llama.cpp skips, too."""
+        return stored in self.rope_tensors or ".attn_rot_embd" in stored
 
     def name(self, stored: str) -> str | None:
         """The checkpoint's name of a tensor, with {expert} in it where all experts are in one. None: it has none."""
@@ -69,10 +75,17 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         norm_offset=1.0,
     ),
     "llama": GGUFArchitecture(
-        architecture="LlamaForCausalLM", model_type="llama", layers={**_ATTENTION, **_MLP}, pairs_adjacent=True
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        layers={**_ATTENTION, **_MLP},
+        pairs_adjacent=True,
+        rope_tensors=("rope_freqs.weight", *_LONG_ROPE),
     ),
     "phi3": GGUFArchitecture(
-        architecture="Phi3ForCausalLM", model_type="phi3", layers={**_ATTENTION, **_MLP, **_MERGED}
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        layers={**_ATTENTION, **_MLP, **_MERGED},
+        rope_tensors=_LONG_ROPE,
     ),
     "qwen2": GGUFArchitecture(architecture="Qwen2ForCausalLM", model_type="qwen2", layers={**_ATTENTION, **_MLP}),
     "qwen2moe": GGUFArchitecture(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +19,15 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models import gguf_folder
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir, fingerprint
+from minisgl_backend.models.pooling import EmbeddingDefaults
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.gguf_header import NUMBER_TYPES
+from minisgl_backend.weights.gguf_index import name_of
 from minisgl_backend.weights.sizes import weight_bytes
+from tests.tiny_gguf import HIDDEN, LAYERS, VOCAB, write
 
-HIDDEN, EXPERTS, VOCAB = 64, 4, 40
-ATTENTION = {"attn_q.weight": "q hidden", "attn_k.weight": "kv hidden", "attn_v.weight": "kv hidden"}
-DENSE = {
-    **ATTENTION,
-    "ffn_gate.weight": "inner hidden",
-    "ffn_up.weight": "inner hidden",
-    "ffn_down.weight": "hidden inner",
-}
-HEAD_NORMS = {"attn_q_norm.weight": "head", "attn_k_norm.weight": "head"}
-BIASES = {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv"}
-BOTH_NORMS = {"post_attention_norm.weight": "hidden", "post_ffw_norm.weight": "hidden"}
-MIXTURE = {
-    **ATTENTION, "ffn_gate_inp.weight": "experts hidden", "ffn_gate_exps.weight": "experts expert hidden",
-    "ffn_up_exps.weight": "experts expert hidden", "ffn_down_exps.weight": "experts hidden expert",
-}  # fmt: skip
-SHARED = {
-    "ffn_gate_inp_shexp.weight": "hidden", "ffn_gate_shexp.weight": "shared hidden",
-    "ffn_up_shexp.weight": "shared hidden", "ffn_down_shexp.weight": "hidden shared",
-}  # fmt: skip
-MERGED = {"attn_qkv.weight": "qkv hidden", "ffn_up.weight": "two hidden", "ffn_down.weight": "hidden inner"}
-LAYERS: Mapping[str, Mapping[str, str]] = {
-    "gemma2": {**DENSE, **BOTH_NORMS},
-    "gemma3": {**DENSE, **HEAD_NORMS, **BOTH_NORMS},
-    "llama": DENSE,
-    "phi3": MERGED,
-    "qwen2": {**DENSE, **BIASES},
-    "qwen2moe": {**MIXTURE, **SHARED, **BIASES},
-    "qwen3": {**DENSE, **HEAD_NORMS},
-    "qwen3moe": {**MIXTURE, **HEAD_NORMS},
-}
-# Sizes that transformers does not read: those of its classes' defaults.
-HEAD = {"qwen3": 128}
-UNREAD = {"architectures", "dtype", "torch_dtype", "rope_theta"}
-EXPERT = {"qwen2moe": 1408, "qwen3moe": 768}
-SHARED_EXPERT = 5632
-
-
-def sizes(arch: str) -> dict[str, int]:
-    head = HEAD.get(arch, 32)
-    heads = HIDDEN // head if arch in ("phi3", "qwen2", "qwen2moe") else 4
-    q, kv = heads * head, heads // 2 * head
-    return {
-        "hidden": HIDDEN, "head": head, "heads": heads, "kv_heads": heads // 2, "q": q, "kv": kv, "qkv": q + 2 * kv,
-        "inner": 96, "two": 192, "experts": EXPERTS, "expert": EXPERT.get(arch, 0), "shared": SHARED_EXPERT,
-        "vocab": VOCAB,
-    }  # fmt: skip
+# Or those that it takes from its classes, where llama.cpp takes the size of a head.
+UNREAD = {"architectures", "dtype", "torch_dtype", "rope_theta", "query_pre_attn_scalar"}
 
 
 @pytest.fixture(autouse=True)
@@ -82,62 +42,6 @@ def conversions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     monkeypatch.setattr(gguf_folder, "_convert_tokenizer", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
-
-
-def write(
-    path: Path, arch: str, *, change: Callable[[gguf.GGUFWriter], None] | None = None, split: bool = False, **more: Any
-) -> Path:
-    """A model of two layers with random weights, in Q8_0 where rows allow it; `more`: values behind the name."""
-    size = sizes(arch)
-    values = {
-        "context_length": 128, "block_count": 2, "embedding_length": HIDDEN, "feed_forward_length": size["inner"],
-        "attention.head_count": size["heads"], "attention.head_count_kv": size["kv_heads"],
-        "attention.key_length": size["head"], "attention.sliding_window": 64, "rope.dimension_count": size["head"],
-    }  # fmt: skip
-    if arch in EXPERT:
-        values |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT[arch]}
-        values["expert_shared_feed_forward_length"] = SHARED_EXPERT
-    values |= {key.replace("__", "."): value for key, value in more.items()}
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=10 if split else 0)
-    for key, value in values.items():
-        if isinstance(value, int):
-            writer.add_uint32(f"{arch}.{key}", value)
-        else:
-            (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{arch}.{key}", value)
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_float32(f"{arch}.rope.freq_base", 50000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{number}" for number in range(VOCAB - 1)] + ["<|im_end|>"])
-    writer.add_token_types([1] * (VOCAB - 1) + [3])
-    writer.add_bos_token_id(2)
-    writer.add_eos_token_id(3)
-    writer.add_pad_token_id(0)
-    random = np.random.default_rng(0)
-    if change is not None:
-        change(writer)
-    for name, shape in _shapes(arch).items():
-        numbers = random.standard_normal(shape, np.float32)
-        if len(shape) > 1 and "gate_inp" not in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _shapes(arch: str) -> dict[str, tuple[int, ...]]:
-    size = sizes(arch)
-    layer = {
-        "attn_norm.weight": "hidden", "ffn_norm.weight": "hidden", "attn_output.weight": "hidden q", **LAYERS[arch],
-    }  # fmt: skip
-    names = {"token_embd.weight": "vocab hidden", "output_norm.weight": "hidden"}
-    names |= {f"blk.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
-    names |= {} if arch.startswith("gemma") else {"output.weight": "vocab hidden"}
-    return {name: tuple(size[one] for one in shape.split()) for name, shape in names.items()}
 
 
 @pytest.mark.parametrize("arch", sorted(LAYERS))
@@ -254,8 +158,13 @@ def more_tensors(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32))
 
 
-def other_type(writer: gguf.GGUFWriter) -> None:
-    writer.add_tensor("x", np.zeros((4, 4), np.int8))
+def of_type(kind: gguf.GGMLQuantizationType) -> Callable[[gguf.GGUFWriter], None]:
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    return lambda writer: writer.add_tensor("x", np.zeros((4, size), np.uint8), raw_dtype=kind)
+
+
+def frequencies_of_rotation(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.0.attn_rot_embd.weight", np.zeros(16, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +175,11 @@ def other_type(writer: gguf.GGUFWriter) -> None:
         ("qwen2", {"rope__scaling__type": "su"}, None, "qwen2.rope.scaling.type is 'su'; allowed: none, linear, yarn"),
         ("llama", {}, other_factors, "rope_freqs.weight has .*; allowed: the factors of Llama 3.1's scaling"),
         ("llama", {}, more_tensors, "has 1 tensors that LlamaForCausalLM does not have: blk.0.attn_sinks.weight"),
-        ("llama", {}, other_type, "x has the quantization type 24; allowed: F32, F16, Q4_0"),
+        ("llama", {}, of_type(gguf.GGMLQuantizationType.I8), "x has the quantization type I8; allowed: F32, F16, Q4_0"),
+        ("qwen3", {}, of_type(gguf.GGMLQuantizationType.NVFP4), "x has the quantization type NVFP4; allowed: F32"),
+        ("qwen3", {"rope__scaling__type": "linear"}, None, "'linear', but there is no qwen3.rope.scaling.factor"),
+        ("qwen3", {}, other_factors, "has 1 tensors that Qwen3ForCausalLM does not have: rope_freqs.weight"),
+        ("llama", {"rope__scale_linear": 4.0}, llama3_factors, "rope.scale_linear is 4.0; allowed: 1.0, or absent"),
     ],
 )
 def test_what_is_not_served(arch: str, more: dict[str, Any], change: Any, said: str, tmp_path: Path) -> None:
@@ -274,6 +187,65 @@ def test_what_is_not_served(arch: str, more: dict[str, Any], change: Any, said: 
     with pytest.raises(ConfigError, match=said) as caught:
         find_model_dir(str(file))
     assert str(caught.value).startswith(str(file))
+
+
+def test_frequencies_that_llama_cpp_skips_are_skipped(tmp_path: Path) -> None:
+    folder = find_model_dir(str(write(tmp_path / "model.gguf", "llama", change=frequencies_of_rotation)))
+    assert not any("rot" in name for name in Checkpoint(folder).names())
+
+
+def test_files_joined_by_cat_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", "llama", split=True)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    joined = tmp_path / "joined.gguf"
+    joined.write_bytes(b"".join(part.read_bytes() for part in parts))
+    with pytest.raises(ConfigError, match=r"joined.gguf .* bytes another one begins; parts joined by cat are no model"):
+        find_model_dir(str(joined))
+    shutil.copy(parts[0], joined)
+    with pytest.raises(ConfigError, match=r"split.count is 3, .* names that end in -00001-of-00003.gguf; parts joined"):
+        find_model_dir(str(joined))
+
+
+def test_a_link_keeps_its_name(tmp_path: Path) -> None:
+    """The hub's cache links snapshots/.../model.gguf to blobs/<digest>."""
+    (tmp_path / "blobs").mkdir()
+    write(tmp_path / "model.gguf", "llama", split=True)
+    for number, part in enumerate(sorted(tmp_path.glob("model-*.gguf"))):
+        part.rename(tmp_path / f"blobs/{number}")
+        part.symlink_to(tmp_path / f"blobs/{number}")
+    folder = find_model_dir(str(tmp_path / "model-00002-of-00003.gguf"))
+    assert folder.name == name_of(folder) == "model"
+    assert Checkpoint(folder).names()
+
+
+def test_a_served_name_is_the_files(tmp_path: Path) -> None:
+    folder = find_model_dir(str(write(tmp_path / "Tiny-1B.Q8_0.gguf", "llama")))
+    assert name_of(folder) == "Tiny-1B.Q8_0"
+    assert name_of(tmp_path) == str(tmp_path)
+
+
+def biases(writer: gguf.GGUFWriter) -> None:
+    sizes = {"q": 128, "k": 64, "v": 64, "output": HIDDEN}
+    for name in [f"blk.{layer}.attn_{kind}" for layer in range(2) for kind in sizes]:
+        size = sizes[name.rpartition("_")[2]]
+        writer.add_tensor(f"{name}.bias", np.arange(size, dtype=np.float32))
+
+
+def test_biases_of_llama_are_in_the_order_of_its_rows(tmp_path: Path) -> None:
+    folder = find_model_dir(str(write(tmp_path / "model.gguf", "llama", change=biases)))
+    found = Checkpoint(folder).tensor("model.layers.0.self_attn.q_proj.bias")
+    assert found[:32].tolist() == [*range(0, 32, 2), *range(1, 32, 2)]
+    with Checkpoint(folder).open("model.layers.0.self_attn.q_proj.bias") as part:
+        assert torch.equal(part[slice(8, 40)], found[8:40])
+    assert json.loads((folder / "config.json").read_text())["attention_bias"] is True
+
+
+def test_an_embedding_model_pools_as_its_file_says(tmp_path: Path) -> None:
+    folder = find_model_dir(str(write(tmp_path / "model.gguf", "qwen3", pooling_type=1)))
+    found = EmbeddingDefaults.load(folder)
+    assert (found.kind, found.normalize, found.is_embedding_model) == ("mean", True, True)
+    plain = find_model_dir(str(write(tmp_path / "plain.gguf", "qwen3", pooling_type=0)))
+    assert not EmbeddingDefaults.load(plain).is_embedding_model
 
 
 def test_another_architecture(tmp_path: Path) -> None:
