@@ -17,6 +17,7 @@ from minisgl_backend.weights.schemes.keys import refusal
 
 # In config.json, and the older name of compressed-tensors.
 CONFIG_KEYS = ("quantization_config", "compression_config")
+_OTHER_ENGINES = "quantization"  # MLX's, TensorRT-LLM's
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MODELOPT = "hf_quant_config.json"
 # Other files of tools, the older of which wrote nothing into config.json: a key that tells them, and the method where
@@ -58,11 +59,17 @@ def find_quantization(config: Mapping[str, Any], folder: Path | None = None) -> 
         for key in CONFIG_KEYS:
             if owner.get(key):
                 return Quantization(f"config.json: {path}{key}", owner[key])
+        other = owner.get(_OTHER_ENGINES)
+        if isinstance(other, dict) and any(other.get(key) for key in ("bits", "quant_algo", "quant_method")):
+            return Quantization(f"config.json: {path}{_OTHER_ENGINES}", other)
     if folder is None:
         return None
-    described = read_json_if_there(folder / _MODELOPT).get("quantization")
-    if isinstance(described, dict) and described:
-        return Quantization(f"{_MODELOPT}: quantization", {"quant_method": "modelopt", **described})
+    described = read_json_if_there(folder / _MODELOPT)
+    inner = described.get("quantization")
+    if isinstance(inner, dict) and inner:
+        return Quantization(f"{_MODELOPT}: quantization", {"quant_method": "modelopt", **inner})
+    if "quant_algo" in described:  # flat, as in config.json
+        return Quantization(_MODELOPT, {"quant_method": "modelopt", **described})
     for name, bits, method in _FILES:
         content = read_json_if_there(folder / name)
         if any(key in content for key in bits):

@@ -23,6 +23,8 @@ _ALWAYS_PLAIN = ("*.gate", "*.router", "*.shared_expert_gate", "*norm")
 _PLAIN_TENSORS = ("weight", "bias")
 _EXPERTS = re.compile(r".+\.experts")
 _EACH_EXPERT = "{expert}"
+# What names of text models begin with inside of models for images, whatever a file of theirs has.
+_TEXT_MODELS = (("model.language_model.", "model."), ("language_model.model.", "model."))
 # Layers that others multiply together, and by whose names some config files call them.
 _MERGED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -148,6 +150,6 @@ class QuantizationConfig:
         for name in filter(None, names):
             name = name.format(expert=0)
             yield name
-            for theirs, ours in self.names.prefixes:
+            for theirs, ours in (*self.names.prefixes, *_TEXT_MODELS):
                 if name.startswith(ours):
                     yield theirs + name[len(ours) :]

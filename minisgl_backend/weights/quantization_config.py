@@ -16,7 +16,7 @@ from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, Weig
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.schemes.keys import CONFIG_JSON, PLAIN_INSTEAD, SchemeKeys, refusal
 
-COMPRESSED_TENSORS, MODELOPT, GPTQ, AUTO_ROUND = "compressed-tensors", "modelopt", "gptq", "auto-round"
+COMPRESSED_TENSORS, MODELOPT, GPTQ, AWQ, AUTO_ROUND = "compressed-tensors", "modelopt", "gptq", "awq", "auto-round"
 _OTHER_NAMES = {
     "compressed_tensors": COMPRESSED_TENSORS,
     "intel/auto-round": AUTO_ROUND,
@@ -29,7 +29,7 @@ _PLAIN_MODULES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     {
         COMPRESSED_TENSORS: (("ignore",), "whole names"),
         MODELOPT: (("ignore", "exclude_modules"), "wildcards"),
-        "awq": (("modules_to_not_convert",), "substrings"),
+        AWQ: (("modules_to_not_convert",), "substrings"),
     }
 )
 _PLAIN_MODULES_OF_OTHERS = (("modules_to_not_convert", "ignored_layers", "ignore"), "path parts")
@@ -127,7 +127,8 @@ def _of_modelopt(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
 
 
 def _of_gptq(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
-    """Also with GPTQModel's `dynamic`: regular expressions of module paths, and what is different there."""
+    """And of AWQ, since GPTQModel writes both: with its `dynamic`, regular expressions of module paths and what is
+    different there."""
     left_plain, scheme = _left_plain(keys, method), _read(keys, method)
     dynamic = keys.child("dynamic")
     exceptions = []
@@ -231,6 +232,7 @@ _RULES: Mapping[str, Callable[[SchemeKeys, str], tuple[SchemeRule, ...]]] = Mapp
         COMPRESSED_TENSORS: _of_compressed_tensors,
         MODELOPT: _of_modelopt,
         GPTQ: _of_gptq,
+        AWQ: _of_gptq,
         AUTO_ROUND: _of_auto_round,
     }
 )

@@ -46,7 +46,7 @@ class Variant:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "ignore": ["lm_head", "re:.*mlp.gate$", *([f"re:.*{self.plain}.*"] if self.plain else [])],
+            "ignore": ["lm_head", "model.layers.1.mlp", "re:.*mlp.gate$", *([f"re:.*{self.plain}.*"] if self.plain else [])],
             "config_groups": {"group_0": group},
         }  # fmt: skip
 

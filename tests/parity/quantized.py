@@ -40,7 +40,13 @@ def _group(
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$"],
+        "ignore": [
+            "lm_head",
+            "model.layers.1.mlp",
+            "model.layers.0.self_attn",
+            "re:.*mlp.gate$",
+            "re:.*block_sparse_moe.gate$",
+        ],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

@@ -87,5 +87,6 @@ NUMBERS_CHANGE: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "super_group_size": ((), "scales are quantized"),
         "tensor_storage": ((), "each tensor has a layout of its own"),
         "transform_config": ((), "inputs are rotated"),
+        "weight_scale_method": ((), "scales are laid out in another way"),
     }
 )

@@ -81,7 +81,7 @@ class SchemeKeys:
         """Raises ConfigError for a key that no reader asked for, unless it only tells how the checkpoint was made, or
         its value says that it is not used."""
         for key, value in self._values.items():
-            if key in self._read or key in HOW_IT_WAS_MADE or any(value is one or value == one for one in _NEUTRAL):
+            if key in self._read or key in HOW_IT_WAS_MADE or _is_neutral(value):
                 continue
             neutral, what = NUMBERS_CHANGE.get(key, ((), None))
             if value not in neutral:
@@ -90,6 +90,11 @@ class SchemeKeys:
 
     def refuse(self, key: str, allowed: str) -> NoReturn:
         raise refusal(f"{self.path}.{key}", self._values.get(key), allowed)
+
+
+def _is_neutral(value: Any) -> bool:
+    """Of a key, or of all keys of an object."""
+    return value in _NEUTRAL or (isinstance(value, dict) and all(one in _NEUTRAL for one in value.values()))
 
 
 def refusal(path: str, value: Any, allowed: str) -> ConfigError:

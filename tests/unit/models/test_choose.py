@@ -174,6 +174,8 @@ QUANTIZED: list[tuple[dict[str, Any], str, Any, str]] = [
      "config.json: text_config.quantization_config"),
     ({}, "hf_quant_config.json", NVFP4, "hf_quant_config.json: quantization"),
     ({}, "hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}, "hf_quant_config.json: quantization"),
+    ({"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}, "", None, "config.json: quantization"),
+    ({}, "hf_quant_config.json", {"quant_algo": "MXFP8", "ignore": []}, "hf_quant_config.json"),
     ({}, "quantize_config.json", {"bits": 3, "group_size": 128, "sym": True}, "quantize_config.json"),
     ({}, "quant_config.json", {"w_bit": 3, "q_group_size": 128, "version": "GEMM"}, "quant_config.json"),
     ({}, "quantization_config.json", {"quant_method": "auto-round", "bits": 2}, "quantization_config.json"),

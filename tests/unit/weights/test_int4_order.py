@@ -71,7 +71,8 @@ def test_a_file_without_an_order_has_none(said: str, layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("said", ["nothing", "minus one", "in order", "shuffled"])
 def test_experts_are_served_in_order_alone(said: str, tmp_path: Path) -> None:
-    tensors, wholes = {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    wholes = []
     for index, (kind, size_out, size_in) in enumerate(
         (("gate", OUTPUTS, INPUTS), ("up", OUTPUTS, INPUTS), ("down", INPUTS, OUTPUTS))
     ):

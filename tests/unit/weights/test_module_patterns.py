@@ -54,6 +54,7 @@ def left_plain(method: str, patterns: list[str]) -> list[str]:
         ("compressed-tensors", ["model.layers.1.mlp.gate", "self_attn.q_proj", "layers.0.mlp.gate_proj"], ""),
         ("compressed-tensors", ["model.layers.0.mlp.gate_proj"], "0.mlp.gate_proj"),
         ("compressed-tensors", ["model.language_model.layers.0.mlp.gate_proj"], "0.mlp.gate_proj"),
+        ("compressed-tensors", ["language_model.model.layers.0.mlp.gate_proj"], "0.mlp.gate_proj"),
         ("compressed-tensors", ["model.layers.0.self_attn.qkv_proj"], "0.self_attn.q_proj"),
         ("compressed-tensors", ["model.layers.1.mlp.shared_experts.up_proj"], "1.mlp.shared_expert.up_proj"),
         ("compressed-tensors", [f"model.layers.1.mlp.experts.0.{one}_proj" for one in ("gate", "up", "down")],

@@ -181,6 +181,8 @@ def test_what_tools_write_by_default_is_served() -> None:
         ("FP8_DYNAMIC", "float-quantized", "FP8 with a scale a token"),
         ("FP8_BLOCK", "float-quantized", "blocks of 128 x 128"),
         ("W8A8", "int-quantized", "INT8"),
+        ("W4A16", "pack-quantized", "groups of 128, symmetric"),
+        ("W4A16_ASYM", "pack-quantized", "groups of 128, with zero points"),
     ):
         groups = {"group_0": module.preset_name_to_scheme(preset, ["Linear"])}
         config = module.QuantizationConfig(config_groups=groups, format=form, ignore=["lm_head"])

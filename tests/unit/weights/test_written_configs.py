@@ -11,7 +11,9 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.quantization_config import read_quantization_config
+from minisgl_backend.weights.schemes.arguments import QuantizationArgs
 from minisgl_backend.weights.schemes.how_made import HOW_IT_WAS_MADE, NUMBERS_CHANGE
+from minisgl_backend.weights.schemes.keys import SchemeKeys
 
 NAMES = TensorNames(prefixes=(("model.language_model.", "model."),))
 GPTQ_WORDS = "4-bit weights (gptq), groups of 128, symmetric; activations as they are"
@@ -143,6 +145,7 @@ def read(said: Any) -> QuantizationConfig:
         (compressed({**WEIGHTS_4, "strategy": None}), PACKED_WORDS),
         (compressed({**WEIGHTS_4, "strategy": None, "group_size": -1}), "(pack-quantized), one group an output"),
         (compressed(WEIGHTS_4, provider="auto-round"), PACKED_WORDS),
+        (compressed(WEIGHTS_4, transform_config={"config_groups": {}}), PACKED_WORDS),
         ({"quantization_config": compressed(WEIGHTS_4), "sparsity_config": {}, "quant_method": "compressed-tensors",
           "run_compressed": True}, PACKED_WORDS),
         (compressed(WEIGHTS_4, quant_method="compressed_tensors"), PACKED_WORDS),
@@ -183,7 +186,7 @@ def test_what_tools_write_is_served(said: dict[str, Any], words: str) -> None:
         ({**GPTQMODEL, "format": "gptq_p"}, r'format is "gptq_p"; allowed: "gptq", "gptq_v2"'),
         ({**GPTQMODEL, "adapter": {"name": "lora", "rank": 64}}, r"adapter is .*: an adapter is added"),
         ({**GPTQMODEL, "lm_head": True}, r"lm_head is true; allowed: false"),
-        ({**GPTQMODEL, "tensor_storage": {"a": {}}}, r"tensor_storage is "),
+        ({**GPTQMODEL, "tensor_storage": {"lm_head": {"quant_format": "exl3"}}}, r"tensor_storage is "),
         ({**GPTQMODEL, "a_new_key": 1}, r"a_new_key is 1; allowed: absent: this engine does not know what it changes"),
         ({**GPTQMODEL_AWQ, "checkpoint_format": "gemv_fast"}, r'checkpoint_format is "gemv_fast"; allowed: "gemm"'),
         ({**GPTQMODEL_AWQ, "input_activations": {"dtype": "float8_e4m3fn"}}, r"input_activations is .*activations are"),
@@ -209,6 +212,8 @@ def test_what_tools_write_is_served(said: dict[str, Any], words: str) -> None:
         (compressed({**WEIGHTS_4, "a_new_key": True}), r"group_0.weights.a_new_key is true"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}, "pre_quant_scale": True},
          r"pre_quant_scale is true; .*scaled before each layer"),
+        # GPTQModel 7.3: FP8Config, whose activations are in 16 bits.
+        ({"bits": 8, "quant_method": "fp8", "weight_scale_method": "row"}, r"bits is 8"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, r"quant_method is null; allowed: .*gptq"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r'quant_method is "bitsandbytes"; allowed: '),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, r'quant_method is "fbgemm_fp8"; allowed: '),
@@ -240,6 +245,9 @@ def test_modules_with_formats_of_their_own() -> None:
         assert found.scheme_of("model.layers.0.mlp.shared_expert.up_proj") is None
         assert "groups of 32" in str(found.scheme_of("model.layers.1.mlp.up_proj"))
         assert GPTQ_WORDS in str(found.scheme_of("model.layers.11.mlp.up_proj"))
+    found = read({**GPTQMODEL_AWQ, "dynamic": {"-:.*\\.0\\..*": {}, "+:^model\\.layers\\.1\\..*": {"group_size": 64}}})
+    assert found.scheme_of("model.layers.0.mlp.down_proj") is None
+    assert "(awq), groups of 64" in str(found.scheme_of("model.layers.1.mlp.down_proj"))
     found = read({**AUTO_ROUND_OWN, "block_name_to_quantize": "model.layers.0."})
     assert found.scheme_of("model.layers.1.mlp.up_proj") is None
 
@@ -309,3 +317,37 @@ def test_scales_of_an_fp8_cache_are_taken(said: dict[str, Any]) -> None:
     assert read(said).cache_refusal is None
     if said["quant_method"] == "modelopt" and not said.get("quant_algo"):
         assert read(said).schemes == ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_bits": 4},
+        {"num_bits": "4", "group_size": 128},
+        {"num_bits": 4, "group_size": -1},
+        {"num_bits": 8, "type": "FLOAT", "strategy": "Channel"},
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"},
+        {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": False, "actorder": "static"},
+        {"type": "float", "strategy": "token", "dynamic": True},
+        {"type": "float", "strategy": "attn_head"},
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        {"group_size": 0},
+        {"dynamic": "sometimes"},
+        {"strategy": "column"},
+        {"type": "bool"},
+    ],
+)
+def test_compressed_tensors_derives_the_same(said: dict[str, Any]) -> None:
+    module = pytest.importorskip("compressed_tensors.quantization", reason="pip install compressed-tensors")
+    try:
+        expected = module.QuantizationArgs.model_validate(said)
+    except ValueError:
+        with pytest.raises(ConfigError):
+            read(compressed(said))
+        return
+    found = QuantizationArgs.read(SchemeKeys({"weights": said}), "weights")
+    assert found is not None
+    for name in ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic"):
+        assert getattr(found, name) == getattr(expected, name), name
+    if expected.block_structure is not None:
+        assert list(found.block_structure()) == expected.block_structure
