@@ -60,6 +60,12 @@ def add_serving_options(group: Any) -> None:
         "--allowed-origins", nargs="+", metavar="ORIGIN", help="whose pages browsers let in (CORS); *: all [none]"
     )
     group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names in Host, as a proxy passes them on, beside this machine's own; *: all [on a loopback host: none]",
+    )
+    group.add_argument(
         "--max-body-bytes", type=int, default=EndpointSettings().max_body_bytes, metavar="N", help="[%(default)s]"
     )
     group.add_argument(
@@ -114,6 +120,7 @@ def endpoint_of(
         reasoning_parser=values["reasoning_parser"],
         otlp_endpoint=values["otlp_endpoint"],
         allowed_origins=tuple(values["allowed_origins"] or ()),
+        allowed_hosts=tuple(values["allowed_hosts"] or ()),
         ssl_certfile=values["ssl_certfile"],
         ssl_keyfile=values["ssl_keyfile"],
         max_body_bytes=values["max_body_bytes"],

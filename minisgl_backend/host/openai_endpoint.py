@@ -55,6 +55,9 @@ class EndpointSettings:
     reasoning_parser: str = "auto"
     otlp_endpoint: str = ""  # of the OpenTelemetry collector for spans; "": none
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own page
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names in `Host` beside this machine's own; (): any unless host is a loopback one
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     max_body_bytes: int = 16 << 20

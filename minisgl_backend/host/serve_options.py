@@ -18,6 +18,7 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.addresses import is_loopback, reached_at
 from minisgl_backend.host.endpoint_options import add_endpoint_options, endpoint_of
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.host.option_arguments import (
@@ -148,19 +149,23 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
 
 
 def open_ports_warning(arguments: Arguments) -> str | None:
-    """What an API key does not protect although others can reach it; None if there is nothing to warn of."""
-    server = arguments.server
-    if arguments.endpoint is None or not arguments.endpoint.api_keys:
+    """Which ports answer without a key although others reach them; None if there is nothing to warn of."""
+    server, endpoint = arguments.server, arguments.endpoint
+    ports = {"HTTP": server.http_port, "gRPC": server.grpc_port, "metrics": server.metrics_port}
+    ports["health"] = arguments.health_port
+    has_key = endpoint is not None and bool(endpoint.api_keys)
+    if endpoint is not None and not has_key:
+        ports["OpenAI's and Anthropic's APIs"] = endpoint.port
+    if is_loopback(server.host) and not has_key:
         return None
     who = (
         "everybody on this machine"
-        if server.host in ("127.0.0.1", "::1", "localhost")
-        else f"all who reach {server.host}"
+        if is_loopback(server.host)
+        else f"all who reach {', '.join(reached_at(server.host))}"
     )
-    return (
-        f"the API key guards port {arguments.endpoint.port} alone: ports {server.http_port} and {server.grpc_port} "
-        f"answer {who} (docs/operations.md, Security)"
-    )
+    named = ", ".join(f"{port} ({what})" for what, port in ports.items() if port)
+    key = f"the API key guards port {endpoint.port} alone" if endpoint is not None and has_key else "no API key is set"
+    return f"{key}: ports {named} answer {who} (docs/operations.md, Security)"
 
 
 def _values_of(parser: OptionParser, arguments: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai import anthropic, batches, decisions, files, pooling_routes, response_routes
 from minisgl_backend.openai.answers import Answer, Header, PendingAnswer, Start, StreamSigns
 from minisgl_backend.openai.batch_runner import BatchRunner
+from minisgl_backend.openai.browsers import BrowserGuard
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
 from minisgl_backend.openai.context import context_of
@@ -312,6 +313,12 @@ def create_app(settings: EndpointSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
+    app.add_middleware(
+        BrowserGuard,
+        host=settings.host,
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
+    )
     if tracing is not None:
         app.add_middleware(TraceRequests, tracing=tracing)
     _add_routes(app, endpoint)

@@ -276,7 +276,7 @@ def all_leave(server: Server, count: int) -> Iterator[None]:
 def ask_and_hang_on(endpoint: Endpoint) -> socket.socket:
     """A connection with a request for one whole answer, which is not read."""
     body = json.dumps({"messages": MESSAGES}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     connection = socket.create_connection(("127.0.0.1", endpoint.processes.port))
     connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     return connection

@@ -44,7 +44,7 @@ def post_raw(port: int, path: str, head: str, body: bytes) -> bytes:
     """The first bytes of the reply; none where the server hangs up."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
         try:
-            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body)
             return connection.recv(12)
         except ConnectionError:
             return b""

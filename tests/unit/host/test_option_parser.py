@@ -119,7 +119,12 @@ def test_a_file_is_left_alone_until_yaml_is_installed(tmp_path: Path) -> None:
 
 def test_ports_that_the_key_does_not_guard_are_told() -> None:
     assert open_ports_warning(parse_arguments([])) is None
-    assert open_ports_warning(parse_arguments(["--api-key", "k", "--openai-port", "0"])) is None
     warning = open_ports_warning(parse_arguments(["--api-key", "k", "--host", "0.0.0.0"]))
     assert warning is not None
-    assert "guards port 9000 alone: ports 8000 and 8001 answer all who reach 0.0.0.0" in warning
+    assert "the API key guards port 9000 alone: ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)" in warning
+    assert "answer all who reach 0.0.0.0" in warning
+    warning = open_ports_warning(parse_arguments(["--host", "0.0.0.0"]))
+    assert warning is not None
+    assert warning.startswith("no API key is set: ports 8000 (HTTP)")
+    assert "9000 (OpenAI's and Anthropic's APIs) answer all who reach 0.0.0.0" in warning
+    assert open_ports_warning(parse_arguments(["--host", "::1"])) is None

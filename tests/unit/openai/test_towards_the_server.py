@@ -185,7 +185,8 @@ def test_an_offer_of_another_protocol_is_ignored(listener: tuple[Listener, int])
     """Java's clients offer HTTP/2 with every request."""
     body = json.dumps(PATHS["/v1/completions"]).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
         "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n"
     )
     answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
@@ -207,7 +208,8 @@ def test_no_depth_of_a_body_is_a_fault(listener: tuple[Listener, int]) -> None:
         nested = '{"messages":[{"role":"user","content":"x"}],"documents":[{"a":' + "[" * depth + "]" * depth + "}]}"
         body = nested.encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            "Connection: close\r\nContent-Type: application/json\r\n"
         )
         answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
         assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ")), (depth, answer)
@@ -232,7 +234,7 @@ def test_more_connections_than_a_shell_allows_files(listener: tuple[Listener, in
             connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(few)]
             for connection in connections:
                 connection.settimeout(60)
-                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert all(connection.recv(100).startswith(b"HTTP/1.1 200 ") for connection in connections)
     finally:
         endpoint.stop()

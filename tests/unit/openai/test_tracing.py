@@ -106,7 +106,7 @@ def test_requests_that_are_pooled_have_spans_with_their_tokens(path: str, operat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VectorCall, "result", result)
         patch.setattr(VectorCall, "__init__", lambda *_: None)
-        with TestClient(TraceRequests(app, tracing)) as client:
+        with TestClient(TraceRequests(app, tracing), base_url="http://localhost") as client:
             answer = client.post(path, json=body.get(path, {"query": "a", "documents": ["b"]}))
     assert answer.status_code == 200, answer.text
     tracing.close()
