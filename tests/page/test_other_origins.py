@@ -15,7 +15,8 @@ const [url, done] = [arguments[0], arguments[1]];
 const form = new FormData();
 form.append("purpose", "batch");
 form.append("file", new File(["{}"], "a.jsonl"));
-const chat = JSON.stringify({messages: [{role: "user", content: "hi"}]}), headers = {"Content-Type": "application/json"};
+const chat = JSON.stringify({messages: [{role: "user", content: "hi"}]});
+const headers = {"Content-Type": "application/json"};
 const tries = {
   read: () => fetch(url + "/v1/files"),
   upload: () => fetch(url + "/v1/files", {method: "POST", body: form}),
