@@ -127,7 +127,7 @@ def test_several_engines_in_one_process(tmp_path: Path) -> None:
         llms, alone = [], []
         for name in TOGETHER:
             impl = _save(name, tmp_path / name)
-            options = {"model_impl": impl, "dtype": "bfloat16" if ON_GPU else "float32"}
+            options = {"model_impl": impl, "dtype": "float32"}  # other company, other sums: rounding would show
             with _started(tmp_path / name, **options) as llm:
                 alone.append(greedy_tokens(llm))
             llms.append(stack.enter_context(_started(tmp_path / name, **options)))

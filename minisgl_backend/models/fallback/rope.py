@@ -29,8 +29,7 @@ def fix_rope(model: Any, max_seq_len: int) -> None:
             parameters = getattr(module.config, "rope_parameters", None) or {}
             _fix_frequencies(module, rope_type, None, parameters, max_seq_len)
             module.rope_type = "default"
-            if "long_mscale" in parameters:
-                _fix_factor(module, parameters, max_seq_len)
+            _fix_factor(module, parameters, max_seq_len)
 
 
 def _fix_frequencies(
@@ -52,9 +51,11 @@ def _original(module: Any, rope_type: str, parameters: Mapping[str, Any]) -> int
 
 
 def _fix_factor(module: Any, parameters: Mapping[str, Any], max_seq_len: int) -> None:
-    """PhiMoE's module asks its config for the factor, and for the frequencies, in each pass."""
-    is_long = max_seq_len > parameters["original_max_position_embeddings"]
-    factor = float(parameters["long_mscale" if is_long else "short_mscale"])
-    module.config = copy.copy(module.config)
-    module.config.rope_parameters = {**parameters, "rope_type": "default"}
+    """PhiMoE's module asks its config for the factor in each pass, and for frequencies, which would be the CPU's."""
+    factor = float(getattr(module, "attention_scaling", 1.0))
+    if "long_mscale" in parameters:
+        is_long = max_seq_len > parameters["original_max_position_embeddings"]
+        factor = float(parameters["long_mscale" if is_long else "short_mscale"])
+        module.config = copy.copy(module.config)
+        module.config.rope_parameters = {**parameters, "rope_type": "default"}
     module.rope_init_fn = lambda *_, **__: (module.inv_freq, factor)

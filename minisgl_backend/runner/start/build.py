@@ -39,6 +39,7 @@ from minisgl_backend.runner.graphs.whole import (
 from minisgl_backend.runner.model_runner import Model, ModelRunner
 from minisgl_backend.runner.proposers.create import ProposerContext, create_device_proposer
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import draft_spec, keeping_for
@@ -107,7 +108,7 @@ def _build(
     max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
-    step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
+    step_bytes, graph_max_bs, pieces = 0, runtime.cuda_graph_max_bs, piece_sizes(runtime.cuda_graph_max_tokens)
     if device.type == "cuda":
         name_kernels()
         trial = runner_with(1)
@@ -116,20 +117,25 @@ def _build(
         progress.phase_ended("kernels")
         steps = profile_run(trial, runtime, device)
         progress.phase_ended("largest steps")
+        has_graphs = runtime.eager_graphs or attention.supports_graphs
+        if model_config.implementation != "native":
+            one_row = (1,) if graph_max_bs != 0 and has_graphs else ()
+            first = _captures(one_row, pieces[:1], runtime, model_config.hidden_size, StartProgress())
+            if not can_be_captured(model_config.architecture, runner_with, *first):
+                graph_max_bs, pieces = 0, ()
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
-        captures = graph_max_bs > 0 and (runtime.eager_graphs or attention.supports_graphs)
-        if shares_memory and captures:  # before pages take what memory is left
+        if shares_memory and graph_max_bs > 0 and has_graphs:  # before pages take what memory is left
             tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
         # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, layouts, free_at_start, step_bytes))
     sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
-    pieces = piece_sizes(runtime.cuda_graph_max_tokens)
+    graphs, captured_pieces = _captures(sizes, pieces, runtime, model_config.hidden_size, progress)
     runner = runner_with(
         num_pages,
-        graphs=_graphs(sizes, runtime, len(pieces), progress) if sizes else None,
-        pieces=_pieces(pieces, runtime, model_config.hidden_size, len(sizes), progress) if pieces else None,
+        graphs=graphs,
+        pieces=captured_pieces,
         longest_prefill=runtime.max_prefill_length,
         proposer_graphs=_proposer_graphs(sizes, runtime),
     )
@@ -282,12 +288,23 @@ def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair)
     return graph_sizes(largest)
 
 
-def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progress: StartProgress) -> GraphRunner:
-    """`others`: number of captures that follow, in the same progress report."""
-    with_drafts = draft_sizes(sizes) if runtime.config.speculation is not None else ()
-    if runtime.eager_graphs:
-        return EagerGraphRunner(sizes, with_drafts)
-    return CudaGraphRunner(sizes, lambda done, total: progress.graphs(done, total + others), with_drafts)
+def _captures(
+    sizes: tuple[int, ...], pieces: tuple[int, ...], runtime: RuntimeConfig, hidden_size: int, progress: StartProgress
+) -> tuple[GraphRunner | None, PiecewiseRunner | None]:
+    """Of decode steps of these sizes, and of forward passes in these pieces, in one progress report."""
+    first, total = len(sizes), len(sizes) + len(pieces)
+    graphs: GraphRunner | None = None
+    if sizes:
+        with_drafts = draft_sizes(sizes) if runtime.config.speculation is not None else ()
+        graphs = (
+            EagerGraphRunner(sizes, with_drafts)
+            if runtime.eager_graphs
+            else CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total), with_drafts)
+        )
+    if not pieces:
+        return graphs, None
+    kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
+    return graphs, kind(pieces, hidden_size, lambda done, _: progress.graphs(first + done, total))
 
 
 def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRunner | None:
@@ -296,14 +313,6 @@ def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRun
     if runtime.draft is None or not own:
         return None
     return EagerGraphRunner(own, own) if runtime.eager_graphs else CudaGraphRunner(own, draft_sizes=own)
-
-
-def _pieces(
-    sizes: tuple[int, ...], runtime: RuntimeConfig, hidden_size: int, others: int, progress: StartProgress
-) -> PiecewiseRunner:
-    """`others`: number of earlier captures, in the same progress report."""
-    kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
-    return kind(sizes, hidden_size, lambda done, total: progress.graphs(others + done, others + total))
 
 
 def _kept_whole(runtime: RuntimeConfig, spec: AttentionSpec) -> str:
