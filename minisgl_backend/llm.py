@@ -36,7 +36,8 @@ from minisgl_backend.step import StepStats
 from minisgl_backend.text import scoring
 from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
 from minisgl_backend.text.prompts import listed
-from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
+from minisgl_backend.text.tokenizer_file import has_tokenizer
+from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, load_vocabulary
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.jobs import Limits
 from minisgl_backend.grammar.manager import GrammarManager
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource, complete_backend
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
@@ -47,6 +47,7 @@ from minisgl_backend.speculation.create import create_proposer
 from minisgl_backend.speculation.proposer import DeviceProposals
 from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
+from minisgl_backend.text.tokenizer_file import TokenizerFiles
 from minisgl_backend.weights.gguf_index import name_of
 
 if TYPE_CHECKING:
@@ -387,10 +388,11 @@ def _read_scripts(path: Path, encode: Callable[[str], list[int]], eos_token_ids:
 
 def _encoder(config: EngineConfig, model_dir: Path) -> Callable[[str], list[int]]:
     """Text -> token ids, without the tokenizer's special tokens; without transformers where possible."""
-    backend = complete_backend(model_dir)
-    if backend is not None:
+    files = TokenizerFiles(model_dir)
+    if files.suffice(trust_remote_code=config.trust_remote_code):
+        backend = files.load()
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
-    from transformers import AutoTokenizer
+    from minisgl_backend.text.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=config.trust_remote_code)
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])

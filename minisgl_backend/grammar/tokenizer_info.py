@@ -1,16 +1,14 @@
 """Describes the model's tokenizer to xgrammar: `python -m minisgl_backend.grammar.tokenizer_info`, started by an engine
 core.
 
-It reads all tokens, which takes seconds, while the core loads weights. If tokenizer.json is complete, transformers is
-not imported, which would take most of that time.
+It reads all tokens, which takes seconds, while the core loads weights. Where the files say all, transformers is not
+imported, which would take most of that time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +16,7 @@ import msgspec
 from minisgl_backend.grammar.helper import Helper, begin_helper
 from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
 from minisgl_backend.process.absent import absent_torch
+from minisgl_backend.text.tokenizer_file import TokenizerFiles
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -56,38 +55,14 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     it may avoid importing torch."""
     if helper is None or helper.options.all_imports:
         return _info(_load(source), source)
-    backend = complete_backend(Path(source.folder))
-    if backend is not None:
+    files = TokenizerFiles(source.folder)
+    if files.suffice(trust_remote_code=source.trust_remote_code):
         import_xgrammar(UNUSED_PACKAGES)
-        return _info(_fast_tokenizer(backend), source)
+        return _info(_fast_tokenizer(files.load()), source)
     with absent_torch():
         tokenizer = _load(source)
     import_xgrammar(["torch"])
     return _info(tokenizer, source)
-
-
-def complete_backend(folder: Path) -> Any:
-    """The tokenizers.Tokenizer of the folder's tokenizer.json; None if transformers would add tokens to it, or uses
-    custom code."""
-    path = folder / "tokenizer.json"
-    if not path.is_file() or (folder / "added_tokens.json").exists():
-        return None
-    from tokenizers import Tokenizer
-
-    config_path = folder / "tokenizer_config.json"
-    config = json.loads(config_path.read_bytes()) if config_path.is_file() else {}
-    if "auto_map" in config or config.get("tokenizer_class") is None:
-        return None
-    backend = Tokenizer.from_file(str(path))
-    listed = config.get("added_tokens_decoder", {}).items()
-    special = [value for name, value in config.items() if name.endswith("_token")]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = config.get(name) or []
-        special += more.values() if isinstance(more, dict) else more
-    texts = [token["content"] if isinstance(token, dict) else token for token in special]
-    has_special = all(backend.token_to_id(text) is not None for text in texts if isinstance(text, str))
-    same_ids = all(backend.token_to_id(token["content"]) == int(token_id) for token_id, token in listed)
-    return backend if same_ids and has_special else None
 
 
 def _fast_tokenizer(backend: Any) -> Any:
@@ -104,9 +79,9 @@ def _fast_tokenizer(backend: Any) -> Any:
 
 
 def _load(source: TokenizerSource) -> Any:
-    from transformers import AutoTokenizer
+    from minisgl_backend.text.tokenizer import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    return load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
 
 
 def _info(tokenizer: Any, source: TokenizerSource) -> str:

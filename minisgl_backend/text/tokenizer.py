@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.text.chat_template import ChatTemplate
-from minisgl_backend.text.vocabulary import check_has_tokenizer
+from minisgl_backend.text.tokenizer_file import TokenizerFiles
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +30,10 @@ class Tokenizer:
 
     def __init__(self, model_dir: str | Path, *, trust_remote_code: bool = False) -> None:
         """Raises ConfigError if the folder has no tokenizer that can be loaded."""
-        check_has_tokenizer(model_dir)
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
+        self._tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+        self._class_name = TokenizerFiles(model_dir).config.get("tokenizer_class") or type(self._tokenizer).__name__
         self._bos = self._tokenizer.bos_token_id
         self._template = ChatTemplate(self._tokenizer)
-        _warn_of_another_tokenizer(self._tokenizer, Path(model_dir))
 
     @property
     def has_chat_template(self) -> bool:
@@ -51,10 +47,12 @@ class Tokenizer:
     def info(self) -> dict[str, Any]:
         """Information for clients, by the keys of tokenizer_config.json."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        tokens, eos = self.encode("a"), self._tokenizer.eos_token_id
         return {
-            "tokenizer_class": type(self._tokenizer).__name__,
+            "tokenizer_class": self._class_name,
             **{name: getattr(self._tokenizer, name, None) for name in names},
-            "add_bos_token": self.encode("")[:1] == [self._bos] if self._bos is not None else False,
+            "add_bos_token": self._bos is not None and tokens[:1] == [self._bos],
+            "add_eos_token": eos is not None and tokens[-1:] == [eos],
         }
 
     @property
@@ -68,7 +66,7 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         found = {str(token): number for number, token in added if token.special}
         named = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
-        return {**found, **{str(token): int(number) for token, number in named}}
+        return {**found, **{str(token): int(number) for token, number in named if number is not None}}
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -114,25 +112,40 @@ class Tokenizer:
         return self._template.render(messages, template_arguments)
 
 
-def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """transformers chooses a class by model_type and may then ignore rules of tokenizer.json: prompts would be
-    tokenized differently than in training, without any other sign."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return
+def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """transformers' tokenizer of a model folder, which makes the tokens that the folder's files say, whichever version
+    of transformers is installed. Raises ConfigError."""
+    files = TokenizerFiles(model_dir)
+    runs_own_code = files.has_own_code and trust_remote_code
+    backend = files.load() if files.has_tokenizer_json and not runs_own_code else None
+    options: dict[str, Any] = files.flags
+    loader: Any = AutoTokenizer
+    if backend is not None and files.suffice(trust_remote_code=trust_remote_code):
+        # Only the template and the names of tokens are read from it: an empty backend takes no time.
+        loader = PreTrainedTokenizerFast
+        options = {"tokenizer_object": Backend(BPE()), "added_tokens_decoder": {}, **files.named_tokens(backend)}
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-        backend.no_truncation()
-        expected = backend.encode(_SAMPLE, add_special_tokens=False).ids
-    except Exception as error:  # the library raises bare Exceptions; load_vocabulary reports what is wrong
-        log.warning("%s cannot be compared with the tokenizer in use: %s", file, error)
-        return
-    found = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+        tokenizer = loader.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if backend is None and any(files.folder.glob("*.model")):
+            reason += "; the packages sentencepiece and tiktoken read such files as it has in place of tokenizer.json"
+        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
+    if backend is not None and isinstance(tokenizer, PreTrainedTokenizerFast):
+        vars(tokenizer).update(_tokenizer=backend)
+    elif files.has_tokenizer_json:
+        _warn_of_another_tokenizer(tokenizer, files)
+    return tokenizer
+
+
+def _warn_of_another_tokenizer(tokenizer: Any, files: TokenizerFiles) -> None:
+    """The folder's own class, or one that does not use tokenizer.json, may cut texts otherwise than that file."""
+    expected = files.load().encode(_SAMPLE).ids
+    found = tokenizer(_SAMPLE)["input_ids"]
     if found != expected:
         log.warning(
-            "%s: transformers loads %s for it, which cuts texts otherwise than the folder's tokenizer.json (%d tokens "
-            "instead of %d for a sample); answers may be worse than the model's",
-            folder,
+            "%s: %s cuts texts otherwise than the folder's tokenizer.json (%d tokens instead of %d for a sample)",
+            files.folder,
             type(tokenizer).__name__,
             len(found),
             len(expected),

