@@ -24,35 +24,41 @@ from __future__ import annotations
 
 import re
 
-from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
-from minisgl_backend.parsers.tagged import JsonArgumentsParser, TagValuesParser
+from minisgl_backend.parsers.argument_types import as_json, converted
+from minisgl_backend.parsers.headers import Header
+from minisgl_backend.parsers.tag_values import TagValuesParser
+from minisgl_backend.parsers.tagged import JsonArgumentsParser
 
-_CALL = "<｜tool▁call▁begin｜>"
-_AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_CALL, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_AROUND = ("<｜tool▁calls▁begin｜>", _END, "<｜tool▁calls▁end｜>")
 
 
 class DeepSeekV3Parser(JsonArgumentsParser):
     BEGIN = (_CALL,)
-    AROUND = (*_AROUND, "```<｜tool▁call▁end｜>")
-    HEADER = re.compile(r"\s*function\s*<｜tool▁sep｜>\s*(?P<name>[\w.\-]+)\s*(?:```(?:json)?\s*)?")
+    AROUND = (*_AROUND, "```" + _END)
+    HEADERS = (Header(("function", _SEPARATOR), ("?```json", "?```")),)
+    ENDS = (_END,)
 
 
 class DeepSeekV31Parser(JsonArgumentsParser):
     BEGIN = (_CALL,)
     AROUND = _AROUND
-    HEADER = re.compile(r"\s*(?P<name>[\w.\-]+)\s*<｜tool▁sep｜>\s*")
+    HEADERS = (Header((), (_SEPARATOR,)),)
+    ENDS = (_END,)
 
 
 class DeepSeekV32Parser(TagValuesParser):
     BEGIN = ("<｜DSML｜invoke name=",)
     AROUND = tuple(f"<{end}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for end in ("", "/"))
-    END = "</｜DSML｜invoke>"
-    CALL = re.compile(r"\s*\"(?P<name>[\w.\-]+)\">(?P<values>.*)", re.DOTALL)
-    VALUE = re.compile(
-        r"\s*<｜DSML｜parameter name=\"(?P<key>[^<>\"\n]+)\" string=\"(?P<is_text>true|false)\">"
-        r"(?P<value>(?:(?!<｜DSML｜parameter |</｜DSML｜parameter>).)*)</｜DSML｜parameter>\s*",
-        re.DOTALL,
-    )
+    HEADER = Header(('"',), ('"', ">"))
+    OPEN = "<｜DSML｜parameter name="
+    KEY = re.compile(r"<｜DSML｜parameter name=\"(?P<key>[^<>\"\n]+)\" string=\"(?P<is_text>true|false)\">")
+    KEY_STEPS = (OPEN, re.compile(r"[^<>\n]+"), ">")
+    CLOSE = "</｜DSML｜parameter>"
+    ENDS = ("</｜DSML｜invoke>",)
 
-    def value(self, found: re.Match[str], types: ArgumentTypes) -> str:
-        return as_json(found["value"]) if found["is_text"] == "true" else converted(found["value"], None)
+    def may_be_text(self, header: re.Match[str]) -> bool:
+        return header["is_text"] == "true"
+
+    def as_value(self, header: re.Match[str], text: str) -> str:
+        return as_json(text) if self.may_be_text(header) else converted(text, None)

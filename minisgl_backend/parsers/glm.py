@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import re
 
-from minisgl_backend.parsers.tagged import TagValuesParser
+from minisgl_backend.parsers.headers import Header
+from minisgl_backend.parsers.tag_values import TagValuesParser
 
 
 class GlmParser(TagValuesParser):
     BEGIN = ("<tool_call>",)
-    END = "</tool_call>"
-    CALL = re.compile(r"\s*(?P<name>[\w.\-]+)(?P<values>\s*(?:<arg_key>.*)?)", re.DOTALL)
-    VALUE = re.compile(
-        r"\s*<arg_key>\s*(?P<key>[^<>\n]+?)\s*</arg_key>\s*"
-        r"<arg_value>(?P<value>(?:(?!<arg_key>|</?arg_value>).)*)</arg_value>\s*",
-        re.DOTALL,
-    )
+    HEADER = Header()
+    OPEN = "<arg_key>"
+    KEY = re.compile(r"<arg_key>\s*(?P<key>[^<>\n]+?)\s*</arg_key>\s*<arg_value>")
+    KEY_STEPS = ("<arg_key>", re.compile(r"[^<>\n]+"), "</arg_key>", "<arg_value>")
+    CLOSE = "</arg_value>"
+    ENDS = ("</tool_call>",)

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import re
 
-from minisgl_backend.parsers.tagged import TagValuesParser
+from minisgl_backend.parsers.headers import Header
+from minisgl_backend.parsers.tag_values import TagValuesParser
 
 
 class MiniMaxM2Parser(TagValuesParser):
     BEGIN = ("<invoke name=",)
     AROUND = ("<minimax:tool_call>", "</minimax:tool_call>")
-    END = "</invoke>"
-    CALL = re.compile(r"\s*([\"']?)(?P<name>[\w.\-]+)\1>(?P<values>.*)", re.DOTALL)
-    VALUE = re.compile(
-        r"\s*<parameter name=([\"']?)(?P<key>[^<>\"'\n]+)\1>"
-        r"(?P<value>(?:(?!<parameter |</parameter>).)*)</parameter>\s*",
-        re.DOTALL,
-    )
+    HEADER = Header(('?"', "?'"), ('?"', "?'", ">"))
+    OPEN = "<parameter name="
+    KEY = re.compile(r"<parameter name=([\"']?)(?P<key>[^<>\"'\n]+)\1>")
+    KEY_STEPS = ("<parameter name=", re.compile(r"[^<>\n]+"), ">")
+    CLOSE = "</parameter>"
+    ENDS = ("</invoke>",)

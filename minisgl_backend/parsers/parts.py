@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
 from typing import Literal, NamedTuple, Protocol
 
-_FUNCTION_NAME = re.compile(r"[\w.\-/:]{1,128}")
+STOP, STOP_TEXT = "stop", "stop text"  # why an answer ended: by itself, or at a text that the request named
 
 
 class Part(NamedTuple):
     """`reasoning`, `content`: more text; `call`: call `number` begins, `text` is its name; `arguments`: more of
-    them."""
+    them; `broken`: call `number` and those behind it are none after all, and `text` is all that was written since its
+    beginning."""
 
-    kind: Literal["reasoning", "content", "call", "arguments"]
+    kind: Literal["reasoning", "content", "call", "arguments", "broken"]
     text: str
     number: int = 0
     id: str = ""  # a call's id, if the model writes one
 
 
 class ToolParser(Protocol):
-    """The calls of one choice of one answer. The parts do not depend on how the text is split into pieces."""
+    """The calls of one choice of one answer. The parts do not depend on how the text is split into pieces.
+
+    Calls are only those of the request's functions. What stands inside a begun call is never another one: where a call
+    is damaged, the rest of the answer is content.
+    """
 
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self, reason: str) -> list[Part]:
-        """The remaining parts. `reason`: why the answer ended, `stop` or `length`."""
+        """The remaining parts. `reason`: why the answer ended: STOP, STOP_TEXT, or another word if it was cut off."""
         ...
 
 
@@ -56,8 +59,3 @@ def partial_suffix(text: str, tag: str) -> int:
 def without_surrogates(text: str) -> str:
     """Leaves lone surrogates, which a model wrote as escapes, as escapes: they have no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def may_be_function(name: str, offered: Collection[str] | None) -> bool:
-    """Whether a call may have that name: one of those offered, or at least a valid function name."""
-    return name in (offered or ()) or _FUNCTION_NAME.fullmatch(name) is not None

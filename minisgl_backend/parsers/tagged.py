@@ -5,16 +5,16 @@ A subclass names its tags and reads one call at a time. Text that turns out not 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
-from minisgl_backend.parsers.json_calls import SPACE, Calls
-from minisgl_backend.parsers.parts import Part, content, partial_suffix
+from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, NameFinder, Named, skip_space
+from minisgl_backend.parsers.json_calls import Calls
+from minisgl_backend.parsers.json_reader import SPACE, JsonReader
+from minisgl_backend.parsers.parts import STOP, Part, content, partial_suffix
 
-Outcome = Literal["more", "emitted", "none"]  # the call goes on; it was emitted completely; it is not a call
-MAX_HEADER = 512  # before the arguments; more means that it is not a call
+# The call goes on; it was read to its end; the tag did not begin one; one is damaged, so that the rest is content.
+Outcome = Literal["more", "read", "none", "damaged"]
 
 
 class TaggedParser:
@@ -26,11 +26,12 @@ class TaggedParser:
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """`functions`: name -> JSON schema of the arguments."""
         self.functions = functions
+        self.names = NameFinder(functions)
         self.count = 0  # number of calls begun
+        self.opening = ""  # the tag that the current call began with, and the white space before it
+        self.reason = STOP  # why the answer ended
         self._held = ""
-        self._opening = ""  # the tag that the current call began with
-        self._reads = False  # a call is being read
-        self.is_cut = False  # the answer ended at max_tokens
+        self._state: Literal["text", "call", "damaged"] = "text"
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -42,7 +43,7 @@ class TaggedParser:
     def finish(self, reason: str) -> list[Part]:
         """What was held back. A call without its closing tag counts if it is complete and the answer ended by
         itself."""
-        self.is_cut = reason == "length"
+        self.reason = reason
         parts: list[Part] = []
         while self._step(parts, is_last=True):
             pass
@@ -52,7 +53,7 @@ class TaggedParser:
         """A call begins after `tag`."""
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
-        """(rest of the text, the call's outcome). With `none`, nothing was emitted and the rest is the whole text."""
+        """(what is left of the text, the call's outcome). With `none`, nothing was taken of the text."""
         raise NotImplementedError
 
     def emit_call(self, name: str, parts: list[Part], arguments: str = "", id: str = "") -> None:
@@ -62,26 +63,30 @@ class TaggedParser:
         self.count += 1
 
     def _step(self, parts: list[Part], *, is_last: bool) -> bool:
-        if not self._reads:
-            return self._text(parts, is_last=is_last)
+        if self._state == "damaged":
+            parts += content(self._held)
+            self._held = ""
+            return False
+        if self._state == "text":
+            return self._read_text(parts, is_last=is_last)
         self._held, outcome = self.read(self._held, parts, is_last=is_last)
         if outcome == "more":
             return False
-        self._reads = False
+        self._state = "damaged" if outcome == "damaged" else "text"
         if outcome == "none":
-            parts += content(self._opening)
+            parts += content(self.opening)
         return True
 
-    def _text(self, parts: list[Part], *, is_last: bool) -> bool:
+    def _read_text(self, parts: list[Part], *, is_last: bool) -> bool:
         held = self._held
         found = [(position, -len(tag), tag) for tag in (*self.BEGIN, *self.AROUND) if (position := held.find(tag)) >= 0]
         if found:
             start, _, tag = min(found)
             before = held[:start].rstrip()
             parts += content(before)
-            self._opening, self._held = held[len(before) : start + len(tag)], held[start + len(tag) :]
-            self._reads = tag in self.BEGIN
-            if self._reads:
+            self.opening, self._held = held[len(before) : start + len(tag)], held[start + len(tag) :]
+            if tag in self.BEGIN:
+                self._state = "call"
                 self.begin(tag)
             return True
         if is_last:
@@ -99,135 +104,108 @@ class TaggedParser:
 class JsonArgumentsParser(TaggedParser):
     """A header that names the function, then its arguments as a JSON object, which is emitted as it arrives."""
 
-    HEADER: ClassVar[re.Pattern[str]]  # all between the tag and the object: `name`, and `id` if there is one
+    HEADERS: ClassVar[tuple[Header, ...]]  # the first one that fits counts
+    ENDS: ClassVar[tuple[str, ...]]  # what may follow the header of a call without arguments
 
     def begin(self, tag: str) -> None:
-        self._object: JsonObject | None = None  # the object being read
+        self._object: JsonReader | None = None  # the object being read
+        self._is_other = False  # it is a call of a function that was not offered
+        self._raw: list[str] = []
+
+    def id_of(self, header: str) -> str:
+        """The call's id, which some models write into its header."""
+        return ""
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
         if self._object is None:
-            start = text.find("{", 0, MAX_HEADER)
-            if start < 0:
-                return text, "none" if is_last or len(text) >= MAX_HEADER else "more"
-            header = self.HEADER.fullmatch(text, 0, start)
-            if header is None:
-                return text, "none"
-            self.emit_call(header["name"], parts, id=header.groupdict().get("id") or "")
-            self._object, text = JsonObject(), text[start:]
-        end = self._object.feed(text)
-        if text[:end]:
-            parts.append(Part("arguments", text[:end], self.count - 1))
-        return text[end:], "emitted" if self._object.is_done else "more"
+            text, outcome = self._header(text, parts, is_last=is_last)
+            if self._object is None:
+                return text, outcome
+        end, told = self._object.feed(text)
+        self._raw.append(text[:end])
+        if told and not self._is_other:
+            parts.append(Part("arguments", told, self.count - 1))
+        if self._object.state == "open" and not is_last:
+            return "", "more"
+        is_whole = self._object.state == "done"
+        raw = self.opening + "".join(self._raw)
+        if self._is_other:
+            parts += content(raw)
+        elif not is_whole:
+            parts.append(Part("broken", raw, self.count - 1))
+        return text[end:], "read" if is_whole else "damaged"
+
+    def _header(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
+        """Begins the object if there is one."""
+        for header in self.HEADERS:
+            found = self.names.find(text, header, is_last=is_last)
+            if found == MORE:
+                return text, "more"
+            if not isinstance(found, Named):
+                continue
+            end = self._behind(text, found.end, is_last=is_last)
+            if end == MORE:
+                return text, "more"
+            signs = text[: found.start] + text[found.start + len(found.name) : found.end]
+            if end == NONE and signs.strip():
+                return self.opening + text, "damaged"  # its arguments are no object
+            if end == NONE:
+                continue
+            self.emit_call(found.name, parts, "" if text[end : end + 1] == "{" else "{}", self.id_of(text[: found.end]))
+            if text[end : end + 1] != "{":
+                return text[end:], "read"
+            self._object, self._raw = JsonReader(), [text[:end]]
+            return text[end:], "more"
+        # A call of another function is read to its end, since what its arguments quote is no call.
+        start = text.find("{", 0, MAX_HEADER)
+        another = min((place for tag in self.BEGIN if (place := text.find(tag)) >= 0), default=len(text))
+        if start < 0 and another == len(text) and len(text) < MAX_HEADER and not is_last:
+            return text, "more"
+        if start < 0 or another < start:
+            return text, "none"
+        self._object, self._is_other, self._raw = JsonReader(), True, [text[:start]]
+        return text[start:], "more"
+
+    def _behind(self, text: str, position: int, *, is_last: bool) -> int:
+        """Where the object begins or, without arguments, the text behind the call; MORE, NONE."""
+        start = skip_space(text, position)
+        if text.startswith("null", start):
+            start = skip_space(text, start + len("null"))
+        rest = text[start : start + MAX_HEADER]
+        if rest.startswith(("{", *self.ENDS)):
+            return start
+        if is_last:
+            return NONE if rest or self.reason != STOP else start
+        return MORE if any(tag.startswith(rest) for tag in ("null", *self.ENDS)) else NONE
 
 
 class JsonListParser(TaggedParser):
     """A tag, then a list of {"name": ..., "arguments": {...}}, or one of them."""
 
     def begin(self, tag: str) -> None:
-        self._calls = Calls()
-        self._emitted = False  # at least one call of the list
+        self._calls = Calls(self.functions)
+        self._calls.count = self.count
+        self._has_read = False  # at least one object of the list
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
-        if not self._calls.is_open:
-            rest = text.lstrip(SPACE + ("," if self._emitted else "["))
-            if self._emitted and rest.startswith("]"):
-                return rest[1:], "emitted"
-            if not rest:
-                return text, ("emitted" if self._emitted else "none") if is_last else "more"
-            if rest[0] != "{":
-                return text, "emitted" if self._emitted else "none"
-            self._before, text = text[: len(text) - len(rest)], rest
-            self._calls.begin()
-        emitted: list[Part] = []
-        text, outcome = self._calls.read(text, emitted)
-        for part in emitted:
-            self.count += part.kind == "call"
-            parts.append(part._replace(number=self.count - 1))
-        self._emitted = self._emitted or bool(emitted)
-        if outcome == "open":
-            if not is_last:
-                return text, "more"
-            return self._pending_text() + text, "emitted" if self._emitted else "none"
-        if outcome == "none":
-            return self._pending_text() + text, "emitted" if self._emitted else "none"
-        return self.read(text, parts, is_last=is_last)
-
-    def _pending_text(self) -> str:
-        """The text of the last call and the separator before it; "" once it is emitted."""
-        return "" if self._calls.pending is None else self._before + self._calls.pending
-
-
-class TagValuesParser(TaggedParser):
-    """A call whose arguments are tags of their own, each a string or JSON: emitted once it is complete."""
-
-    END: ClassVar[str]  # the tag that ends a call
-    CALL: ClassVar[re.Pattern[str]]  # the whole call without its end: `name` and `values`
-    VALUE: ClassVar[re.Pattern[str]]  # one value, with the white space around it: `key` and `value`
-
-    def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
-        body, found, rest = text.partition(self.END)
-        if not found and not is_last:
-            return text, "more"
-        if not found and self.is_cut:  # more arguments may have followed
-            return text, "none"
-        if not found:
-            body = body[: len(body) - partial_suffix(body, self.END)]
-        call = self.CALL.fullmatch(body)
-        if call is not None and call["name"] not in self.functions:  # prose, or a function not offered
-            call = None
-        arguments = None if call is None else self._arguments(call["name"], call["values"])
-        if call is None or arguments is None:
-            return text, "none"
-        self.emit_call(call["name"], parts, arguments)
-        return rest, "emitted"
-
-    def value(self, found: re.Match[str], types: ArgumentTypes) -> str:
-        """The value as JSON. `found`: a match of VALUE."""
-        return converted(types.chosen(found["key"], found["value"]), types.of(found["key"]))
-
-    def _arguments(self, name: str, written: str) -> str | None:
-        """The arguments as JSON; None if there is anything else between the values."""
-        types, position = ArgumentTypes(self.functions.get(name, {})), 0
-        found: list[str] = []
-        seen: set[str] = set()
-        while position < len(written):
-            one = self.VALUE.match(written, position)
-            if one is None or not one[0]:
-                return None if written[position:].strip() else "{" + ", ".join(found) + "}"
-            if one["key"] in seen:
-                return None
-            seen.add(one["key"])
-            found.append(f"{as_json(one['key'])}: {self.value(one, types)}")
-            position = one.end()
-        return "{" + ", ".join(found) + "}"
-
-
-class JsonObject:
-    """Finds the end of a JSON object in a text that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def feed(self, text: str) -> int:
-        """Returns how many of the characters belong to it."""
-        for number, character in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.is_done = True
-                    return number + 1
-        return len(text)
+        while True:
+            if not self._calls.is_open:
+                rest = text.lstrip(SPACE + ("," if self._has_read else "["))
+                if self._has_read and rest.startswith("]"):
+                    return rest[1:], "read"
+                if not rest and not is_last:
+                    return text, "more"
+                if not rest or rest[0] != "{":
+                    return text, "read" if self._has_read else "none"
+                before = "" if self._has_read else self.opening
+                self._calls.begin(before + text[: len(text) - len(rest)])
+                text = rest
+            text, outcome = self._calls.read(text, parts)
+            if outcome == "open":
+                if not is_last:
+                    return text, "more"
+                outcome = self._calls.finish(parts)
+            self._has_read = True
+            self.count = self._calls.count
+            if outcome == "damaged":
+                return text, "damaged"

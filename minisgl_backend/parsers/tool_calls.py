@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from minisgl_backend.parsers.json_calls import SPACE, Calls
+from minisgl_backend.parsers.json_calls import Calls
+from minisgl_backend.parsers.json_reader import SPACE, JsonReader
 from minisgl_backend.parsers.parts import Part, content, partial_suffix
 
 
@@ -18,34 +19,39 @@ class HermesParser:
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, names: Collection[str]) -> None:
+        """`names`: of the request's functions."""
         self._held = ""
-        self._calls = Calls()
-        self._opening = ""  # the tag before a call, and the white space before that
+        self._calls = Calls(names)
+        self._opening = ""  # a tag that has not begun a call yet, and the white space before that
         self._closing = False  # after a call, before its closing tag
+        self._is_text = False  # after a damaged call
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
         parts: list[Part] = []
-        while self._step(parts):
+        while self._held and self._step(parts):
             pass
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back. A call that was never emitted is content."""
-        text = ""
+        parts: list[Part] = []
         if self._calls.is_open:
-            text = "" if self._calls.pending is None else self._opening + self._calls.pending
+            self._calls.finish(parts)
         elif not self._closing:
-            text = self._held if self._calls.count == 0 else self._held.rstrip()
+            text = self._opening + self._held
+            parts = content(text if self._calls.count == 0 or self._is_text else text.rstrip())
         self._held = ""
-        return content(text)
+        return parts
 
     def _step(self, parts: list[Part]) -> bool:
+        if self._is_text:
+            parts += content(self._held)
+            self._held = ""
+            return False
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
-            if outcome == "none":
-                parts += content(f"{self._opening}{self._calls.pending}")
-            self._closing = outcome == "emitted"
+            self._closing, self._is_text = outcome == "emitted", outcome == "damaged"
             return outcome != "open"
         if self._closing:
             # Models forget a brace, or the tag itself: what comes then is the text after the call.
@@ -55,21 +61,33 @@ class HermesParser:
                 return False
             self._held, self._closing = rest.removeprefix(self.CLOSE), False
             if rest.startswith("{"):  # another call within the same tags
-                self._opening = ""
                 self._calls.begin()
             return True
+        if self._opening:
+            return self._opened(parts)
         start = self._held.find(self.OPEN)
         if start >= 0:
             before, end = self._held[:start].rstrip(), start + len(self.OPEN)
             parts += content(before)
             self._opening, self._held = self._held[len(before) : end], self._held[end:]
-            self._calls.begin()
             return True
         # White space is kept until it is known whether a call follows.
         safe = self._held[: len(self._held) - partial_suffix(self._held, self.OPEN)].rstrip()
         parts += content(safe)
         self._held = self._held[len(safe) :]
         return False
+
+    def _opened(self, parts: list[Part]) -> bool:
+        rest = self._held.lstrip(SPACE)
+        if not rest:
+            return False
+        if rest[0] == "{":
+            self._calls.begin(self._opening + self._held[: len(self._held) - len(rest)])
+            self._held = rest
+        else:  # a text about the tag
+            parts += content(self._opening)
+        self._opening = ""
+        return True
 
 
 class LlamaParser:
@@ -81,10 +99,10 @@ class LlamaParser:
     TAG = "<|python_tag|>"
 
     def __init__(self, names: Collection[str]) -> None:
+        """`names`: of the request's functions."""
         self._held = ""
-        self._calls = Calls(frozenset(names), needs_arguments=True)
+        self._calls = Calls(names, needs_arguments=True)
         self._is_text = False
-        self._before = ""  # the text before the object being read
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -94,13 +112,13 @@ class LlamaParser:
         return parts
 
     def finish(self, reason: str) -> list[Part]:
-        text = self._held
+        parts: list[Part] = []
         if self._calls.is_open:
-            text = "" if self._calls.pending is None else self._before + self._calls.pending
-        elif self._calls.count:
-            text = text.strip(SPACE + ";,")
+            self._calls.finish(parts)
+        else:
+            parts = content(self._held.strip(SPACE + ";,") if self._calls.count else self._held)
         self._held = ""
-        return content(text)
+        return parts
 
     def _step(self, parts: list[Part]) -> bool:
         if self._is_text:
@@ -109,9 +127,7 @@ class LlamaParser:
             return False
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
-            if outcome == "none":
-                parts += content(f"{self._before}{self._calls.pending}")
-                self._is_text = True
+            self._is_text = outcome in ("none", "damaged")
             return outcome != "open"
         rest = self._held.lstrip(SPACE + (";," if self._calls.count else ""))
         if rest.startswith(self.TAG) and not self._calls.count:
@@ -121,31 +137,38 @@ class LlamaParser:
         if rest[0] != "{":
             self._is_text = True
             return True
-        self._before = self._held[: len(self._held) - len(rest)]
+        self._calls.begin(self._held[: len(self._held) - len(rest)])
         self._held = rest
-        self._calls.begin()
         return True
 
 
 class CallListParser:
     """`[{"name": ..., "parameters": {...}}, ...]`: what a grammar makes of tool_choice `required`."""
 
-    def __init__(self) -> None:
-        self._calls = Calls()
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        """`names`: of the request's functions; None: any."""
+        self._calls = Calls(names)
+        self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
+            if self._is_text:
+                return parts + content(text)
             if not self._calls.is_open:
                 text = text.lstrip(SPACE + "[,]")
                 if not text:
                     break
                 self._calls.begin()
-            text, _ = self._calls.read(text, parts)
+            text, outcome = self._calls.read(text, parts)
+            self._is_text = outcome == "damaged"
         return parts
 
     def finish(self, reason: str) -> list[Part]:
-        return []
+        parts: list[Part] = []
+        if self._calls.is_open:
+            self._calls.finish(parts)
+        return parts
 
 
 class ArgumentsParser:
@@ -153,14 +176,35 @@ class ArgumentsParser:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._emitted = False
+        self._reader: JsonReader | None = None
+        self._raw: list[str] = []
+        self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
-        if not text:
-            return []
-        begin = [] if self._emitted else [Part("call", self._name)]
-        self._emitted = True
-        return [*begin, Part("arguments", text)]
+        parts: list[Part] = []
+        if self._reader is None and not self._is_text:
+            self._raw.append(text)
+            text = "".join(self._raw)
+            bare = text.lstrip(SPACE)
+            if not bare:
+                return []
+            self._is_text = bare[0] != "{"  # no function takes it
+            if not self._is_text:
+                self._raw, text = [text[: len(text) - len(bare)]], bare
+                self._reader = JsonReader()
+                parts.append(Part("call", self._name))
+        if self._reader is not None and not self._is_text:
+            end, told = self._reader.feed(text)
+            self._raw.append(text[:end])
+            text = text[end:]
+            parts += [Part("arguments", told)] if told else []
+            if self._reader.state == "broken":
+                self._is_text = True
+                parts.append(Part("broken", "".join(self._raw)))
+        return parts + content(text) if self._is_text else parts
 
     def finish(self, reason: str) -> list[Part]:
-        return []
+        if self._is_text or (self._reader is not None and self._reader.state == "done"):
+            return []
+        raw = "".join(self._raw)
+        return content(raw) if self._reader is None else [Part("broken", raw)]

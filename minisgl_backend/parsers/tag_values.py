@@ -1,0 +1,443 @@
+"""Calls whose arguments are tags of their own, with values that are written as they are: GLM, MiniMax-M2, DeepSeek V3.2,
+Qwen3-Coder.
+
+A value may quote tags, a whole call among them, so where it ends has to be concluded:
+
+- Its closing tag ends it if another argument or the call's end follows.
+- Arguments that are opened within it have their own closing tags.
+- The call's end was quoted, too, if a closing tag follows that belongs to no call.
+
+A text that is letter by letter that of two calls, or of a call with one more argument, is that. What can be read in
+several other ways is content. So all from the first call on is told at the answer's end, unless the format STREAMS:
+then texts are told as they are written, and may turn out to be broken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
+from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, Step, follow, skip_space
+from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, content, partial_suffix
+from minisgl_backend.parsers.tagged import Outcome, TaggedParser
+
+_OTHER_NAME = re.compile(r"[^<>\n\"]+")  # of a function that was not offered
+_MAX_TAG = 64  # characters
+
+
+class _Begun(NamedTuple):
+    """A call: its number, None if its function was not offered, and how long `_raw` and `_told` were before it."""
+
+    number: int | None
+    raw: int
+    told: int
+
+
+class _Value:
+    """The value being read."""
+
+    def __init__(self, header: re.Match[str] | None = None, *, streams: bool = False) -> None:
+        self.header = header
+        self.streams = streams
+        self.is_open = header is not None
+        self.texts: list[str] = []
+        self.depth = 0  # arguments opened within it
+        self.num_ends = 0  # closing tags within it that could have been its own
+        self.end = ""  # the tags of the call's end, in case they are part of it
+        self.is_odd_end = False  # half of them are missing
+        self.quotes = False  # a call or an argument begins within it
+
+
+class TagValuesParser(TaggedParser):
+    """One choice of one answer."""
+
+    HEADER: ClassVar[Header]  # around the function's name, behind the tag that begins the call
+    OPEN: ClassVar[str]  # begins an argument
+    KEY: ClassVar[re.Pattern[str]]  # all before its value: `key`
+    KEY_STEPS: ClassVar[tuple[Step, ...]]  # the same, which shows whether it is complete
+    CLOSE: ClassVar[str]  # ends a value
+    ENDS: ClassVar[tuple[str, ...]]  # one of them ends a call
+    BEHIND: ClassVar[str] = ""  # a tag that may follow them
+    TAGS: ClassVar[tuple[str, ...]] = ()  # those that count in a value, if not CLOSE and OPEN alone
+    HAS_LINES: ClassVar[bool] = False  # a value begins in a line of its own
+    STREAMS: ClassVar[bool] = False  # texts are told as they are written
+
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(functions)
+        self._tags = self.TAGS or (self.CLOSE, self.OPEN)
+        self._in_values = re.compile("|".join(map(re.escape, self._tags)))
+        closing = [tag for tag in self._tags if tag.strip() == self.CLOSE]
+        self._behind_calls = re.compile("|".join(map(re.escape, (*closing, *self.BEGIN))))
+        self._value = _Value()
+
+    def begin(self, tag: str) -> None:
+        self._tag = tag
+        self._calls: list[_Begun] = []
+        self._raw: list[str] = []  # all since the first of these calls
+        self._told: list[Part] = []
+        self._stage: Literal["header", "between", "value", "end"] = "header"
+
+    def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
+        self._text, self._at = text, 0  # what stands before `_at` was taken
+        steps = {"header": self._header, "between": self._between, "value": self._in_value, "end": self._behind_end}
+        outcome: Outcome | None = None
+        while outcome is None:
+            outcome = steps[self._stage](is_last)
+        if self.STREAMS or outcome != "more":
+            parts += self._told
+            self._told = []
+        return self._text[self._at :], outcome
+
+    def header_of(self, tag: str) -> Header:
+        """What stands around a function's name behind that tag."""
+        return self.HEADER
+
+    def may_be_text(self, header: re.Match[str]) -> bool:
+        """Whether the value behind this header may be a string."""
+        types = self._types.of(header["key"])
+        return types is None or "string" in types
+
+    def as_value(self, header: re.Match[str], text: str) -> str:
+        """The value as JSON."""
+        key = header["key"]
+        return converted(self._types.chosen(key, text), self._types.of(key))
+
+    # The steps. Each returns None to go on, `more` if more text decides, or how all ended.
+
+    def _header(self, is_last: bool) -> Outcome | None:
+        found = self._named(self._at, self._tag, is_last)
+        if isinstance(found, int):
+            return "more" if found == MORE else "none"
+        self._raw.append(self.opening)
+        self._begin_call(found, 0)
+        return None
+
+    def _between(self, is_last: bool) -> Outcome | None:
+        start = skip_space(self._text, self._at)
+        key = self._key_at(start, is_last)
+        if isinstance(key, int):
+            if key == MORE:
+                return "more"
+        elif key["key"] in self._keys:
+            return self._damage()
+        else:
+            self._take(key.end())
+            self._begin_value(key)
+            return None
+        for tag in self.ENDS:
+            if self._text.startswith(tag, start):
+                return self._end_call(start + len(tag), "")
+        if self._may_begin(start, (self.OPEN, *self.ENDS)):
+            return self._at_last() if is_last else "more"
+        return self._odd_text(start, is_last)
+
+    def _at_last(self) -> Outcome:
+        """The answer ends here, behind a value or before the first."""
+        self._take(len(self._text))
+        return self._commit() if self.reason == STOP else self._damage()
+
+    def _odd_text(self, start: int, is_last: bool) -> Outcome | None:
+        """What belongs to no call stands between its arguments."""
+        return self._damage()
+
+    def _in_value(self, is_last: bool) -> Outcome | None:
+        found = self._in_values.search(self._text, self._at)
+        if found is not None:
+            self._take_value(found.start())
+            is_closing = found[0].strip() == self.CLOSE
+            return self._closing(found, is_last) if is_closing else self._other_tag(found, is_last)
+        begun = max(partial_suffix(self._text[-_MAX_TAG:], tag) for tag in self._tags)
+        if not is_last:
+            self._take_value(max(self._at, len(self._text) - begun))
+            return "more"
+        is_whole = self.reason == STOP and self._may_end_alone()
+        self._take_value(max(self._at, len(self._text) - begun * is_whole))
+        self._take(len(self._text))
+        return self._commit() if is_whole else self._damage()
+
+    def _may_end_alone(self) -> bool:
+        """Whether the answer may end here, in a value."""
+        return False
+
+    def _other_tag(self, found: re.Match[str], is_last: bool) -> Outcome | None:
+        """A tag stands in a value that does not end it."""
+        self._value.depth += 1
+        self._value.quotes = True
+        self._take_value(found.end())
+        return None
+
+    def _closing(self, found: re.Match[str], is_last: bool) -> Outcome | None:
+        """The tag that ends values stands here; what follows tells whether it ends this one."""
+        start = skip_space(self._text, found.end())
+        key = self._key_at(start, is_last)
+        if not isinstance(key, int):
+            return self._key_behind(found, key)
+        if key == MORE:
+            return "more"
+        for tag in self.ENDS:
+            if self._text.startswith(tag, start):
+                return self._end_behind(found, start + len(tag), is_last)
+        if self._may_begin(start, (self.OPEN, *self.ENDS)):
+            if not is_last:
+                return "more"
+            if self._may_be_last():
+                return self._at_last()
+            self._take(len(self._text))
+            return self._damage()
+        if self._text.startswith(self.OPEN, start) and not self.may_be_text(self._value.header):
+            self._take(found.end())  # it is no text, so that an odd argument follows
+            self._close_value()
+        else:
+            self._quote(found.end(), is_end=self._value.depth == 0)
+        return None
+
+    def _key_behind(self, found: re.Match[str], key: re.Match[str]) -> Outcome | None:
+        """The header of another argument follows."""
+        if self._value.depth:
+            self._quote(found.end(), is_end=True)
+        elif key["key"] not in self._keys:
+            self._take(key.start())
+            self._close_value()
+        elif len(self._keys) == 1:
+            self._take_value(key.end())
+        else:
+            return self._damage()  # either of the two with that name is quoted
+        return None
+
+    def _end_behind(self, found: re.Match[str], end: int, is_last: bool) -> Outcome | None:
+        """The end of a call follows."""
+        if not self._value.depth:
+            return self._end_call(end, self._text[found.start() : end])
+        around = (self.BEHIND, *self.AROUND) if self.BEHIND else self.AROUND
+        behind = skip_space(self._text, end)
+        while (tag := next((tag for tag in around if self._text.startswith(tag, behind)), "")) != "":
+            behind = skip_space(self._text, behind + len(tag))
+        if behind < len(self._text) and (is_last or not self._may_begin(behind, around)):
+            self._quote(found.end(), is_end=True)
+            return None
+        if not is_last:
+            return "more"
+        self._take(end)
+        return self._commit() if self.reason == STOP and self._may_be_last() else self._damage()
+
+    def _may_be_last(self) -> bool:
+        """Whether a closing tag at the answer's end is that of the call, although an argument was opened in its value:
+        only if there is no other way to read it."""
+        return not self._value.depth or (not self._value.num_ends and len(self._calls) == 1)
+
+    def _behind_end(self, is_last: bool) -> Outcome | None:
+        """Behind what is probably the end of a call: until the next call, a closing tag, or the answer's end."""
+        value = self._value
+        if self._expects_behind:
+            start = skip_space(self._text, self._at)
+            if (
+                not is_last
+                and self._text[start : start + _MAX_TAG] != self.BEHIND
+                and self._may_begin(start, (self.BEHIND,))
+            ):
+                return "more"
+            self._expects_behind = False
+            if self._text.startswith(self.BEHIND, start):
+                value.end += self._text[self._at : start + len(self.BEHIND)]
+                value.is_odd_end = False
+                self._take(start + len(self.BEHIND))
+        if self.STREAMS and not value.is_open:
+            return self._commit()
+        if value.is_odd_end and (outcome := self._behind_odd_end(is_last)) != "read":
+            return outcome
+        found = self._behind_calls.search(self._text, self._at + self._searched)
+        if found is None:
+            if is_last:
+                whole = (STOP,) if value.is_odd_end else (STOP, STOP_TEXT)
+                return self._commit() if self.reason in whole else self._damage()
+            self._searched = max(0, len(self._text) - self._at - _MAX_TAG)
+            return "more"
+        if found[0].strip() == self.CLOSE:
+            if not value.is_open or len(self._calls) > 1:
+                return self._damage(0)
+            self._go_on(found.start())
+            return None
+        following = self._named(found.end(), found[0], is_last)
+        if following == MORE:
+            return "more"
+        if isinstance(following, Named):
+            self._next_call(following, found)
+        else:
+            self._searched = found.end() - self._at
+        return None
+
+    def _behind_odd_end(self, is_last: bool) -> Outcome | None:
+        """Half an end is one only if a call or nothing follows; `read`: so it is."""
+        start = skip_space(self._text, self._at)
+        if start == len(self._text) or (not is_last and self._may_begin(start, self.BEGIN)):
+            return "read" if is_last else "more"
+        tag = next((tag for tag in self.BEGIN if self._text.startswith(tag, start)), None)
+        following = NONE if tag is None else self._named(start + len(tag), tag, is_last)
+        if following == MORE:
+            return "more"
+        if isinstance(following, Named):
+            return "read"
+        self._go_on(self._at)
+        return None
+
+    # What the steps share.
+
+    def _named(self, position: int, tag: str, is_last: bool) -> Named | int:
+        """The header of a call behind `tag`; its name is empty if the function was not offered. MORE, NONE."""
+        text, header = self._text[position:], self.header_of(tag)
+        found = self.names.find(text, header, is_last=is_last)
+        if isinstance(found, Named):
+            follows = position + found.end if self.STREAMS else self._goes_on(position + found.end, is_last)
+            if follows >= 0:
+                return Named(found.name, position + found.start, position + found.end)
+            return follows
+        if found == MORE:
+            return MORE
+        end = follow(text, 0, (*header.before, _OTHER_NAME, *header.behind))
+        if end == MORE:
+            return NONE if is_last or len(text) > MAX_HEADER else MORE
+        follows = NONE if end == NONE else self._goes_on(position + end, is_last)
+        return Named("", position, position + end) if follows >= 0 else follows
+
+    def _goes_on(self, position: int, is_last: bool) -> int:
+        """Whether the inside of a call follows: the position if so; MORE, NONE."""
+        start = skip_space(self._text, position)
+        if self._text.startswith((self.OPEN, *self.ENDS), start):
+            return start
+        if is_last:
+            return start if start == len(self._text) and self.reason == STOP else NONE
+        return MORE if self._may_begin(start, (self.OPEN, *self.ENDS)) else NONE
+
+    def _key_at(self, start: int, is_last: bool) -> re.Match[str] | int:
+        """The header of an argument; MORE, NONE."""
+        if not self._text.startswith(self.OPEN, start):
+            return NONE
+        end = follow(self._text[start : start + MAX_HEADER], 0, self.KEY_STEPS)
+        if end == MORE and not is_last and len(self._text) - start < MAX_HEADER:
+            return MORE
+        found = self.KEY.match(self._text, start) if end >= 0 else None
+        return NONE if found is None else found
+
+    def _may_begin(self, start: int, tags: tuple[str, ...]) -> bool:
+        """Whether the rest of the text may be the beginning of one of these tags."""
+        rest = self._text[start : start + _MAX_TAG]
+        return any(tag.startswith(rest) for tag in tags)
+
+    def _take(self, end: int) -> None:
+        self._raw.append(self._text[self._at : end])
+        self._at = end
+
+    def _take_value(self, end: int) -> None:
+        text = self._text[self._at : end]
+        self._take(end)
+        self._add(text)
+
+    def _add(self, text: str) -> None:
+        if not text:
+            return
+        value = self._value
+        begins = not value.texts
+        if begins and self.HAS_LINES:
+            text = text.removeprefix("\n")
+        value.texts.append(text)
+        if value.streams:
+            self._argument('"' * begins + as_json(text)[1:-1])
+
+    def _quote(self, end: int, *, is_end: bool) -> None:
+        """A closing tag is part of the value. `is_end`: it might end a call or a value."""
+        self._value.num_ends += is_end
+        self._value.depth = max(0, self._value.depth - 1)
+        self._take_value(end)
+
+    def _go_on(self, end: int) -> None:
+        """What looked like the call's end was part of the value."""
+        self._add(self._value.end)
+        self._take_value(end)
+        self._value.num_ends += 1
+        self._stage = "value"
+
+    def _begin_call(self, header: Named, end_of_last: int) -> None:
+        """`end_of_last`: where the text behind the call before it begins."""
+        self._calls.append(_Begun(self.count if header.name else None, len(self._raw) - 1, len(self._told)))
+        self._is_other, self._types = not header.name, ArgumentTypes(self.functions.get(header.name, {}))
+        self._keys: list[str] = []
+        if not self._is_other:
+            self._told.append(Part("call", header.name, self.count))
+            self.count += 1
+            self._argument("{")
+        self._take(header.end)
+        self._stage = "between"
+
+    def _next_call(self, header: Named, tag: re.Match[str]) -> None:
+        self._commit()
+        between = self._text[self._at : tag.start()]
+        opening = self._text[self._at + len(between.rstrip()) : tag.end()]
+        for one in self.AROUND:
+            between = between.replace(one, "")
+        self._told += content(between.rstrip())
+        self._take(tag.start())
+        self._raw.append(opening)
+        self._at = tag.end()
+        self._begin_call(header, tag.end())
+
+    def _begin_value(self, header: re.Match[str]) -> None:
+        self._argument((", " if self._keys else "") + as_json(header["key"]) + ": ")
+        self._keys.append(header["key"])
+        is_text = self._types.of(header["key"]) == {"string"} and not self._types.has_choices(header["key"])
+        self._value = _Value(header, streams=self.STREAMS and is_text)
+        self._stage = "value"
+
+    def _close_value(self) -> None:
+        value = self._value
+        value.is_open = False
+        if value.streams:
+            self._argument('"' if value.texts else '""')
+        else:
+            self._argument(self.as_value(value.header, "".join(value.texts)))
+        self._stage = "between"
+
+    def _end_call(self, end: int, quoted: str, *, is_odd: bool = False) -> None:
+        """`quoted`: the tags at the end, from the value's own, as text if the value goes on."""
+        self._take(end)
+        value = self._value
+        if value.is_open and not self.may_be_text(value.header):
+            self._close_value()
+        value.end, value.is_odd_end = quoted, is_odd and value.is_open
+        self._searched, self._expects_behind = 0, bool(self.BEHIND)
+        self._stage = "end"
+
+    def _commit(self) -> Outcome:
+        """The call is one, or a whole call of a function that was not offered."""
+        if self._value.is_open:
+            self._close_value()
+        if self._is_other:
+            self._told += content("".join(self._raw[self._calls[-1].raw :]))
+        else:
+            self._argument("}")
+        return "read"
+
+    def _damage(self, first: int = -1) -> Outcome:
+        """The calls from that one on are none after all."""
+        begun = self._calls[first:]
+        if self.STREAMS:
+            begun = [one for one in begun if one.number is not None] or begun[-1:]
+        text, number = "".join(self._raw[begun[0].raw :]), begun[0].number
+        if self.STREAMS and number is not None:
+            self._told.append(Part("broken", text, number))
+        else:
+            if not self.STREAMS:
+                del self._told[begun[0].told :]
+            self._told += content(text)
+        self._value.is_open = False
+        return "damaged"
+
+    def _argument(self, text: str) -> None:
+        if not text or self._is_other:
+            return
+        number, last = self.count - 1, self._told[-1] if self._told else None
+        if last is not None and last.kind == "arguments":
+            self._told[-1] = last._replace(text=last.text + text)
+        else:
+            self._told.append(Part("arguments", text, number))
