@@ -57,6 +57,9 @@ class ContentBlocks:
         if part.kind == "arguments":
             self._arguments += part.text
             return []
+        if part.kind == "broken":
+            self._call, self._arguments = None, ""
+            return self._grow("text", part.text)
         return self._end_call() + self._grow("thinking" if part.kind == "reasoning" else "text", part.text)
 
     def finish(self, reason: str) -> list[Event]:
@@ -158,6 +161,7 @@ class MessagesAnswer:
 
     async def whole(self) -> bytes:
         """The whole answer."""
+        self._parser.tell_at_end()
         async for _ in self._progress():
             pass
         return encode(self._message(self._blocks.blocks, self._reason))
@@ -187,12 +191,12 @@ class MessagesAnswer:
             ended = [token for token in self._added_tokens if token and delta.text.endswith(token)]
             return replace(delta, text=delta.text.removesuffix(max(ended, key=len, default="")))
         self._stopped_by = max(found, key=len)
-        return replace(delta, text=delta.text.removesuffix(self._stopped_by))
+        return replace(delta, text=delta.text.removesuffix(self._stopped_by), stop_text=self._stopped_by)
 
     def _stop_reason(self, reason: str) -> str:
         if reason == "length":
             return "max_tokens"
-        if self._blocks.has_calls:
+        if self._blocks.has_calls and not self._parser.is_cut:
             return "tool_use"
         return "end_turn" if self._stopped_by is None else "stop_sequence"
 

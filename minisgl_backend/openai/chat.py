@@ -98,6 +98,8 @@ class ChatAnswer:
     async def whole(self) -> bytes:
         """The whole answer."""
         request, generation = self._request, self._generation
+        for parser in self._parsers or ():
+            parser.tell_at_end()
         found = [Fields(content=self._echoed) for _ in range(request.num_choices)]
         positions: list[list[Position]] = [[] for _ in found]
         reasons: list[str | None] = [None for _ in found]

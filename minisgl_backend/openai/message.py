@@ -6,54 +6,83 @@ import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from minisgl_backend.openai.model import AnswerFormat
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
 from minisgl_backend.openai.triton import Delta
-from minisgl_backend.parsers.parts import Part, ThoughtParser, ToolParser
+from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, ThoughtParser, ToolParser, content
 from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser
 
 _LETTERS = string.ascii_letters + string.digits
 
 
+Told = Literal["as written", "when whole", "at the end"]
+
+
 class MessageParser:
-    """The text of one choice -> its parts, in order."""
+    """The text of one choice -> its parts, in order.
+
+    A call that was cut, by the length or by a stop text, or that is damaged, is content. Where it has been told already
+    it stays `broken`.
+    """
 
     def __init__(
-        self, reasoning: ThoughtParser | None = None, tools: ToolParser | None = None, *, parallel: bool = True
+        self,
+        reasoning: ThoughtParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        parallel: bool = True,
+        told: Told = "as written",
     ) -> None:
-        """`parallel`: false drops all calls but the first."""
+        """`parallel`: false drops all calls but the first. `told`: when the parts of a call are."""
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
-        self.has_calls = False
+        self._told = told
+        self._held: list[Part] = []  # from the first call on that is not told yet
+        self._has_broken = False  # a call that was told turned out to be none
+        self.is_cut = False  # a stop text has ended the answer within a call
+        self._num_calls = 0
         self.num_thought_tokens = 0  # exact if every token is a delta of its own, otherwise up to the last delta
 
+    def tell_at_end(self) -> None:
+        """For a whole answer: calls are told when it is known which of them are."""
+        self._told = "at the end"
+
     def feed(self, delta: Delta) -> list[Part]:
+        ended = STOP_TEXT if delta.stop_text is not None and delta.reason == STOP else delta.reason
         if self._reasoning is None:
             pieces = [Part("content", delta.text)] if delta.text else []
         else:
-            pieces = self._think(self._reasoning, delta)
+            pieces = self._think(self._reasoning, delta, ended)
         parts: list[Part] = pieces
         if self._tools is not None:
             parts = []
             for piece in pieces:
                 parts += self._tools.feed(piece.text) if piece.kind == "content" else [piece]
-            if delta.reason is not None:
-                parts += self._tools.finish(delta.reason)
+            if ended is not None:
+                parts += self._tools.finish(ended)
+        if ended == STOP_TEXT:
+            parsers = (self._tools, self._reasoning)
+            self.is_cut = any(parser is not None and parser.is_damaged for parser in parsers)
         if not self._parallel:
             parts = [part for part in parts if part.number == 0]
-        self.has_calls = self.has_calls or any(part.kind == "call" for part in parts)
-        return parts
+        return self._whole(parts, is_last=ended is not None)
+
+    @property
+    def has_calls(self) -> bool:
+        """The answer ends with calls, for the client to make: all that were told are whole, and no stop text has cut
+        another one."""
+        return self._num_calls > 0 and not self._has_broken and not self.is_cut
 
     @property
     def has_thought(self) -> bool:
         """The answer began with reasoning."""
         return self._reasoning is not None and self._reasoning.has_thought
 
-    def _think(self, reasoning: ThoughtParser, delta: Delta) -> list[Part]:
+    def _think(self, reasoning: ThoughtParser, delta: Delta, ended: str | None) -> list[Part]:
         thought = reasoning.has_thought and not reasoning.thinking
         pieces = reasoning.feed(delta.text)
         if reasoning.thinking:
@@ -61,7 +90,36 @@ class MessageParser:
         elif reasoning.has_thought and not thought:
             behind = sum(len(piece.text) for piece in pieces if piece.kind == "content")
             self.num_thought_tokens += round(delta.num_tokens * (1 - behind / max(len(delta.text), 1)))
-        return pieces + (reasoning.finish(delta.reason) if delta.reason is not None else [])
+        return pieces + (reasoning.finish(ended) if ended is not None else [])
+
+    def _whole(self, parts: Sequence[Part], *, is_last: bool) -> list[Part]:
+        """What can be told now."""
+        found: list[Part] = []
+        for part in parts:
+            if part.kind == "broken":
+                first = next((at for at, held in enumerate(self._held) if _is_call(held, part.number)), None)
+                if first is None:
+                    self._has_broken = True
+                    found.append(part)
+                else:
+                    self._held[first:] = content(part.text)
+            elif self._told == "at the end" or (self._told == "when whole" and part.kind == "arguments"):
+                if self._held or part.kind == "call":
+                    self._held.append(part)
+                else:
+                    found.append(part)
+            else:
+                found += self._held
+                self._held = []
+                (self._held if part.kind == "call" and self._told == "when whole" else found).append(part)
+        if is_last:
+            found, self._held = found + self._held, []
+        self._num_calls += sum(part.kind == "call" for part in found)
+        return found
+
+
+def _is_call(part: Part, number: int) -> bool:
+    return part.kind == "call" and part.number >= number
 
 
 def message_parsers(
@@ -72,20 +130,20 @@ def message_parsers(
     With a tool_choice other than `auto`, a grammar determines the answer's form, without reasoning unless it has a
     budget.
     """
+    # A stream cannot take back what it has told of a call, and a stop text is likely to cut one.
+    told: Told = "when whole" if request.stop else "as written"
     choice, parallel = request.choice, request.parallel_tool_calls is not False
     found = []
     for _ in range(request.num_choices):
         thoughts, calls = answer_format.new_thoughts(prompt_tail), answer_format.new_calls()
-        if request.must_call and answer_format.makes_calls:
-            found.append(MessageParser(thoughts, calls, parallel=parallel))
-        elif isinstance(choice, NamedTool):
-            found.append(MessageParser(thoughts, ArgumentsParser(choice.function.name), parallel=parallel))
-        elif choice == "required":
-            found.append(MessageParser(thoughts, CallListParser(), parallel=parallel))
-        else:
-            if thoughts is None and calls is None:
+        if not (request.must_call and answer_format.makes_calls):
+            if isinstance(choice, NamedTool):
+                calls = ArgumentsParser(choice.function.name)
+            elif choice == "required":
+                calls = CallListParser([function.name for function in request.callable_functions])
+            elif thoughts is None and calls is None:
                 return None
-            found.append(MessageParser(thoughts, calls, parallel=parallel))
+        found.append(MessageParser(thoughts, calls, parallel=parallel, told=told))
     return found
 
 
@@ -115,6 +173,8 @@ class Fields:
                 function = {"name": part.text, "arguments": ""}
                 call = {"index": part.number, "id": part.id or new_call_id(), "type": "function", "function": function}
                 self.tool_calls.append(call)
+            elif part.kind == "broken":
+                pass  # a stream has told its beginning
             elif self.tool_calls and self.tool_calls[-1]["index"] == part.number:
                 self.tool_calls[-1]["function"]["arguments"] += part.text
             else:

@@ -31,6 +31,8 @@ class OutputItems:
 
     def add(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """Adds the next part of the answer. `logprobs`: of the tokens in a content part."""
+        if part.kind == "broken":
+            return self.close("incomplete")
         if part.kind == "call":
             namespace, name = self._namespaces.get(part.text, (None, part.text))
             call = {"name": name, "arguments": "", "call_id": part.id or new_call_id()}
@@ -132,6 +134,7 @@ class ResponseAnswer:
 
     async def whole(self) -> bytes:
         """The whole answer."""
+        self._parser.tell_at_end()
         last = "completed"
         async for _, status in self._progress():
             last = status or last

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,15 +99,24 @@ class Delta:
     num_tokens: int
     reason: str | None  # "stop", "length"; None: the sequence goes on
     logprobs: Sequence[Position]
+    stop_text: str | None = None  # of the request's, if one ended the sequence
 
 
 class Generation:
     """One request to the ensemble. Used by one task; `cancel` by any task of the same event loop."""
 
     def __init__(
-        self, call: Any, num_sequences: int, names: Mapping[str, str], *, has_special_tokens: bool = False
+        self,
+        call: Any,
+        num_sequences: int,
+        names: Mapping[str, str],
+        *,
+        has_special_tokens: bool = False,
+        stops: Collection[str] = (),
     ) -> None:
-        """`names`: the client's names of fields that the server knows by another name."""
+        """`names`: the client's names of fields that the server knows by another name; `stops`: texts that may end a
+        sequence."""
+        self._stops = stops
         self.has_special_tokens = has_special_tokens  # in its text
         self._call = call
         self._names = names
@@ -132,7 +141,7 @@ class Generation:
             await self.drain()
             raise from_client_error(from_message(response.error_message), self._names)
         infer = response.infer_response
-        index, text, tokens, reason, positions = 0, "", 0, None, ()
+        index, text, tokens, reason, positions, stop_text = 0, "", 0, None, (), None
         for output, value in zip(infer.outputs, infer.raw_output_contents, strict=False):
             name = output.name
             if name == "text_output":
@@ -141,6 +150,8 @@ class Generation:
                 tokens = int.from_bytes(value, "little")
             elif name == "finish_reason":
                 reason = None if value[4:] == b"None" else value[4:].decode()
+            elif name == "stop_reason":
+                stop_text = value[4:].decode("utf-8", "replace")
             elif name == "num_input_tokens":
                 self.num_prompt_tokens = int.from_bytes(value, "little")
             elif name == "num_cached_tokens":
@@ -156,7 +167,7 @@ class Generation:
         self.num_output_tokens += tokens
         if reason is not None:
             self._unfinished -= 1
-        return Delta(index, text, tokens, reason, positions)
+        return Delta(index, text, tokens, reason, positions, stop_text if stop_text in self._stops else None)
 
     def cancel(self) -> None:
         """Stops the generation: the client has left, or another of its generations has failed.
@@ -223,13 +234,17 @@ class TritonServer:
         """
         has_figures = figures or context.trace is not None
         returned: dict[str, Any] = {**_RETURNED, "return_final_perf_metrics": True} if has_figures else _RETURNED
+        stops = sampling.get("stop") or ()
+        stops = (stops,) if isinstance(stops, str) else stops
+        if stops:
+            returned = {**returned, "return_stop_reason": True}
         if context.tenant:
             returned = {**returned, "tenant": context.tenant}
         message = _message(_ENSEMBLE, prompt, {**returned, **sampling}, context.request_id, names)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)
         has_special_tokens = sampling.get("skip_special_tokens") is False
-        return Generation(call, int(sampling.get("n", 1)), names, has_special_tokens=has_special_tokens)
+        return Generation(call, int(sampling.get("n", 1)), names, has_special_tokens=has_special_tokens, stops=stops)
 
     def infer(self, message: Any, context: RequestContext) -> Any:
         """A request with one response: returns its call, which is awaited for the response's bytes, or cancelled."""

@@ -1,8 +1,8 @@
 """Tool calls of Gemma 4: `<|tool_call>call:NAME{key:VALUE,...}<tool_call|>`.
 
-Strings are enclosed in `<|"|>`, which they cannot escape; otherwise the syntax is JSON's, with unquoted keys. Models also
-write JSON's quotes, or Python's. A text may quote the tags of a call, so that only all of the answer tells where one
-ends: calls are told at the answer's end.
+Strings are enclosed in `<|"|>`, which they cannot escape; otherwise the syntax is JSON's, with unquoted keys. Models
+also write JSON's quotes, or Python's. A text may quote the tags of a call, so that only the whole answer tells where
+one ends: calls are told at its end.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Gemma4Parser(TaggedParser):
             return "", "more"
         text = "".join(self._texts)
         try:
-            self._read_all(text, parts)
+            return "", self._read_all(text, parts)
         except ValueError:
             parts += content(self.opening + text)
-        return "", "damaged"  # nothing follows
+            return "", "damaged"
 
     def _header(self, text: str, *, is_last: bool) -> Named | int:
         """The header of a call, with an empty name if the function was not offered."""
@@ -65,8 +65,9 @@ class Gemma4Parser(TaggedParser):
             return MORE
         return found
 
-    def _read_all(self, text: str, parts: list[Part]) -> None:
+    def _read_all(self, text: str, parts: list[Part]) -> Outcome:
         """Adds the calls, and the text between them. Raises ValueError if tags are left that belong to no call."""
+        outcome: Outcome = "damaged"
         found: list[Part] = []
         first, opening, position = self.count, self.opening, 0
         while position < len(text):
@@ -99,10 +100,12 @@ class Gemma4Parser(TaggedParser):
                 found += content(opening + text[position:end])
             found += content(between.rstrip())
             if following < 0:
+                outcome = "read"
                 break
             opening = between[len(between.rstrip()) :] + _BEGIN
             position = following + len(_BEGIN)
         parts += found
+        return outcome
 
     def _following(self, text: str, position: int) -> int:
         """Where the tag of the next call stands; negative: nowhere."""

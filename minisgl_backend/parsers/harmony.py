@@ -49,6 +49,10 @@ class HarmonyParser:
         self.has_thought = False
 
     @property
+    def is_damaged(self) -> bool:
+        return self._state == "damaged"
+
+    @property
     def thinking(self) -> bool:
         return self._state == "body" and self._kind == "reasoning"
 

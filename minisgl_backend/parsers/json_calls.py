@@ -19,14 +19,14 @@ class Calls:
     """The calls of one answer, one after the other. A call is emitted once its name is known and its arguments
     begin."""
 
-    def __init__(self, names: Collection[str] | None, *, needs_arguments: bool = False) -> None:
+    def __init__(self, names: Collection[str] | None, *, needs_arguments: bool = False, count: int = 0) -> None:
         """`names`: only these are calls; None: any. `needs_arguments`: an object with other keys instead of them is no
-        call."""
+        call. `count`: number of calls before these."""
         self._names = names
         self._needs_arguments = needs_arguments
         self._call: _Call | None = None
         self._opening = ""
-        self.count = 0  # number of emitted calls
+        self.count = count  # number of emitted calls
 
     @property
     def is_open(self) -> bool:

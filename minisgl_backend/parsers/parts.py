@@ -25,6 +25,11 @@ class ToolParser(Protocol):
     is damaged, the rest of the answer is content.
     """
 
+    @property
+    def is_damaged(self) -> bool:
+        """A call that has begun was damaged or cut off, so that it and all that follows is no call."""
+        ...
+
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self, reason: str) -> list[Part]:

@@ -64,6 +64,7 @@ class PythonicParser:
         self._held: list[str] = []
         self._length = 0
         self._kind: str | None = None  # `calls`, `text`; None: undecided
+        self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
         self._held.append(text)
@@ -84,6 +85,7 @@ class PythonicParser:
             bare = bare.removeprefix(tag).removesuffix(tag).strip()
         calls = None if self._kind == "text" else read_calls(bare, self._functions)
         if calls is None:
+            self.is_damaged = self._kind == "calls"
             return content(text)
         parts: list[Part] = []
         for number, (name, arguments) in enumerate(calls):

@@ -58,7 +58,7 @@ class QwenCoderParser(TagValuesParser):
     def _other_tag(self, found: re.Match[str], is_last: bool) -> Outcome | None:
         tag = found[0].strip()
         if tag in self.BEGIN:
-            self._value.quotes = True
+            self._value.open_call()
             self._take_value(found.end())
             return None
         is_inside = self._value.depth or self._value.quotes or tag == found[0]
@@ -66,7 +66,8 @@ class QwenCoderParser(TagValuesParser):
             if is_inside:
                 self._take_value(found.end())
                 return None
-            return self._end_call(found.end(), found[0], is_odd=True)
+            self._end_call(found.end(), found[0], is_odd=True)
+            return None
         key = MORE if is_inside else self._key_at(found.start() + 1, is_last)
         if not is_inside and key == MORE:
             return "more"

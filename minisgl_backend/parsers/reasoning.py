@@ -25,6 +25,10 @@ class ReasoningParser:
         self.has_thought = False  # the answer began with reasoning
 
     @property
+    def is_damaged(self) -> bool:
+        return False
+
+    @property
     def thinking(self) -> bool:
         """The latest text belongs to the reasoning."""
         return self._state == "reasoning"

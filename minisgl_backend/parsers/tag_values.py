@@ -1,5 +1,4 @@
-"""Calls whose arguments are tags of their own, with values that are written as they are: GLM, MiniMax-M2, DeepSeek V3.2,
-Qwen3-Coder.
+"""Calls whose arguments are tags of their own, with values as they are: GLM, MiniMax-M2, DeepSeek V3.2, Qwen3-Coder.
 
 A value may quote tags, a whole call among them, so where it ends has to be concluded:
 
@@ -38,8 +37,11 @@ class _Begun(NamedTuple):
 class _Value:
     """The value being read."""
 
-    def __init__(self, header: re.Match[str] | None = None, *, streams: bool = False) -> None:
+    def __init__(
+        self, header: re.Match[str] | None = None, *, may_be_text: bool = False, streams: bool = False
+    ) -> None:
         self.header = header
+        self.may_be_text = may_be_text
         self.streams = streams
         self.is_open = header is not None
         self.texts: list[str] = []
@@ -48,6 +50,15 @@ class _Value:
         self.end = ""  # the tags of the call's end, in case they are part of it
         self.is_odd_end = False  # half of them are missing
         self.quotes = False  # a call or an argument begins within it
+
+    def open_argument(self) -> None:
+        """Another argument begins within it."""
+        self.depth += 1
+        self.quotes = True
+
+    def open_call(self) -> None:
+        """A call begins within it."""
+        self.quotes = True
 
 
 class TagValuesParser(TaggedParser):
@@ -71,6 +82,9 @@ class TagValuesParser(TaggedParser):
         closing = [tag for tag in self._tags if tag.strip() == self.CLOSE]
         self._behind_calls = re.compile("|".join(map(re.escape, (*closing, *self.BEGIN))))
         self._value = _Value()
+
+        self._expects_behind = False  # the tag BEHIND may follow
+        self._searched = 0  # how much of the text behind a call was
 
     def begin(self, tag: str) -> None:
         self._tag = tag
@@ -128,7 +142,8 @@ class TagValuesParser(TaggedParser):
             return None
         for tag in self.ENDS:
             if self._text.startswith(tag, start):
-                return self._end_call(start + len(tag), "")
+                self._end_call(start + len(tag), "")
+                return None
         if self._may_begin(start, (self.OPEN, *self.ENDS)):
             return self._at_last() if is_last else "more"
         return self._odd_text(start, is_last)
@@ -163,8 +178,7 @@ class TagValuesParser(TaggedParser):
 
     def _other_tag(self, found: re.Match[str], is_last: bool) -> Outcome | None:
         """A tag stands in a value that does not end it."""
-        self._value.depth += 1
-        self._value.quotes = True
+        self._value.open_argument()
         self._take_value(found.end())
         return None
 
@@ -186,7 +200,7 @@ class TagValuesParser(TaggedParser):
                 return self._at_last()
             self._take(len(self._text))
             return self._damage()
-        if self._text.startswith(self.OPEN, start) and not self.may_be_text(self._value.header):
+        if self._text.startswith(self.OPEN, start) and not self._value.may_be_text:
             self._take(found.end())  # it is no text, so that an odd argument follows
             self._close_value()
         else:
@@ -209,7 +223,8 @@ class TagValuesParser(TaggedParser):
     def _end_behind(self, found: re.Match[str], end: int, is_last: bool) -> Outcome | None:
         """The end of a call follows."""
         if not self._value.depth:
-            return self._end_call(end, self._text[found.start() : end])
+            self._end_call(end, self._text[found.start() : end])
+            return None
         around = (self.BEHIND, *self.AROUND) if self.BEHIND else self.AROUND
         behind = skip_space(self._text, end)
         while (tag := next((tag for tag in around if self._text.startswith(tag, behind)), "")) != "":
@@ -386,7 +401,7 @@ class TagValuesParser(TaggedParser):
         self._argument((", " if self._keys else "") + as_json(header["key"]) + ": ")
         self._keys.append(header["key"])
         is_text = self._types.of(header["key"]) == {"string"} and not self._types.has_choices(header["key"])
-        self._value = _Value(header, streams=self.STREAMS and is_text)
+        self._value = _Value(header, may_be_text=self.may_be_text(header), streams=self.STREAMS and is_text)
         self._stage = "value"
 
     def _close_value(self) -> None:
@@ -394,7 +409,7 @@ class TagValuesParser(TaggedParser):
         value.is_open = False
         if value.streams:
             self._argument('"' if value.texts else '""')
-        else:
+        elif value.header is not None:
             self._argument(self.as_value(value.header, "".join(value.texts)))
         self._stage = "between"
 
@@ -402,7 +417,7 @@ class TagValuesParser(TaggedParser):
         """`quoted`: the tags at the end, from the value's own, as text if the value goes on."""
         self._take(end)
         value = self._value
-        if value.is_open and not self.may_be_text(value.header):
+        if value.is_open and not value.may_be_text:
             self._close_value()
         value.end, value.is_odd_end = quoted, is_odd and value.is_open
         self._searched, self._expects_behind = 0, bool(self.BEHIND)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, NameFinder, Named, skip_space
+from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, NameFinder, skip_space
 from minisgl_backend.parsers.json_calls import Calls
 from minisgl_backend.parsers.json_reader import SPACE, JsonReader
 from minisgl_backend.parsers.parts import STOP, Part, content, partial_suffix
@@ -32,6 +32,10 @@ class TaggedParser:
         self.reason = STOP  # why the answer ended
         self._held = ""
         self._state: Literal["text", "call", "damaged"] = "text"
+
+    @property
+    def is_damaged(self) -> bool:
+        return self._state == "damaged"
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -183,8 +187,7 @@ class JsonListParser(TaggedParser):
     """A tag, then a list of {"name": ..., "arguments": {...}}, or one of them."""
 
     def begin(self, tag: str) -> None:
-        self._calls = Calls(self.functions)
-        self._calls.count = self.count
+        self._calls = Calls(self.functions, count=self.count)
         self._has_read = False  # at least one object of the list
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:

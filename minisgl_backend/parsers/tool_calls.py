@@ -24,7 +24,7 @@ class HermesParser:
         self._calls = Calls(names)
         self._opening = ""  # a tag that has not begun a call yet, and the white space before that
         self._closing = False  # after a call, before its closing tag
-        self._is_text = False  # after a damaged call
+        self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -37,21 +37,21 @@ class HermesParser:
         """What was held back. A call that was never emitted is content."""
         parts: list[Part] = []
         if self._calls.is_open:
-            self._calls.finish(parts)
+            self.is_damaged = self._calls.finish(parts) == "damaged"
         elif not self._closing:
             text = self._opening + self._held
-            parts = content(text if self._calls.count == 0 or self._is_text else text.rstrip())
+            parts = content(text if self._calls.count == 0 or self.is_damaged else text.rstrip())
         self._held = ""
         return parts
 
     def _step(self, parts: list[Part]) -> bool:
-        if self._is_text:
+        if self.is_damaged:
             parts += content(self._held)
             self._held = ""
             return False
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
-            self._closing, self._is_text = outcome == "emitted", outcome == "damaged"
+            self._closing, self.is_damaged = outcome == "emitted", outcome == "damaged"
             return outcome != "open"
         if self._closing:
             # Models forget a brace, or the tag itself: what comes then is the text after the call.
@@ -103,6 +103,7 @@ class LlamaParser:
         self._held = ""
         self._calls = Calls(names, needs_arguments=True)
         self._is_text = False
+        self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -114,7 +115,7 @@ class LlamaParser:
     def finish(self, reason: str) -> list[Part]:
         parts: list[Part] = []
         if self._calls.is_open:
-            self._calls.finish(parts)
+            self.is_damaged = self._calls.finish(parts) == "damaged"
         else:
             parts = content(self._held.strip(SPACE + ";,") if self._calls.count else self._held)
         self._held = ""
@@ -127,7 +128,7 @@ class LlamaParser:
             return False
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
-            self._is_text = outcome in ("none", "damaged")
+            self._is_text, self.is_damaged = outcome in ("none", "damaged"), outcome == "damaged"
             return outcome != "open"
         rest = self._held.lstrip(SPACE + (";," if self._calls.count else ""))
         if rest.startswith(self.TAG) and not self._calls.count:
@@ -148,12 +149,12 @@ class CallListParser:
     def __init__(self, names: Collection[str] | None = None) -> None:
         """`names`: of the request's functions; None: any."""
         self._calls = Calls(names)
-        self._is_text = False
+        self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
-            if self._is_text:
+            if self.is_damaged:
                 return parts + content(text)
             if not self._calls.is_open:
                 text = text.lstrip(SPACE + "[,]")
@@ -161,13 +162,13 @@ class CallListParser:
                     break
                 self._calls.begin()
             text, outcome = self._calls.read(text, parts)
-            self._is_text = outcome == "damaged"
+            self.is_damaged = outcome == "damaged"
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         parts: list[Part] = []
         if self._calls.is_open:
-            self._calls.finish(parts)
+            self.is_damaged = self._calls.finish(parts) == "damaged"
         return parts
 
 
@@ -179,6 +180,7 @@ class ArgumentsParser:
         self._reader: JsonReader | None = None
         self._raw: list[str] = []
         self._is_text = False
+        self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -199,12 +201,12 @@ class ArgumentsParser:
             text = text[end:]
             parts += [Part("arguments", told)] if told else []
             if self._reader.state == "broken":
-                self._is_text = True
+                self._is_text = self.is_damaged = True
                 parts.append(Part("broken", "".join(self._raw)))
         return parts + content(text) if self._is_text else parts
 
     def finish(self, reason: str) -> list[Part]:
         if self._is_text or (self._reader is not None and self._reader.state == "done"):
             return []
-        raw = "".join(self._raw)
-        return content(raw) if self._reader is None else [Part("broken", raw)]
+        self.is_damaged, raw = self._reader is not None, "".join(self._raw)
+        return [Part("broken", raw)] if self.is_damaged else content(raw)
