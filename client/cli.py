@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ from .client import Client
 from .connection import Protocol, parse_url
 from .console import errors_in_one_line, fail, print_table, progress, remark, say_error, write_answer
 from .embed_command import embed
-from .errors import Unavailable
+from .errors import NO_CHAT_TEMPLATE, InvalidRequest, Unavailable
 from .local import add_local_commands
 from .openai_client import OpenAIClient
 from .request import Message, SamplingOptions
@@ -78,6 +79,9 @@ Seed = Annotated[int | None, typer.Option()]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")]
 
 
+GENERATE_TOKENS = 1024  # so that a small model that does not end is no matter of minutes
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from the standard input.")],
@@ -86,7 +90,7 @@ def generate(
     model: Model = "ensemble",
     timeout: Timeout = None,
     system: System = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: Annotated[int | None, typer.Option(help=f"New tokens; default: {GENERATE_TOKENS}.")] = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -97,31 +101,53 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="With the chat template or not; default: as the server has it."),
+        typer.Option(
+            "--chat/--raw", help="As a message, or as a text to go on with; default: by the model's template."
+        ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the answer as it is written.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Print the answer to one prompt."""
+    """Print the answer to one prompt: to a message where the model has a chat template, else what follows the text."""
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    options.setdefault("max_tokens", GENERATE_TOKENS)
     options.update({"n": n} if n != 1 else {}, **({"ignore_eos": True} if ignore_eos else {}))
-    if chat is not None and system is None:
-        options["apply_chat_template"] = chat
     with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
         if system is not None and chat is False:
             raise ValueError("--system is given with --raw; allowed: one of them")
-        question, messages = _question(sys.stdin.read() if prompt == "-" else prompt, system)
+        question = sys.stdin.read() if prompt == "-" else prompt
+        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": question})
         started = time.monotonic()
-        if stream and n == 1 and not as_json:
-            with client.stream(question, messages=messages, **options) as answer:
-                for chunk in answer:
-                    write_answer(chunk.text)
-                result = answer.result()
-            write_answer("\n")
-        else:
-            result = client.generate(question, messages=messages, **options)
-            _print_result(result, as_json)
+        ask = _streamed if stream and n == 1 and not as_json else partial(_whole, as_json=as_json)
+        try:
+            if chat is False:
+                result = ask(client, question, None, {**options, "apply_chat_template": False})
+            else:
+                result = ask(client, None, messages, options)
+        except InvalidRequest as error:
+            if chat is not None or system is not None or NO_CHAT_TEMPLATE not in error.message:
+                raise
+            remark(f"{NO_CHAT_TEMPLATE}: what follows the text is printed (--raw)")
+            result = ask(client, question, None, {**options, "apply_chat_template": False})
         _print_summary(result, time.monotonic() - started)
+
+
+def _streamed(client: Client, question: str | None, messages: list[Message] | None, options: SamplingOptions) -> Result:
+    with client.stream(question, messages=messages, **options) as answer:
+        for chunk in answer:
+            write_answer(chunk.text)
+        result = answer.result()
+    write_answer("\n")
+    return result
+
+
+def _whole(
+    client: Client, question: str | None, messages: list[Message] | None, options: SamplingOptions, as_json: bool
+) -> Result:
+    result = client.generate(question, messages=messages, **options)
+    _print_result(result, as_json)
+    return result
 
 
 @app.command()
@@ -301,13 +327,6 @@ def _open_source(
             yield lambda messages: client.stream(messages=messages, **measured)
 
 
-def _question(text: str, system: str | None) -> tuple[str | None, list[Message] | None]:
-    """The prompt, or the messages instead of it."""
-    if system is None:
-        return text, None
-    return None, [{"role": "system", "content": system}, {"role": "user", "content": text}]
-
-
 def _options(
     max_tokens: int | None,
     temperature: float | None,
@@ -346,6 +365,8 @@ def _print_summary(result: Result, seconds: float) -> None:
             f"{result.num_input_tokens} tokens in, {result.num_output_tokens} out, {seconds:.2f} s, "
             f"{result.num_output_tokens / seconds:.1f} tokens/s, finish reason {result.finish_reason}"
         )
+    if not any(choice.text for choice in result.choices):
+        typer.echo("the model ended at once, without a word; another prompt, --chat or --raw may help", err=True)
 
 
 def _print_metrics(client: Client, model: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.remote_errors import (
+    NO_CHAT_TEMPLATE,
     Cancelled,
     ClientError,
     InvalidRequest,
@@ -17,6 +18,7 @@ from minisgl_backend.remote_errors import (
 )
 
 __all__ = [
+    "NO_CHAT_TEMPLATE",
     "Cancelled",
     "ClientError",
     "InvalidRequest",

@@ -7,6 +7,8 @@ import re
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
 _UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ healthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full
     |try\ again|engine\ is\ not\ running|(?:engine|detokenizer)\ died|shutting\ down|was\ restarted|at\ the\ moment"""
+# Messages were sent to a model that can only go on with a text.
+NO_CHAT_TEMPLATE = "this model has no chat template"
 # What this project's servers say of a wrong request.
 _INVALID_WORDS = r"""is\ not\ served|is\ not\ valid|is\ longer\ than|takes\ prompts\ of\ at\ most
     |chat\ template|guided_decoding_guide|lone\ surrogate|could\ not\ be\ read|send\ requests\ to"""

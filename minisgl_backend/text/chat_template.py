@@ -13,6 +13,7 @@ import jinja2
 from transformers.utils import chat_template_utils
 
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.remote_errors import NO_CHAT_TEMPLATE
 from minisgl_backend.text.chat import (
     arguments_as_text,
     calls_without_content,
@@ -63,7 +64,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]) -> str:
         """`arguments` are passed to the template (tools, enable_thinking ...). Raises InvalidRequestError."""
         if not self:
-            raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
+            raise InvalidRequestError(
+                f"messages: {NO_CHAT_TEMPLATE} and goes on with a text: /v1/completions, text_input, `minisgl generate`"
+            )
         for name in arguments:
             if name in _OWN_ARGUMENTS:
                 raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")

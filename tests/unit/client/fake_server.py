@@ -14,6 +14,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from minisgl_backend.remote_errors import NO_CHAT_TEMPLATE
+
 WORDS = ["Zwölf ", "鱼 und ", "🦜", "👩‍👩‍👧 ", "Ende."]
 PREFIX = "in ensemble 'ensemble', "
 METRICS = """# HELP nv_inference_request_success Number of successful requests
@@ -38,7 +40,11 @@ def answers(request: dict[str, Any], record: Record) -> Iterator[dict[str, Any]]
     prompt = request.get("text_input", [""])[0]
     if "messages" in request:
         prompt = json.loads(request["messages"][0])[-1]["content"]
-    if prompt == "invalid":
+    if prompt == "base model" and "messages" in request:
+        yield {"error": ("INVALID_ARGUMENT", PREFIX + f"messages: {NO_CHAT_TEMPLATE} and goes on with a text")}
+    elif prompt == "nothing":
+        yield {"text_output": [""], "finish_reason": ["stop"], "num_input_tokens": [4], "num_output_tokens": [0]}
+    elif prompt == "invalid":
         yield {"error": ("INVALID_ARGUMENT", PREFIX + "top_p is 7; allowed: above 0 and at most 1")}
     elif prompt == "busy":
         yield {"error": ("UNAVAILABLE", "the queue is full")}

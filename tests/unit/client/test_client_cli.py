@@ -45,6 +45,25 @@ def test_generate_from_the_standard_input_with_a_system_prompt(url: str, record:
     assert record.requests[0]["stream"] == [False]
 
 
+def test_generate_sends_a_message_or_a_text_where_there_is_no_template(url: str, record: Record) -> None:
+    assert run("generate", "Hallo", "--url", url).stdout == FULL_TEXT + "\n"
+    assert json.loads(record.requests[-1]["messages"][0]) == [{"role": "user", "content": "Hallo"}]
+    assert record.requests[-1]["max_tokens"] == [1024]
+    for more in ((), ("--no-stream",), ("--json",)):
+        assert FULL_TEXT in run("generate", "base model", "--url", url, *more).stdout
+        assert (record.requests[-1]["text_input"], record.requests[-1]["apply_chat_template"]) == (
+            ["base model"],
+            [False],
+        )
+        assert "messages" not in record.requests[-1]
+    assert run("generate", "base model", "--url", url, "--chat").exit_code == 1
+
+
+def test_generate_has_a_word_for_an_answer_without_one(url: str) -> None:
+    done = run("generate", "nothing", "--url", url)
+    assert (done.stdout, "the model ended at once" in done.stderr) == ("\n", True)
+
+
 def test_generate_json_and_several_answers(url: str) -> None:
     result = json.loads(run("generate", "Hallo", "--url", url, "--json").stdout)
     assert result["choices"][0]["text"] == FULL_TEXT
@@ -161,7 +180,7 @@ def run_process(*arguments: str, given: bytes) -> subprocess.CompletedProcess[by
 
 def test_generate_refuses_bytes_that_are_no_text(url: str, record: Record) -> None:
     done = run_process("generate", "-", "--url", url, given=b"a\xff")
-    assert done.stderr.decode() == "error: InvalidRequest: prompt holds a lone surrogate; allowed: Unicode text\n"
+    assert done.stderr.decode() == "error: InvalidRequest: messages holds a lone surrogate; allowed: Unicode text\n"
     assert done.returncode == 1
     assert not record.requests
 
