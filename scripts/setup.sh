@@ -161,7 +161,7 @@ if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
 fi
 
 # --- the package and its extras
-extras=client,engine,grammar,openai
+extras=client,engine,gguf,grammar,openai
 if [[ $mode == dev ]]; then extras+=,dev,docs; fi
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then

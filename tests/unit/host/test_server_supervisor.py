@@ -124,6 +124,20 @@ def test_a_model_folder_with_letters_beyond_ascii_is_served_by_links(tmp_path: P
         parse_arguments(["--repository", str(tmp_path / "mödel")])
 
 
+def test_a_gguf_file_with_letters_beyond_ascii_is_served_by_links(tmp_path: Path) -> None:
+    parts = [tmp_path / f"mödel-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_text(part.name)
+    arguments = parse_arguments(["--model", str(parts[1])])
+    link = Path(arguments.engine_parameters["model"])
+    assert str(link).isascii()
+    assert [(link.parent / f"model-0000{number}-of-00002.gguf").read_text() for number in (1, 2)] == [
+        part.name for part in parts
+    ]
+    assert arguments.endpoint is not None
+    assert arguments.endpoint.served_model_names == ("mödel",)
+
+
 @pytest.mark.parametrize("name", ["\udcd0\udcbc", ""])
 def test_a_model_name_that_is_no_unicode_is_refused_at_start(name: str) -> None:
     with pytest.raises(ConfigError, match="--served-model-name is"):
