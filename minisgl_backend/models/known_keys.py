@@ -34,11 +34,13 @@ _WITHOUT_EFFECT = frozenset(
     router_jitter_noise input_jitter_noise max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
+    cache_implementation transformers.js_config is_llama_config embed_dropout
     """.split()
 )
 
 _VLLM = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/models/"
 _SGLANG = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/"
+_HUNYUAN = "https://github.com/Tencent-Hunyuan/Hunyuan-A13B/blob/main/models/configuration_hunyuan.py"  # its own code
 
 
 class ReadElsewhere(NamedTuple):
@@ -49,6 +51,10 @@ class ReadElsewhere(NamedTuple):
     model_types: str  # separated by spaces; "" for all
     source: str  # where it is read
     harmless: Any = False  # the value that changes nothing there, besides null and false
+
+    def is_of(self, model_type: str) -> bool:
+        """Whether the row is one of this type's."""
+        return not self.model_types or model_type in self.model_types.split()
 
 
 _DUAL_CHUNKS = "qwen2 qwen2_moe qwen3 qwen3_moe"
@@ -97,6 +103,8 @@ READ_ELSEWHERE = (
     ReadElsewhere("layer_types", "granite", _VLLM + "granite.py", "full_attention"),
     ReadElsewhere("layer_types", "apertus", _VLLM + "apertus.py", "full_attention"),
     ReadElsewhere("layer_types", "olmo2", _SGLANG + "olmo2.py", "full_attention"),
+    ReadElsewhere("position_embedding_xdrope", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN),
+    ReadElsewhere("use_rotary_pos_emb", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN, True),
     ReadElsewhere("sliding_window", "", "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/engine/arg_utils.py"),
 )
 
@@ -119,12 +127,13 @@ def check_unread(keys: Keys, model_type: str, longest: int) -> tuple[str, ...]:
             if value != own[key]:
                 refuse(key, value, f"{json.dumps(own[key])} for {model_type}")
             continue
-        unknown.append(key)
-        for row in READ_ELSEWHERE:
-            if row.key == key and (not row.model_types or model_type in row.model_types.split()):
-                if key == "sliding_window" and (keys.get("use_sliding_window") is False or _reaches(value, longest)):
-                    continue
-                _check_elsewhere(row, value, model_type)
+        rows = [row for row in READ_ELSEWHERE if row.key == key and row.is_of(model_type)]
+        if key == "sliding_window" and (keys.get("use_sliding_window") is False or _reaches(value, longest)):
+            continue
+        for row in rows:
+            _check_elsewhere(row, value, model_type)
+        if not rows:
+            unknown.append(key)
     return tuple(unknown)
 
 
