@@ -233,7 +233,8 @@ class LLM:
             return []
         prompts, params = scoring.pair_prompts(model, self.tokenizer, [query], texts, instruction)
         vectors = [output.embedding for output in self._pooled(prompts, params)]
-        return scoring.scores(scoring.scoring_of(model), vectors, 1).tolist()  # type: ignore[no-any-return]
+        found = scoring.scores(scoring.scoring_of(model), vectors, 1, raw=model.scores.raw)
+        return found.tolist()  # type: ignore[no-any-return]
 
     def _pooled(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[EmbeddingOutput]:
         welcome = self.engine.welcome

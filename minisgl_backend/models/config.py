@@ -21,7 +21,7 @@ from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
-from minisgl_backend.models.pooling import EmbeddingDefaults
+from minisgl_backend.models.pooling import EmbeddingDefaults, ScoreDefaults
 from minisgl_backend.models.quantization_files import CONFIG_KEYS, find_quantization
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.formats import QuantizationConfig
@@ -44,6 +44,7 @@ class ModelConfig(DecoderConfig):
     tensor_names: TensorNames  # in its checkpoints
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # formats of its weights
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
+    scores: ScoreDefaults = field(default_factory=ScoreDefaults)
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor the class in transformers reads
 
     @classmethod
@@ -59,7 +60,7 @@ class ModelConfig(DecoderConfig):
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         model = cls.from_dicts(config, generation, read_end_of_text(folder), folder)
-        return replace(model, embedding=EmbeddingDefaults.load(folder))
+        return replace(model, embedding=EmbeddingDefaults.load(folder), scores=ScoreDefaults.load(folder))
 
     @classmethod
     def from_dicts(

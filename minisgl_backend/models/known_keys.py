@@ -33,6 +33,7 @@ _WITHOUT_EFFECT = frozenset(
     initializer_range initializer_cutoff_factor init_std router_aux_loss_coef aux_loss_coef z_loss_coefficient
     router_jitter_noise input_jitter_noise max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    sentence_transformers sbert_ce_default_activation_function
     encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
     cache_implementation transformers.js_config is_llama_config embed_dropout
     """.split()

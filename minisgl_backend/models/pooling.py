@@ -1,4 +1,4 @@
-"""How a checkpoint makes embeddings: read from the files of sentence-transformers, where it has them.
+"""How a checkpoint makes embeddings and scores: read from the files of sentence-transformers, where it has them.
 
 modules.json lists the modules in order: a Transformer, a Pooling (the config.json in its folder has the kind) and
 possibly a Normalize.
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.json_files import read_json, read_json_list
+from minisgl_backend.models.json_files import read_json, read_json_if_there, read_json_list
 from minisgl_backend.request import PoolingKind
 
 _MODULES = "modules.json"
+_SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+_ACTIVATIONS = {"Sigmoid": False, "Identity": True}  # of torch.nn: whether scores are raw
 _KINDS: Mapping[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {  # keys of sentence-transformers before 6
     "pooling_mode_cls_token": "cls",
@@ -51,7 +53,7 @@ class EmbeddingDefaults:
         kind: PoolingKind = "mean"
         normalize = False
         for module in modules:
-            kind_of_module = str(module.get("type", "")).rsplit(".", 1)[-1] if isinstance(module, dict) else ""
+            kind_of_module = _module_kind(module)
             if kind_of_module == "Pooling":
                 path = folder / str(module.get("path", "")) / "config.json"
                 kind = _kind(path, read_json(path))
@@ -62,6 +64,45 @@ class EmbeddingDefaults:
                     f"{folder / _MODULES} has a module {module!r:.100}; allowed: Transformer, Pooling, Normalize"
                 )
         return cls(kind=kind, normalize=normalize, is_embedding_model=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreDefaults:
+    """What a reranker's scores are, unless a request has others."""
+
+    raw: bool = False  # as the head has them; else the logistic function of that
+    not_served: str = ""  # why they are not served: they would differ from what its files define
+
+    @classmethod
+    def load(cls, folder: Path) -> ScoreDefaults:
+        """From the files of a model folder. Raises ConfigError for a file that is no JSON object."""
+        config = read_json_if_there(folder / "config.json")
+        own = read_json_if_there(folder / _SENTENCE_TRANSFORMERS)
+        section = config.get("sentence_transformers")
+        places = {
+            f"{_SENTENCE_TRANSFORMERS}: activation_fn": own.get("activation_fn"),
+            "config.json: sentence_transformers.activation_fn": (
+                section.get("activation_fn") if isinstance(section, Mapping) else section
+            ),
+            "config.json: sbert_ce_default_activation_function": config.get("sbert_ce_default_activation_function"),
+        }
+        if own.get("model_type") == "CrossEncoder" and (folder / _MODULES).exists():
+            for module in read_json_list(folder / _MODULES):
+                if _module_kind(module) not in ("Transformer", "LogitScore"):
+                    said = f"{folder / _MODULES} has a module {module!r:.100}; allowed: Transformer, LogitScore"
+                    return cls(not_served=said)
+        for place, name in places.items():
+            if name is not None:
+                package, _, function = str(name).rpartition(".")
+                if function in _ACTIVATIONS and (not package or f"{package}.".startswith("torch.nn.")):
+                    return cls(raw=_ACTIVATIONS[function])
+                allowed = " and ".join(_ACTIVATIONS)
+                return cls(not_served=f"{folder / place} is {name!r:.100}; allowed: torch.nn's {allowed}")
+        return cls(raw=config.get("problem_type") == "regression")
+
+
+def _module_kind(module: Any) -> str:
+    return str(module.get("type", "")).rsplit(".", 1)[-1] if isinstance(module, dict) else ""
 
 
 def _kind(path: Path, config: Mapping[str, Any]) -> PoolingKind:

@@ -112,7 +112,7 @@ class PoolingCodec:
             poolings=tuple(poolings),
             lengths=lengths,
             scoring=way,
-            raw_scores=request.raw_scores,
+            raw_scores=request.raw_scores or self._model.scores.raw,
             leads=request.messages is not None,
             num_queries=max(1, len(request.queries)),
         )

@@ -72,6 +72,8 @@ def pair_prompts(
     if way == "cosine":
         params = embedding_params(model, normalize=True)
         return [tokenizer.encode(text) for text in (*queries, *documents)], params
+    if model.scores.not_served:
+        raise InvalidRequestError(f"this model's scores are not served: {model.scores.not_served}")
     of_each = queries if len(queries) > 1 else [queries[0]] * len(documents)
     pairs = list(zip(of_each, documents, strict=True))
     if way == "head":
@@ -86,7 +88,7 @@ def pair_prompts(
 def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int, *, raw: bool = False) -> Float32Array:
     """One score per document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`.
 
-    `raw`: before the logistic function, which a cosine does not have.
+    `raw`: before the logistic function, any number; a cosine does not have one.
     """
     if way == "cosine":
         queries, documents = np.stack(vectors[:num_queries]), np.stack(vectors[num_queries:])

@@ -16,6 +16,7 @@ import torch
 
 from minisgl_backend import LLM
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.models.pooling import EmbeddingDefaults, ScoreDefaults
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.text.answers import PooledAnswer
 from tests.parity.checkpoint_options import VOCAB_SIZE
@@ -187,8 +188,6 @@ def test_sentence_transformers_agrees(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_sentence_transformers(tmp_path: Path, modules: Any, pooling: Any, expected: Any) -> None:
-    from minisgl_backend.models.pooling import EmbeddingDefaults
-
     if modules is not None:
         listed = [{"type": f"sentence_transformers.models.{name}", "path": f"1_{name}"} for name in modules]
         (tmp_path / "modules.json").write_text(json.dumps(listed))
@@ -198,3 +197,67 @@ def test_files_of_sentence_transformers(tmp_path: Path, modules: Any, pooling: A
     assert (found.kind, found.normalize, found.is_embedding_model) == expected[:3]
     assert expected[3] in found.not_served
     assert bool(found.not_served) == bool(expected[3])
+
+
+@pytest.mark.parametrize(
+    ("files", "raw", "not_served"),
+    [
+        ({}, False, ""),
+        ({"config.json": {"problem_type": "regression"}}, True, ""),
+        ({"config.json": {"problem_type": "single_label_classification"}}, False, ""),
+        ({"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}}, True, ""),
+        (
+            {"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}},
+            False,
+            "",
+        ),
+        ({"config.json": {"sentence_transformers": {"version": "5.0"}}}, False, ""),
+        ({"config.json": {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}}, True, ""),
+        ({"config_sentence_transformers.json": {"activation_fn": "torch.nn.Identity"}}, True, ""),
+        ({"config_sentence_transformers.json": {"activation_fn": "Sigmoid", "model_type": "CrossEncoder"}}, False, ""),
+        (
+            {"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}},
+            False,
+            "sentence_transformers.activation_fn is 'torch.nn.modules.activation.Tanh'; allowed: torch.nn's Sigmoid",
+        ),
+        (
+            {"config_sentence_transformers.json": {"activation_fn": "os.Identity"}},
+            False,
+            "activation_fn is 'os.Identity'",
+        ),
+        (
+            {
+                "config_sentence_transformers.json": {"model_type": "CrossEncoder"},
+                "modules.json": [{"type": "a.Transformer"}, {"type": "a.Dense", "path": "2_Dense"}],
+            },
+            False,
+            "has a module {'type': 'a.Dense'",
+        ),
+    ],
+)
+def test_what_a_rerankers_scores_are(tmp_path: Path, files: dict[str, Any], raw: bool, not_served: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = ScoreDefaults.load(tmp_path)
+    assert found.raw == raw
+    assert not_served in found.not_served
+    assert bool(found.not_served) == bool(not_served)
+
+
+def test_scores_are_as_the_head_has_them_where_the_files_say_so(tmp_path: Path) -> None:
+    model, _ = make_checkpoint("LlamaForSequenceClassification", **CHECKPOINTS["LlamaForSequenceClassification"])
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("linear.Identity", "activation.Tanh"):
+        file.write_text(json.dumps(config | {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{name}"}}))
+        with LLM(str(tmp_path), dtype="float32", num_pages=64, page_size=16, max_seq_len_override=64) as llm:
+            if name == "activation.Tanh":
+                with pytest.raises(InvalidRequestError, match=r"scores are not served: .*Tanh"):
+                    llm.score("w3 ", "w5 ")
+                continue
+            (score,) = llm.score("w3 ", "w5 ")
+            ids = llm.tokenizer.encode_pair("w3 ", "w5 ")
+            with torch.inference_mode():
+                assert score == pytest.approx(model.eval()(torch.tensor([ids])).logits.item(), abs=TOLERANCE)

@@ -31,7 +31,7 @@ from minisgl_backend.models.fallback.rope import fix_rope
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json, read_json_if_there
-from minisgl_backend.models.pooling import EmbeddingDefaults
+from minisgl_backend.models.pooling import EmbeddingDefaults, ScoreDefaults
 from minisgl_backend.models.rope import LENGTHS, longest_told, stretched
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
@@ -47,7 +47,7 @@ def describe(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
     source = find_source(folder, config_json, trust_remote_code=trust_remote_code)
     generation = read_json_if_there(folder / "generation_config.json") or {}
     described = describe_source(source, config_json, generation, read_end_of_text(folder))
-    return dataclasses.replace(described, embedding=EmbeddingDefaults.load(folder))
+    return dataclasses.replace(described, embedding=EmbeddingDefaults.load(folder), scores=ScoreDefaults.load(folder))
 
 
 def describe_source(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.models.pooling import ScoreDefaults
 from minisgl_backend.serving.pooling_codec import PoolingCodec
 from minisgl_backend.text.tokenizer import Tokenizer
 
@@ -44,7 +45,7 @@ def prompts(tokenizer: Tokenizer, *, num_labels: int = 0, is_embedding_model: bo
     """The prompts of a request, as texts."""
     embedding = SimpleNamespace(not_served="", kind="last", normalize=True, is_embedding_model=is_embedding_model)
     sizes = {"hidden_size": 8, "vocab_size": 10**6, "generates": True}
-    model: Any = SimpleNamespace(num_labels=num_labels, embedding=embedding, **sizes)
+    model: Any = SimpleNamespace(num_labels=num_labels, embedding=embedding, scores=ScoreDefaults(), **sizes)
     codec = PoolingCodec(tokenizer, model, LIMIT + 1, enabled=True)
     ids, request = codec.decode(json.dumps(asked), deadline=None, request_id="")
     found, start = [], 0
