@@ -87,7 +87,7 @@ class ServedModel:
             return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
         info = await self.info()
         strict = calls.strict_form(info.chat_template, info.added_tokens)
-        if forced and not (strict is not None and strict.keeps_schemas and all(map(strict.can_name, functions or ()))):
+        if forced and not (strict is not None and strict.keeps_schemas):
             return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
         return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided)
 
@@ -159,10 +159,6 @@ class AnswerFormat:
         """xgrammar's structural tag that enforces the schemas of these functions; None: the format has none."""
         if self._strict is None or not strict:
             return None
-        for name in self._functions:
-            if not self._strict.can_name(name):
-                what = f"tools: strict is true for function {name!r}, a name that this model's calls cannot write"
-                raise invalid("tools", f"{what}; allowed: letters, digits and _, and no word of Python")
         return structural_tag(self._strict, {n: (schema, n in strict) for n, schema in self._functions.items()})
 
     def forced_grammar(self, *, parallel: bool) -> dict[str, Any] | None:

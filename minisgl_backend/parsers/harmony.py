@@ -22,7 +22,7 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _BEGINS = ("<|start|>", "<|channel|>", "<|constrain|>", "to=", "assistant")
 _RECIPIENT = re.compile(r"(?:^|\s|>)to=functions\.")
-_BEHIND_NAME = (*" \t\r\n", "<")
+_BEHIND_NAME = re.compile(r"\s*(?:json\s*)?(?:<\||\Z)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 _Kind = Literal["reasoning", "content", "call", "other", "nothing"]  # other: to a function that was not offered
@@ -113,7 +113,7 @@ class HarmonyParser:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._state, self._at_begin, self._object, self._raw = "body", True, None, []
         if recipient is not None:
-            self._name = self._names.longest(header + "<", recipient.end(), _BEHIND_NAME) or ""
+            self._name = self._names.longest(header, recipient.end(), _BEHIND_NAME) or ""
             self._kind = "call" if self._name else "other"
         else:
             self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"

@@ -63,11 +63,10 @@ class NameFinder:
     def __init__(self, names: Collection[str]) -> None:
         self._names = sorted((name for name in names if name), key=len, reverse=True)
 
-    def longest(self, text: str, position: int, ends: Sequence[str] = ()) -> str | None:
-        """The longest name at that position of a complete text, before one of `ends` (before anything if none)."""
+    def longest(self, text: str, position: int, behind: re.Pattern[str]) -> str | None:
+        """The longest name at that position of a complete text that `behind` matches behind."""
         for name in self._names:
-            behind = position + len(name)
-            if text.startswith(name, position) and (not ends or text.startswith(tuple(ends), behind)):
+            if text.startswith(name, position) and behind.match(text, position + len(name)):
                 return name
         return None
 
@@ -77,7 +76,7 @@ class NameFinder:
         if begin < 0:
             return NONE if is_last else begin
         for name in self._names:
-            for start in dict.fromkeys((begin, skip_space(text, begin))):
+            for start in range(begin, skip_space(text, begin) + 1):  # a name may begin with white space
                 if text.startswith(name, start):
                     end = follow(text, start + len(name), header.behind)
                     if end == MORE and is_last:

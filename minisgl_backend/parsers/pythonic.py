@@ -9,25 +9,28 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from minisgl_backend.parsers.argument_types import as_json
-from minisgl_backend.parsers.headers import NameFinder
+from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, NameFinder, skip_space
 from minisgl_backend.parsers.json_reader import SPACE
 from minisgl_backend.parsers.parts import Part, content
 from minisgl_backend.parsers.tagged import Outcome, TaggedParser
 
 _MAX_CALLS = 100_000  # characters of consecutive calls; Python's parser needs a hundred times as much memory
 _JSON = {"true": True, "false": False, "null": None}
+_UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+_NAME = Header((), ("(",))
 _QUOTES = ('"""', "'''", '"', "'")
 
 
 class BracketReader:
     """Finds the end of a bracket in a text of Python that arrives in pieces: what stands within its strings is text."""
 
-    def __init__(self) -> None:
+    def __init__(self, position: int = 0) -> None:
+        """`position`: of the bracket."""
         self.depth = 0
-        self.position = 0  # all before it was read
+        self.position = position  # all before it was read
         self._quote = ""  # of the string being read
 
     def feed(self, text: str, *, is_last: bool) -> bool:
@@ -83,12 +86,13 @@ class PythonicParser:
         bare = text.strip()
         for tag in self.TAGS:
             bare = bare.removeprefix(tag).removesuffix(tag).strip()
-        calls = None if self._kind == "text" else read_calls(bare, self._functions)
-        if calls is None:
+        found = CallList(self._functions)
+        is_list = self._kind == "calls" and bare.startswith("[") and found.feed(bare, is_last=True) == "calls"
+        if not is_list or found.position < len(bare):
             self.is_damaged = self._kind == "calls"
             return content(text)
         parts: list[Part] = []
-        for number, (name, arguments) in enumerate(calls):
+        for number, (name, arguments) in enumerate(found.calls):
             parts += [Part("call", name, number), Part("arguments", arguments, number)]
         return parts
 
@@ -119,7 +123,7 @@ class Lfm2Parser(TaggedParser):
     AROUND = ("<|tool_call_end|>",)
 
     def begin(self, tag: str) -> None:
-        self._list = BracketReader()
+        self._list = CallList(self.functions)
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
         bare = text.lstrip(SPACE)
@@ -127,77 +131,110 @@ class Lfm2Parser(TaggedParser):
             return text, "none" if is_last else "more"
         if bare[0] != "[":
             return text, "none"
-        if not self._list.feed(bare, is_last=is_last):
-            return (self.opening + text, "damaged") if is_last or len(bare) > _MAX_CALLS else (text, "more")
-        end = self._list.position
-        calls = read_calls(bare[:end], self.functions)
-        if calls is None and not _may_be_called(bare[1:end]):
+        state = self._list.feed(bare, is_last=is_last)
+        if state == "open" and not is_last and len(bare) <= _MAX_CALLS:
+            return text, "more"
+        if state not in ("calls", "other"):
             return self.opening + text, "damaged"
-        if calls is None:  # of functions that were not offered: read to the end, as their arguments may quote calls
+        end = self._list.position
+        if state == "other":
             parts += content(self.opening + text[: len(text) - len(bare)] + bare[:end])
-        for name, arguments in calls or ():
-            self.emit_call(name, parts, arguments)
+        else:
+            for name, arguments in self._list.calls:
+                self.emit_call(name, parts, arguments)
         return bare[end:], "read"
 
 
-def _may_be_called(text: str) -> bool:
-    """Whether it is the inside of a list that Python can read."""
+class CallList:
+    """A list of calls in a text that arrives in pieces."""
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        self._names = NameFinder(functions)
+        self._list = BracketReader()  # finds the end of a list with calls of functions that were not offered
+        self._bracket: BracketReader | None = None  # of the arguments being read
+        self._begin = 0  # of these
+        self._name = ""
+        self._state: Literal["name", "arguments", "comma", "other"] = "name"
+        self.position = 1  # all before it was read
+        self.calls: list[tuple[str, str]] = []  # name, arguments as JSON
+
+    def feed(self, text: str, *, is_last: bool) -> Literal["open", "calls", "other", "damaged"]:
+        """`text`: all of it so far, from `[` on. `other`: a list with calls of functions that were not offered; at the
+        end of a list `position` is behind it."""
+        while True:
+            if self._state == "other":
+                if not self._list.feed(text, is_last=is_last):
+                    return "open"
+                self.position = self._list.position
+                return "other" if _is_python(text[: self.position]) else "damaged"
+            if self._state == "name" and self.calls and text.startswith("]", skip_space(text, self.position)):
+                self._state = "comma"  # behind a last comma
+            elif self._state == "name":
+                if (found := self._name_at(text, is_last=is_last)) == MORE:
+                    return "open"
+                if isinstance(found, Named):
+                    self._name, self._begin = found.name, self.position + found.end - 1
+                    self._bracket, self._state = BracketReader(self._begin), "arguments"
+                else:
+                    self._state = "other"
+            elif self._state == "arguments" and self._bracket is not None:
+                if not self._bracket.feed(text, is_last=is_last):
+                    return "open"
+                self.position = self._bracket.position
+                arguments = _arguments(text[self._begin : self.position])
+                if arguments is None:
+                    return "damaged"
+                self.calls.append((self._name, arguments))
+                self._state = "comma"
+            else:
+                self.position = skip_space(text, self.position)
+                sign = text[self.position : self.position + 1]
+                self.position += len(sign)
+                if sign != ",":
+                    return "calls" if sign == "]" else "damaged" if sign else "open"
+                self._state = "name"
+
+    def _name_at(self, text: str, *, is_last: bool) -> Named | int:
+        """The next call's name and `(`."""
+        rest = text[self.position : self.position + MAX_HEADER]
+        bare = rest.lstrip()
+        if not bare:
+            return NONE if is_last else MORE
+        return self._names.find(rest, _NAME, is_last=is_last)
+
+
+def _is_python(text: str) -> bool:
+    """Whether Python can read it."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(f"[{text}", mode="eval")
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        _parsed(text)
+    except _UNREADABLE:
         return False
     return True
 
 
-def read_calls(text: str, functions: Mapping[str, Any]) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON) of each call; None if the text is anything but a list of calls of these functions."""
-    if not text.startswith("[") or len(text) > _MAX_CALLS:
-        return None
-    names, found, position = NameFinder(functions), [], 1
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes that Python does not know
+        return ast.parse(text, mode="eval").body
+
+
+def _arguments(text: str) -> str | None:
+    """The arguments in brackets as JSON; None if they are not named literals."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that Python does not know
-            while True:
-                start = position
-                name = names.longest(text, start, "(")
-                if name is None:
-                    start = len(text) - len(text[position:].lstrip())
-                    name = names.longest(text, start, "(")
-                if name is None:
-                    return None
-                bracket, begin = BracketReader(), start + len(name)
-                if not bracket.feed(text[begin:], is_last=True):
-                    return None
-                position = begin + bracket.position
-                found.append((name, _arguments(text[begin:position])))
-                rest = text[position:].lstrip()
-                if rest.startswith(","):
-                    rest = rest[1:]
-                    if rest.strip() == "]":
-                        return found
-                    position = len(text) - len(rest)
-                else:
-                    return found if rest == "]" else None
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        node = _parsed(f"f{text}")
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            return None
+        # `**{"a name": 1}` is Python's syntax for an argument whose name is not an identifier.
+        given = [
+            one.value if one.arg is None else ast.Dict([ast.Constant(one.arg)], [one.value]) for one in node.keywords
+        ]
+        if not all(isinstance(one, ast.Dict) for one in given):
+            return None
+        pairs = [pair for one in given for pair in _literal(one).items()]
+        arguments = dict(pairs)
+        return as_json(arguments) if len(arguments) == len(pairs) else None  # none twice
+    except _UNREADABLE:
         return None
-
-
-def _arguments(text: str) -> str:
-    """The arguments in brackets as JSON."""
-    node = ast.parse(f"f{text}", mode="eval").body
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
-        raise ValueError("no call with named arguments")
-    # `**{"a name": 1}` is Python's syntax for an argument whose name is not an identifier.
-    given = [one.value if one.arg is None else ast.Dict([ast.Constant(one.arg)], [one.value]) for one in node.keywords]
-    if not all(isinstance(one, ast.Dict) for one in given):
-        raise ValueError("no literal arguments")
-    pairs = [pair for one in given for pair in _literal(one).items()]
-    arguments = dict(pairs)
-    if len(arguments) < len(pairs):
-        raise ValueError("an argument twice")
-    return as_json(arguments)
 
 
 def _literal(node: ast.expr) -> Any:

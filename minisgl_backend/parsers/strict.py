@@ -6,16 +6,16 @@ one of the functions, written to its end.
 
 from __future__ import annotations
 
-import keyword
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class StrictCall:
-    """How a call is written around its arguments; `{name}` stands for the function's name."""
+    """How a call is written around its arguments; `{name}` stands for the function's name, `{json}` for its JSON."""
 
     trigger: str  # the text that every call, and nothing else, begins with
     begin: str  # including the trigger
@@ -24,7 +24,6 @@ class StrictCall:
     number: str = ""  # text after the call's number, which follows `begin`; "": no number
     around: tuple[str, str, str] | None = None  # what begins, separates and ends a list of calls
     is_whole_answer: bool = False  # calls with `around` are the whole answer; after any other beginning there is none
-    can_name: Callable[[str], bool] = bool  # whether a function's name can be written
 
     @property
     def keeps_schemas(self) -> bool:
@@ -38,7 +37,12 @@ class StrictCall:
             numbers = {"type": "regex", "pattern": "[0-9]{1,4}"}
             behind = {"type": "const_string", "value": self.number}
             content = {"type": "sequence", "elements": [numbers, behind, arguments]}
-        return {"type": "tag", "begin": self.begin.replace("{name}", name), "content": content, "end": self.end}
+        return {"type": "tag", "begin": self.beginning(name), "content": content, "end": self.end}
+
+    def beginning(self, name: str) -> str:
+        """What a call of that function begins with."""
+        as_json = json.dumps(name, ensure_ascii=False)
+        return re.sub(r"\{(name|json)\}", lambda found: name if found[1] == "name" else as_json, self.begin)
 
 
 def structural_tag(
@@ -67,7 +71,7 @@ def structural_tag(
 
 def _or_text(form: StrictCall, calls: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Calls, or a text that does not begin like one."""
-    begins = [form.trigger + form.begin.replace("{name}", name) for name in names]
+    begins = [form.trigger + form.beginning(name) for name in names]
     return {"type": "or", "elements": [calls, {"type": "regex", "pattern": _text_without(begins)}]}
 
 
@@ -84,12 +88,11 @@ def _text_without(begins: Sequence[str]) -> str:
 
 def _other(tries: Mapping[str, Any], *, is_first: bool = False) -> str:
     """A text that leaves the tree before reaching one of its leaves."""
-    taken = "".join(rf"\u{ord(char):04x}" for char in tries) + (r" \t\r\n" if is_first else "")
+    taken = "".join(map(_escaped, tries)) + (r" \t\r\n" if is_first else "")
     ways = [rf"[^{taken}][\s\S]*"]
-    ways += [f"{re.escape(char)}({_other(below)})?" for char, below in tries.items() if below]
+    ways += [f"{_escaped(char)}({_other(below)})?" for char, below in tries.items() if below]
     return "|".join(ways)
 
 
-def is_python_name(name: str) -> bool:
-    """Whether Python's parser reads a call of a function with that name as one."""
-    return all(one.isascii() and one.isidentifier() and not keyword.iskeyword(one) for one in name.split("."))
+def _escaped(char: str) -> str:
+    return rf"\u{{{ord(char):x}}}"

@@ -14,7 +14,7 @@ from typing import Any
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
 from minisgl_backend.parsers.reasoning import ReasoningParser
-from minisgl_backend.parsers.strict import StrictCall, is_python_name
+from minisgl_backend.parsers.strict import StrictCall
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
 
@@ -215,7 +215,7 @@ FORMATS = (
         "`[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}`; thoughts `[THINK]...[/THINK]`",
         Marks(template=(r"\[TOOL_CALLS\]",)),
         calls="minisgl_backend.parsers.mistral:MistralParser",
-        strict=StrictCall("[TOOL_CALLS]", '{"name": "{name}", "arguments": ', "}", around=("[TOOL_CALLS][", ", ", "]")),
+        strict=StrictCall("[TOOL_CALLS]", '{"name": {json}, "arguments": ', "}", around=("[TOOL_CALLS][", ", ", "]")),
         strict_with=("[ARGS]", StrictCall("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", "")),
         tags=("[THINK]", "[/THINK]"),
         special=True,
@@ -226,9 +226,7 @@ FORMATS = (
         '`<|tool_call|>[{"name": ..., "arguments": ...}]`',
         Marks(template=(r"<\|tool_call\|>",)),
         calls="minisgl_backend.parsers.json_lists:GraniteParser",
-        strict=StrictCall(
-            "<|tool_call|>", '{"name": "{name}", "arguments": ', "}", around=("<|tool_call|>[", ", ", "]")
-        ),
+        strict=StrictCall("<|tool_call|>", '{"name": {json}, "arguments": ', "}", around=("<|tool_call|>[", ", ", "]")),
         special=True,
     ),
     Format(
@@ -243,7 +241,6 @@ FORMATS = (
             ")",
             "python",
             around=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
-            can_name=is_python_name,
         ),
         special=True,
     ),
@@ -255,7 +252,7 @@ FORMATS = (
         calls="minisgl_backend.parsers.json_lists:ToolCallsParser",
         strict=StrictCall(  # MiniMax-M1's
             "<tool_calls>",
-            '{"name": "{name}", "arguments": ',
+            '{"name": {json}, "arguments": ',
             "}",
             around=("<tool_calls>\n", "\n", "\n</tool_calls>"),
         ),
@@ -263,7 +260,7 @@ FORMATS = (
             "<tool_calls>[",
             StrictCall(
                 "<tool_calls>",
-                '{"name": "{name}", "arguments": ',
+                '{"name": {json}, "arguments": ',
                 "}",
                 around=("<tool_calls>[", ", ", "]</tool_calls>"),
             ),
@@ -275,7 +272,7 @@ FORMATS = (
         '`<tool_call>{"name": ..., "arguments": ...}</tool_call>`',
         Marks(template=("<tool_call>", r"\barguments\b"), never=("<function=", "<arg_key>", "<invoke")),
         calls="minisgl_backend.parsers.tool_calls:HermesParser",
-        strict=StrictCall("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+        strict=StrictCall("<tool_call>", '<tool_call>\n{"name": {json}, "arguments": ', "}\n</tool_call>"),
     ),
     Format(
         "llama3_json",
@@ -283,7 +280,7 @@ FORMATS = (
         '`{"name": ..., "parameters": ...}` as the whole answer',
         Marks(template=('"parameters"',), tokens=("<|python_tag|>",)),
         calls="minisgl_backend.parsers.tool_calls:LlamaParser",
-        strict=StrictCall('{"name": ', '{"name": "{name}", "parameters": ', "}"),
+        strict=StrictCall('{"name": ', '{"name": {json}, "parameters": ', "}"),
         special=True,
     ),
     Format(
@@ -292,9 +289,7 @@ FORMATS = (
         '`[NAME(key="text"), ...]` as the whole answer',
         Marks(tokens=("<|python_start|>", "<|python_end|>")),
         calls="minisgl_backend.parsers.pythonic:PythonicParser",
-        strict=StrictCall(
-            "[", "{name}(", ")", "python", around=("[", ", ", "]"), is_whole_answer=True, can_name=is_python_name
-        ),
+        strict=StrictCall("[", "{name}(", ")", "python", around=("[", ", ", "]"), is_whole_answer=True),
         special=True,
     ),
     Format(

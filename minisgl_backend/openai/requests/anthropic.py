@@ -12,7 +12,14 @@ from minisgl_backend.openai.requests.anthropic_blocks import message_of_assistan
 from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, is_unicode
 from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message
-from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
+from minisgl_backend.openai.requests.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+    check_name,
+)
 
 # A field of the chat -> its name here.
 WORDS: Mapping[str, str] = {
@@ -130,7 +137,11 @@ class CountTokensRequest(Sampling):
         return [tool.type for tool in self.tools or () if tool.type not in (None, "custom")]
 
     def _tools(self) -> list[Tool]:
-        tools = [tool.as_tool() for tool in self.tools or () if tool.type in (None, "custom")]
+        tools = []
+        for number, tool in enumerate(self.tools or ()):
+            if tool.type in (None, "custom"):
+                check_name(tool.name, f"tools[{number}].name")
+                tools.append(tool.as_tool())
         if self.tools and not tools:
             raise invalid("tools", f"tools holds {self.left_out[0]:.60}, which this server cannot run; allowed: custom")
         return tools

@@ -17,6 +17,7 @@ from minisgl_backend.openai.requests.tools import (
     NamedTool,
     Tool,
     calls_schema,
+    check_name,
     find_function,
 )
 
@@ -143,6 +144,8 @@ class ChatRequest(Generating):
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise invalid("tool_choice", "tool_choice is given without tools; allowed: none")
+        for number, tool in enumerate(self.tools or ()):
+            check_name(tool.function.name, f"tools[{number}].function.name")
         _ = self.offered
         if self.must_call:
             self.tool_schema()

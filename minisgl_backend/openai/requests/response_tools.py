@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Constraint, Model
 from minisgl_backend.openai.requests.messages import shown, wrong
-from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, Tool
+from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, Tool, check_name
 from minisgl_backend.openai.validation import from_validation
 
 # Tools that only OpenAI's own servers run, and tools whose input is not JSON.
@@ -84,6 +84,8 @@ class CallableTools:
         elif kind == "function":
             function = _validated(Function, given, name)
             called = flat_name(function.name, namespace)
+            check_name(function.name, f"{name}.name")
+            check_name(called, f"{name}.name (with its namespace)")
             if namespace is not None and called != function.name:
                 self.namespaces[called] = (namespace, function.name)
             values = function.model_dump(include={"description", "parameters", "strict"})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Constraint, Model
+from minisgl_backend.openai.requests.messages import shown, wrong
 
 MAX_TOOLS = 512
+MAX_NAME = 128  # characters of a function's name
 
 
 class FunctionDefinition(Constraint):
@@ -37,12 +40,20 @@ class NamedTool(Model):
     function: FunctionName
 
 
+def check_name(name: str, field: str) -> None:
+    """Raises ApiError for what is no name of a function; `field` is where it stands."""
+    if not 1 <= len(name) <= MAX_NAME:
+        raise wrong(field, f"has {len(name)} characters; allowed: 1 to {MAX_NAME}")
+    if any(unicodedata.category(char) == "Cc" for char in name):
+        raise wrong(field, f"is {shown(name)}; allowed: no control characters")
+
+
 def find_function(tools: Sequence[Tool], name: str) -> FunctionDefinition:
     """Raises ApiError if none of the functions has that name."""
     for tool in tools:
         if tool.function.name == name:
             return tool.function
-    raise invalid("tool_choice", f"tool_choice names {name!r}; allowed: one of the functions in tools")
+    raise invalid("tool_choice", f"tool_choice names {shown(name)}; allowed: one of the functions in tools")
 
 
 def calls_schema(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
