@@ -13,6 +13,8 @@ from minisgl_backend.errors import ConfigError
 
 REGEX = "re:"
 _EXPERTS = "experts"
+_SPECIAL = frozenset("*+?^$()[]{}|\\")
+_RULES = 4096  # of a config, whose patterns are kept compiled
 _WILDCARDS = re.compile(r"[*?\[]")
 
 
@@ -83,9 +85,11 @@ def _wildcards(names: ModuleNames, patterns: tuple[str, ...]) -> bool:
 
     Sources: ModelOpt's exclude_modules; is_layer_excluded in vLLM.
     """
-    literals, globs = _literals_and_globs(patterns)
+    literals, beginnings, globs = _literals_and_globs(patterns)
     everything = (*names.own, *names.experts, *names.merged)
-    return _path_parts(names, literals) or any(one.match(name) for one in globs for name in everything)
+    return _path_parts(names, literals) or any(
+        name.startswith(beginnings) or any(one.match(name) for one in globs) for name in everything
+    )
 
 
 def _expressions(names: ModuleNames, patterns: tuple[str, ...]) -> bool:
@@ -93,7 +97,7 @@ def _expressions(names: ModuleNames, patterns: tuple[str, ...]) -> bool:
 
     Sources: GPTQModel's dynamic; get_dynamic_override in vLLM.
     """
-    return any(_compile(one, one).match(name) for one in patterns for name in (*names.own, *names.experts))
+    return any(one.match(name) for one in _compiled(patterns) for name in (*names.own, *names.experts))
 
 
 def _names_or_expressions(names: ModuleNames, patterns: tuple[str, ...]) -> bool:
@@ -101,8 +105,10 @@ def _names_or_expressions(names: ModuleNames, patterns: tuple[str, ...]) -> bool
 
     Source: AutoRound's extra_config, in its own reader and in SGLang.
     """
-    return any(
-        one == name or _compile(one, one).fullmatch(name) for one in patterns for name in (*names.own, *names.experts)
+    literals, expressions = _names_and_compiled(patterns)
+    everything = (*names.own, *names.experts)
+    return any(one in literals for one in everything) or any(
+        one.fullmatch(name) for one in expressions for name in everything
     )
 
 
@@ -129,7 +135,13 @@ MATCHERS: Mapping[str, Callable[[ModuleNames, tuple[str, ...]], bool]] = Mapping
 )
 
 
-@lru_cache(maxsize=64)
+def is_expression(name: str) -> bool:
+    """Of AutoRound's names of modules."""
+    return not _SPECIAL.isdisjoint(name)
+
+
+# Of a config: as many as it has rules, each with patterns by the thousand.
+@lru_cache(maxsize=_RULES)
 def _literals_and_expressions(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
     """Literals are listed by the hundred."""
     return (
@@ -138,7 +150,7 @@ def _literals_and_expressions(patterns: tuple[str, ...]) -> tuple[frozenset[str]
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_RULES)
 def _with_stars(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
     """Literals without a star; those with one are expressions."""
     literals, expressions = _literals_and_expressions(patterns)
@@ -146,18 +158,21 @@ def _with_stars(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pat
     return literals - starred, (*expressions, *map(_starred, sorted(starred)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_RULES)
 def _parts(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
     literals, expressions = _with_stars(patterns)
     return frozenset(one.strip(".") for one in literals), expressions
 
 
-@lru_cache(maxsize=64)
-def _literals_and_globs(patterns: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[re.Pattern[str], ...]]:
-    globs = [one for one in patterns if _WILDCARDS.search(one) and not one.startswith(REGEX)]
-    return tuple(one for one in patterns if one not in globs), tuple(
-        re.compile(fnmatch.translate(one)) for one in globs
-    )
+@lru_cache(maxsize=_RULES)
+def _literals_and_globs(
+    patterns: tuple[str, ...],
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[re.Pattern[str], ...]]:
+    """Literals, what stands before a star at the end, as ModelOpt writes it by the thousand, and other wildcards."""
+    wild = {one for one in patterns if _WILDCARDS.search(one) and not one.startswith(REGEX)}
+    beginnings = {one for one in wild if not _WILDCARDS.search(one[:-1]) and one.endswith("*")}
+    globs = tuple(re.compile(fnmatch.translate(one)) for one in sorted(wild - beginnings))
+    return tuple(one for one in patterns if one not in wild), tuple(one[:-1] for one in beginnings), globs
 
 
 def _starred(pattern: str) -> re.Pattern[str]:
@@ -165,7 +180,17 @@ def _starred(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*\.)?{text}(?:\..*)?\Z")
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_RULES)
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(_compile(one, one) for one in patterns)
+
+
+@lru_cache(maxsize=_RULES)
+def _names_and_compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    expressions = tuple(filter(is_expression, patterns))
+    return frozenset(patterns).difference(expressions), _compiled(expressions)
+
+
 def _compile(text: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(text)

@@ -6,13 +6,15 @@ to the readers of `number_formats.WEIGHT_FORMATS`, each in a file of `weights/sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme
+from minisgl_backend.weights.module_patterns import is_expression
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.schemes.keys import CONFIG_JSON, PLAIN_INSTEAD, SchemeKeys, refusal
 
@@ -139,7 +141,7 @@ def _of_gptq(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
         other = None if pattern.startswith("-:") else _changed(keys, changes, method)
         exceptions.append(SchemeRule(other, (pattern.removeprefix("-:").removeprefix("+:"),), "expressions"))
     named = _names(keys, "modules_in_block_to_quantize")
-    return left_plain, *exceptions, SchemeRule(scheme, named or None, "substrings of any")
+    return left_plain, *_joined(exceptions), SchemeRule(scheme, named or None, "substrings of any")
 
 
 def _of_auto_round(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
@@ -147,14 +149,20 @@ def _of_auto_round(keys: SchemeKeys, method: str) -> tuple[SchemeRule, ...]:
     scheme = _read(keys, method)
     extra = keys.child("extra_config")
     exceptions = []
-    for name in extra.values if extra is not None else ():
+    for name in sorted(extra.values, key=is_expression) if extra is not None else ():  # names count first
         changes = extra.get(name, {}) if extra is not None else {}
         if extra is not None and not isinstance(changes, dict):
             extra.refuse(name, "a JSON object")
         other = None if changes.get("bits") == _PLAIN_BITS else _changed(keys, changes, method)
         exceptions.append(SchemeRule(other, (name,), "names or expressions"))
     blocks = _names(keys, "block_name_to_quantize") or _names(keys, "to_quant_block_names")
-    return *exceptions, _left_plain(keys, method), SchemeRule(scheme, blocks or None, "beginnings")
+    return *_joined(exceptions), _left_plain(keys, method), SchemeRule(scheme, blocks or None, "beginnings")
+
+
+def _joined(rules: Iterable[SchemeRule]) -> Iterator[SchemeRule]:
+    """Rules that say the same one after the other, which config files have by the thousand, as one."""
+    for (scheme, matches), same in groupby(rules, key=lambda rule: (rule.scheme, rule.matches)):
+        yield SchemeRule(scheme, tuple(pattern for rule in same for pattern in rule.patterns or ()), matches)
 
 
 def _changed(keys: SchemeKeys, changes: Mapping[str, Any], method: str) -> WeightScheme:

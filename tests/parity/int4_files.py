@@ -38,6 +38,7 @@ class Variant:
                 "desc_act": self.act_order, "checkpoint_format": self.layout, "damp_percent": 0.01, "lm_head": False,
                 "dynamic": {f"-:.*{self.plain}.*": {}} if self.plain else None,
             }  # fmt: skip
+        plain = [f"re:.*{self.plain}.*"] if self.plain else []
         weights = {
             "num_bits": 4, "type": "int", "symmetric": self.symmetric, "dynamic": False, "observer": "minmax",
             "strategy": "channel" if self.group < 0 else "group", "actorder": "group" if self.act_order else None,
@@ -46,7 +47,7 @@ class Variant:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "ignore": ["lm_head", "model.layers.1.mlp", "re:.*mlp.gate$", *([f"re:.*{self.plain}.*"] if self.plain else [])],
+            "ignore": ["lm_head", "model.layers.1.mlp", "re:.*mlp.gate$", *plain],
             "config_groups": {"group_0": group},
         }  # fmt: skip
 
