@@ -23,11 +23,12 @@ class Keys:
         self._values = {**self._defaults, **values}
         self._given = values
         self._read: set[str] = set()
+        self._inner: dict[str, Any] = {}
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
         """The same keys, with a shared record of what was read and more defaults."""
         other = Keys(self._given, {**self._defaults, **defaults})
-        other._read = self._read
+        other._read, other._inner = self._read, self._inner
         return other
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -82,9 +83,14 @@ class Keys:
         """Marks keys as read that do not change what this family computes, at least with the values read so far."""
         self._read.update(keys)
 
+    def leave_unread(self, key: str, value: Any) -> None:
+        """A key inside another key's object, `outer.inner`, that the caller does not read."""
+        self._inner[key] = value
+
     def unread(self) -> dict[str, Any]:
         """All keys that were not read, with their values."""
-        return {key: value for key, value in self._given.items() if key not in self._read and value is not None}
+        outer = {key: value for key, value in self._given.items() if key not in self._read and value is not None}
+        return {**outer, **self._inner}
 
     def _required(self, key: str, default: Any) -> Any:
         value = self.get(key, default)

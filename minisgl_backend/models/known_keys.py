@@ -41,6 +41,10 @@ _WITHOUT_EFFECT = frozenset(
 
 _VLLM = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/models/"
 _SGLANG = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/"
+_ROPES = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/layers/rotary_embedding/__init__.py"
+_SGLANG_ROPES = (
+    "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/factory.py"
+)
 _HUNYUAN = "https://github.com/Tencent-Hunyuan/Hunyuan-A13B/blob/main/models/configuration_hunyuan.py"  # its own code
 
 
@@ -104,6 +108,13 @@ READ_ELSEWHERE = (
     ReadElsewhere("layer_types", "granite", _VLLM + "granite.py", "full_attention"),
     ReadElsewhere("layer_types", "apertus", _VLLM + "apertus.py", "full_attention"),
     ReadElsewhere("layer_types", "olmo2", _SGLANG + "olmo2.py", "full_attention"),
+    ReadElsewhere("rope_scaling.alpha", "", _ROPES),
+    ReadElsewhere("rope_scaling.mrope_section", "", _ROPES),
+    ReadElsewhere("rope_scaling.use_fope", "", _ROPES),
+    ReadElsewhere("rope_scaling.short_mscale", "", _ROPES),
+    ReadElsewhere("rope_scaling.long_mscale", "", _ROPES),
+    ReadElsewhere("rope_scaling.extrapolation_factor", "", _SGLANG_ROPES, 1),
+    ReadElsewhere("rope_scaling.attn_factor", "", _SGLANG_ROPES, 1),
     ReadElsewhere("position_embedding_xdrope", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN),
     ReadElsewhere("use_rotary_pos_emb", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN, True),
     ReadElsewhere("sliding_window", "", "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/engine/arg_utils.py"),

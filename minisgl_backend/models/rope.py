@@ -65,7 +65,7 @@ def read_rope(
     original = keys.get(_ORIGINAL)
     if original is not None:
         values[_ORIGINAL] = keys.integer(_ORIGINAL)
-    rope = make_rope(values, theta, max_positions(keys), int(head_dim * part))
+    rope = make_rope(keys, values, theta, int(head_dim * part))
     return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved)
 
 
@@ -77,28 +77,29 @@ def by_layer_type(keys: Keys, types: Iterable[str]) -> dict[str, dict[str, Any]]
     return {kind: {k: v for k, v in (given.get(kind) or {}).items() if v is not None} for kind in types}
 
 
-def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_dim: int) -> RopeConfig:
-    """From the values of one rope: rope_type (or type) and the keys of that type."""
-    values = dict(values)
-    rope_type = values.pop("rope_type", values.pop("type", "default"))
-    values.pop("type", None)
+def make_rope(keys: Keys, given: Mapping[str, Any], theta: Any, rotary_dim: int) -> RopeConfig:
+    """From the values of one rope: rope_type (or type) and the keys of that type. Others are left unread, as by
+    transformers."""
+    rope_type = given.get("rope_type", given.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type  # "su" in early configs of Phi-3
     if rope_type not in _KEYS:
         refuse("rope_type", rope_type, ", ".join(_KEYS))
+    required, optional = _KEYS[rope_type]
+    for key, value in given.items():
+        if key not in (*required, *optional, "rope_type", "type"):
+            keys.leave_unread(f"rope_scaling.{key}", value)
+    values = {key: given[key] for key in (*required, *optional) if key in given}
     for key, value in {"rope_theta": theta, **values}.items():
         if key in _NO_NUMBERS or (key in _MAY_BE_ZERO and value == 0):
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             refuse(key, value, "a number above 0")
-    required, optional = _KEYS[rope_type]
     for key in required:
         if key not in values:
             raise ConfigError(f"config.json asks for rope type {rope_type} without its {key}")
-    for key in values:
-        if key not in required + optional:
-            refuse(key, values[key], f"absent for rope type {rope_type}")
     if rope_type == "default":
         return RopeConfig(theta=float(theta), rotary_dim=rotary_dim)
+    max_position = max_positions(keys)
     original = int(values.pop(_ORIGINAL, max_position))
     if rope_type == "dynamic":
         original = max_position  # of which transformers takes the multiples, whatever else is there

@@ -32,7 +32,7 @@ def _ropes(keys: Keys) -> dict[str, RopeConfig]:
         own_theta = values.pop("rope_theta", thetas[kind])
         # Of this family max_position_embeddings is the length behind the scaling.
         before = {"original_max_position_embeddings": positions / values["factor"]} if values.get("factor") else {}
-        ropes[kind] = make_rope({**before, **values}, own_theta, positions, head_dim)
+        ropes[kind] = make_rope(keys, {**before, **values}, own_theta, head_dim)
     return ropes
 
 

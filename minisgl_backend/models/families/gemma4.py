@@ -25,7 +25,7 @@ from minisgl_backend.models.families.common import (
 )
 from minisgl_backend.models.families.gemma2 import every
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
+from minisgl_backend.models.rope import by_layer_type, make_rope
 from minisgl_backend.weights.names import TensorNames
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def _per_layer(keys: Keys, types: tuple[str, ...]) -> list[tuple[int, int]]:
 def _rope(keys: Keys, values: Mapping[str, Any], head_dim: int) -> RopeConfig:
     if values["rope_type"] != "proportional":
         own = {key: value for key, value in values.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        return make_rope(own, values["rope_theta"], max_positions(keys), head_dim)
+        return make_rope(keys, own, values["rope_theta"], head_dim)
     part, theta, factor = (values.get(key, 1.0) for key in ("partial_rotary_factor", "rope_theta", "factor"))
     for key, value in (("partial_rotary_factor", part), ("rope_theta", theta), ("factor", factor)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:

@@ -18,7 +18,7 @@ from minisgl_backend.models.families.common import (
 )
 from minisgl_backend.models.families.qwen3_moe import experts
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
+from minisgl_backend.models.rope import by_layer_type, make_rope
 from minisgl_backend.weights.names import TensorNames
 
 _THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
@@ -31,8 +31,7 @@ def read(keys: Keys) -> DecoderConfig:
     kinds = keys.get("mlp_layer_types") or ["sparse"] * num_layers
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         refuse("mlp_layer_types", kinds, f"dense or sparse for each of the {num_layers} layers")
-    bias, positions = keys.boolean("attention_bias", False), max_positions(keys)
-    head_dim = keys.integer("head_dim")
+    bias, head_dim = keys.boolean("attention_bias", False), keys.integer("head_dim")
     heads = {
         kind: attention(
             keys,
@@ -40,7 +39,7 @@ def read(keys: Keys) -> DecoderConfig:
             output_bias=bias,
             qk_norm=norm(keys),
             window=size if kind == SLIDING else None,
-            rope=make_rope(values, values.pop("rope_theta", _THETAS[kind]), positions, head_dim),
+            rope=make_rope(keys, values, values.pop("rope_theta", _THETAS[kind]), head_dim),
         )
         for kind, values in by_layer_type(keys, _THETAS).items()
     }

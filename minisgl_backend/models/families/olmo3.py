@@ -17,7 +17,7 @@ from minisgl_backend.models.families.common import (
     window,
 )
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
+from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _THETA = 500_000.0
 
@@ -58,11 +58,10 @@ def _ropes(keys: Keys, head_dim: int) -> dict[str, RopeConfig]:
         # transformers 4 uses it for all layers, transformers 5 only for those without a window.
         refuse("rope_theta", theta, f"{_THETA}, or a rope_theta for each of the layer types in rope_parameters")
     given[FULL] |= {key: value for key, value in keys.mapping("rope_scaling").items() if value is not None}
-    positions = max_positions(keys)
     ropes = {}
     for kind, values in given.items():
         own_theta = values.pop("rope_theta", theta)
-        ropes[kind] = make_rope(values, own_theta, positions, head_dim)
+        ropes[kind] = make_rope(keys, values, own_theta, head_dim)
     return ropes
 
 

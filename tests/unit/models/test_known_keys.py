@@ -100,6 +100,31 @@ def test_a_key_that_another_engine_reads_for_the_type_is_refused(row: ReadElsewh
         check_unread(Keys({row.key: row.harmless}), one, 1 << 20)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "finetuned": True},  # Yarn-Llama-2
+        {"rope_type": "linear", "factor": 4.0, "beta_fast": 3.0},
+        {"rope_type": "default", "low_freq_factor": 2.0},
+    ],
+)
+def test_a_key_of_a_rope_that_its_type_does_not_have_changes_nothing(rope: dict[str, Any]) -> None:
+    config = default("llama", "LlamaForCausalLM", rope_parameters=None)
+    unknown = list(rope)[-1]
+    read = ModelConfig.from_dicts({**config, "rope_scaling": rope}, {})
+    assert read.unknown_keys == (f"rope_scaling.{unknown}",)
+    known = {key: value for key, value in rope.items() if key != unknown}
+    plain = ModelConfig.from_dicts({**config, "rope_scaling": known}, {})
+    assert dataclasses.replace(read, unknown_keys=()) == plain
+
+
+def test_a_key_of_a_rope_that_another_engine_reads_is_refused() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0] * 64, "long_mscale": 1.2}
+    config = default("llama", "LlamaForCausalLM", rope_parameters=None, rope_scaling=scaling)
+    with pytest.raises(ReadElsewhereError, match=r"rope_scaling.long_mscale is 1.2; allowed: absent for llama"):
+        ModelConfig.from_dicts(config, {})
+
+
 @pytest.mark.parametrize("value", [None, False, "full_attention", ["full_attention"] * 4])
 def test_their_harmless_values_pass(value: Any) -> None:
     assert check_unread(Keys({"layer_types": value}), "granite", 8) == ()

@@ -115,7 +115,6 @@ REFUSED: list[dict[str, Any]] = [
     {"rope_theta": "1e6"},
     {"layer_types": ["full_attention", "linear_attention"]},
     {"partial_rotary_factor": 0.5},
-    {"final_logit_softcapping": 30.0},
     {"hidden_size": 0},
     {"hidden_size": "64"},
     {"vocab_size": None},
