@@ -23,7 +23,7 @@ from minisgl_backend.models.gguf_config import architecture_of, config_of, gener
 from minisgl_backend.models.gguf_keys import check_keys
 from minisgl_backend.models.gguf_tokenizer import GGUFTokenizer
 from minisgl_backend.weights.gguf_header import GGUFHeader, GGUFTensor
-from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, name_of
+from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, name_of, parts_of
 from minisgl_backend.weights.gguf_names import GGUFArchitecture
 from minisgl_backend.weights.shards import some
 
@@ -45,14 +45,14 @@ def gguf_folder(path: Path) -> Path:
             f"model is {str(path)!r}, whose weights are read by the package gguf, which is not installed; "
             "pip install 'gguf>=0.18' (the extra gguf)"
         )
-    header = GGUFHeader.read(path)
-    folder = _root() / _key(header.files) / name_of(header.files[0])
+    files = parts_of(path)
+    folder = _root() / _key(files) / name_of(files[0])
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
-                _make(header, folder)
+                _make(GGUFHeader.read(path), folder)
             os.utime(folder.parent)
             _remove_old(folder.parent.parent)
     except OSError as error:

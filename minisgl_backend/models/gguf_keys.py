@@ -81,7 +81,8 @@ def check_keys(header: GGUFHeader, architecture: str) -> None:
         ):
             unread.append(key)
     if unread := [key for key in unread if header.metadata[key]]:  # 0, false and the like switch off
-        log.warning("%s: not read, for this architecture: %s", header.files[0], ", ".join(unread))
+        told = ", ".join(repr(key)[1:-1] for key in unread)
+        log.warning("%s: not read, for this architecture: %.2000s", header.files[0], told)
 
 
 def _is_read_of_tokenizer(name: str) -> bool:

@@ -152,7 +152,7 @@ class _Cursor:
                 raise ConfigError(f"{path}: {name} has the quantization type {told}; allowed: {served}")
             kind = NUMBER_TYPES[number]
             if not shape or min(shape) < 1 or shape[-1] % kind.size:
-                raise ValueError(f"{name} has shape {shape}, in blocks of {kind.size}")
+                raise ValueError(f"{name!r:.100} has shape {shape}, in blocks of {kind.size}")
             tensors[name] = GGUFTensor(file=path, type=kind, shape=shape, offset=start + offset)
         end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
         if end > len(self._data):
@@ -193,6 +193,6 @@ class _Cursor:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("I")
         if num_dims > 4:
-            raise ValueError(f"{name} has {num_dims} dimensions")
+            raise ValueError(f"{name!r:.100} has {num_dims} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dims))
         return name, shape[::-1], self._scalar("I"), self._scalar("Q")
