@@ -1,4 +1,4 @@
-"""Inputs of 4-bit weights that a config says are in another order: the file tells whether they are."""
+"""4-bit weights as a config describes them and a file has them: layouts that go by other names, orders of inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from minisgl_backend.weights.layer import WeightedLayer
 from minisgl_backend.weights.loader import load_weights
 from minisgl_backend.weights.method import ExpertsSpec, LinearOutput, LinearSpec
 from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.quantization_config import read_quantization_config
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
-from tests.parity.int4_files import GROUP, VARIANTS, Numbers, stored
+from tests.parity.int4_files import GROUP, VARIANTS, Numbers, Variant, stored
 
 CPU, EXPERTS = torch.device("cpu"), "model.layers.0.mlp.experts"
 INPUTS, OUTPUTS = 4 * GROUP, 2 * GROUP
@@ -48,7 +49,7 @@ def _load(method: WeightedLayer, tensors: dict[str, torch.Tensor], folder: Path)
     names, done = TensorNames(), []
     load_weights(
         method.weight_parts(), names, Checkpoint(folder, names), CPU, lambda *now: done.append(now), model="X",
-        is_redundant=lambda name: name.endswith(("weight_shape", "qzeros")),
+        is_redundant=lambda name: name.endswith(("weight_shape", "qzeros", "g_idx")),
     )  # fmt: skip
     assert done[-1][0] == done[-1][1]
 
@@ -110,3 +111,32 @@ def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
     order = groups_in_order(INPUTS, 2 * GROUP, CPU)
     with pytest.raises(ConfigError, match=r"one: its inputs are not in groups of 32, as quantization_config says"):
         _load(method, _tensors("ct", "one", numbers, order), tmp_path)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+        ("gptq_v2", {"quant_method": "auto-round", "packing_format": "auto_round"}),
+        ("gptq_v2", {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}),
+        ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
+        ("awq", {"quant_method": "awq", "version": "gemm", "provider": "auto-round"}),
+        ("gptq", {"quant_method": "gptq", "desc_act": False, "provider": "auto-round"}),
+        ("gptq_v2", {"quant_method": "gptq", "method": "gptq", "format": "gptq_v2"}),
+    ],
+)
+def test_layouts_by_other_names(layout: str, said: dict[str, Any], symmetric: bool, tmp_path: Path) -> None:
+    said = {**said, "bits": 4, "group_size": GROUP, "sym": symmetric}
+    if said["quant_method"] == "awq":
+        said["zero_point"] = not symmetric
+    [scheme] = read_quantization_config(said, TensorNames()).schemes
+    variant = Variant(layout=layout, symmetric=symmetric)
+    numbers = Numbers.of(_weight(OUTPUTS, INPUTS, 0), variant)
+    output = LinearOutput(name="one", size=OUTPUTS, start=0, local=OUTPUTS)
+    spec = LinearSpec(outputs=(output,), input_size=INPUTS, local_inputs=INPUTS)
+    method = Int4Factory(TorchPlainKernels(TorchOps()), torch.float32, CPU, scheme.parameters).linear(spec)
+    tensors = {f"one.{suffix}": tensor.contiguous() for suffix, tensor in stored(numbers, variant).items()}
+    _load(method, tensors, tmp_path)
+    method.process_weights_after_loading()
+    torch.testing.assert_close(method.dequantized(), numbers.dequantized())
