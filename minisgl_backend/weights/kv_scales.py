@@ -14,8 +14,12 @@ from minisgl_backend.weights.names import TensorNames
 
 log = logging.getLogger(__name__)
 
-# As compressed-tensors and ModelOpt write them, and AutoFP8, whose older checkpoints have one for both.
-_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<kind>k|v|kv)_scale")
+# As compressed-tensors and ModelOpt write them, and AutoFP8, whose older checkpoints have one for both; older ones of
+# compressed-tensors have those of what k_proj and v_proj return.
+_NAME = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>k|v|kv)_scale|(?P<output>k|v)_proj\.output_scale)"
+)
 
 
 def is_kv_scale(name: str) -> bool:
@@ -41,7 +45,7 @@ def read_kv_scales(num_layers: int, model_dir: str | Path, names: TensorNames) -
             raise ConfigError(
                 f"{checkpoint.path(name)}: {name} is {tensor.tolist()}; allowed: one finite number above 0"
             )
-        scales[int(match["layer"])].update(dict.fromkeys(match["kind"], value))
+        scales[int(match["layer"])].update(dict.fromkeys(match["kind"] or match["output"], value))
         found += 1
     log.info("FP8 KV cache: %d scales of the checkpoint, 1 for the others", found)
     return [KVScales(**values) for values in scales]

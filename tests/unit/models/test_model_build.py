@@ -177,15 +177,16 @@ def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
 
 
 def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
-    """Both spellings, and 1 for layers that have none; without an FP8 cache nobody minds them."""
+    """All spellings, and 1 for layers that have none; without an FP8 cache nobody minds them."""
     assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales()] * 3
     change(
         qwen3,
         model__layers__0__self_attn__k_scale=torch.tensor(0.5),
         model__layers__0__self_attn__v_scale=torch.tensor([0.25]),
         model__layers__2__self_attn__k_proj__k_scale=torch.tensor(2.0, dtype=torch.bfloat16),
+        model__layers__2__self_attn__v_proj__output_scale=torch.tensor([4.0]),  # of older llm-compressor
     )
-    assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 4.0)]
     change(qwen3, model__layers__1__self_attn__kv_scale=torch.tensor(3.0))  # one for both
     assert read_kv_scales(3, qwen3, TensorNames())[1] == KVScales(3.0, 3.0)
     build(qwen3)
