@@ -36,7 +36,15 @@ class Answer(StreamSigns, Protocol):
         ...
 
 
-Start = Coroutine[Any, Any, tuple[Answer, Sequence[Generation]]]
+class Source(Protocol):
+    """Where an answer comes from."""
+
+    def cancel(self) -> None:
+        """The client has left."""
+        ...
+
+
+Start = Coroutine[Any, Any, tuple[Answer, Sequence[Source]]]
 
 
 class PendingAnswer:
@@ -47,10 +55,14 @@ class PendingAnswer:
 
     def __init__(self, start: Start) -> None:
         """`start`: starts the generations of the answer. Raises ApiError."""
-        self.generations: Sequence[Generation] = ()
+        self._sources: Sequence[Source] = ()
         self.answer: Answer | None = None  # when it has started
         self._left = False
         self._start = asyncio.ensure_future(self._run(start))
+
+    @property
+    def generations(self) -> list[Generation]:
+        return [source for source in self._sources if isinstance(source, Generation)]
 
     async def started(self) -> Answer:
         """Raises ApiError, ClientLeft."""
@@ -65,11 +77,11 @@ class PendingAnswer:
         """The client has left."""
         self._left = True
         self._start.cancel()
-        for generation in self.generations:
-            generation.cancel()
+        for source in self._sources:
+            source.cancel()
 
     async def _run(self, start: Start) -> Answer:
-        self.answer, self.generations = await start
+        self.answer, self._sources = await start
         return self.answer
 
 

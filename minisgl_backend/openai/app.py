@@ -391,7 +391,8 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
+    """Empty for a stream without any."""
+    return await anext(events, b"")
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai.answers import Answer, Header
-from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.answers import Answer, Header, Source
+from minisgl_backend.openai.context import context_of, request_id_of
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
+from minisgl_backend.openai.response_events import KeptEvents
 from minisgl_backend.openai.response_store import ResponseStore, StoredResponse
 from minisgl_backend.openai.responses import ResponseAnswer, begun_response
 from minisgl_backend.openai.sse import encode
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25  # interval at which a background response checks whether it was cancelled
+_REFUSAL_SECONDS = 2.0  # within which a server says that it does not take a request
 _OFF = "this server keeps no responses (--response-store-bytes 0)"
 _MOST_LISTED = 100
 
@@ -43,6 +45,7 @@ class Responses:
         """`store`: None if no responses are kept."""
         self._endpoint = endpoint
         self._store = store
+        self._running: dict[str, Generation] = {}  # in the background of this worker, by the response's id
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         body.check()
@@ -64,10 +67,11 @@ class Responses:
         if body.background and store is not None:
             header = replace(header, model=await self._endpoint.admit(body.model))
             with _renamed_errors():
-                return _json(await self._begin(Kept(store, items), body, chat, context, names, header))
+                begun = await self._begin(Kept(store, items), body, chat, context, names, header)
+            return await self._stream(request, KeptEvents(store, header.id)) if body.stream else _json(begun)
         keep = None if store is None else Kept(store, items).keep
 
-        async def start() -> tuple[Answer, Sequence[Generation]]:
+        async def start() -> tuple[Answer, Sequence[Source]]:
             named = replace(header, model=await self._endpoint.model.resolve(body.model))
             with _renamed_errors():
                 generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
@@ -85,6 +89,22 @@ class Responses:
             raise ApiError(404, message, param="response_id")
         return found
 
+    async def find_events(self, request: Request, response_id: str, after: int) -> Response:
+        """A stream of the events behind number `after`."""
+        await self.find(response_id)
+        assert self._store is not None
+        if not (await self._store.events(response_id, 0))[0]:
+            allowed = "allowed: with a response that was made with background and stream"
+            raise invalid("stream", f"stream is true, and no events of {response_id[:100]!r} are kept; {allowed}")
+        return await self._stream(request, KeptEvents(self._store, response_id, after))
+
+    async def _stream(self, request: Request, events: KeptEvents) -> Response:
+        async def start() -> tuple[Answer, Sequence[Source]]:
+            return events, [events]
+
+        context = RequestContext(request_id_of(request))
+        return await self._endpoint.respond(request, start, events, stream=True, context=context)
+
     async def cancel(self, response_id: str) -> dict[str, Any]:
         found = await self.find(response_id)
         if not found.response["background"]:
@@ -93,6 +113,8 @@ class Responses:
         if found.response["status"] != "in_progress":
             return found.response
         await self._store.cancel(response_id)
+        if response_id in self._running:  # another worker looks for it by itself
+            self._running[response_id].cancel()
         return {**found.response, "status": "cancelled"}
 
     async def delete(self, response_id: str) -> dict[str, Any]:
@@ -127,7 +149,7 @@ class Responses:
             if item_id not in found:
                 off = f"; {_OFF}" if self._store is None else ", as those of a response with store=false"
                 message = f"input[{number}].id is {item_id[:100]!r}: an item that is not found here{off}"
-                raise ApiError(404, message, param="input")
+                raise invalid("input", message)
         body.resolve({number: found[item_id] for number, item_id in ids.items()})
 
     async def _begin(
@@ -142,32 +164,49 @@ class Responses:
         """Starts a background response. Raises ApiError if it cannot be kept, before it is computed."""
         begun = begun_response(body, header, is_kept=True)
         await kept.begin(begun)
+        generation = None
         try:
             generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
+            await generation.begin(_REFUSAL_SECONDS)
+            answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, kept.end)
+            if body.stream:
+                await kept.add_events(header.id, answer.first_events())
         except BaseException:
+            if generation is not None:
+                generation.cancel()
             with contextlib.suppress(sqlite3.Error):
                 await kept.store.delete(header.id)
             await kept.store.note_ended(header.id)
             raise
-        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, kept.end)
-        self._endpoint.start_task(self._compute(kept, answer, generation, header.id))
+        self._endpoint.start_task(self._compute(kept, answer, generation, header.id, stream=bool(body.stream)))
         return begun
 
-    async def _compute(self, kept: Kept, answer: ResponseAnswer, generation: Generation, response_id: str) -> None:
-        """Computes a background response and keeps it when it has ended, in whatever way."""
+    async def _compute(
+        self, kept: Kept, answer: ResponseAnswer, generation: Generation, response_id: str, *, stream: bool
+    ) -> None:
+        """Computes a background response and keeps it when it has ended, in whatever way. `stream`: its events, too."""
         watch = asyncio.get_running_loop().create_task(self._watch(kept.store, generation, response_id))
+        ended: dict[str, Any] | None = None
+        self._running[response_id] = generation
         try:
-            await answer.whole()
+            if stream:
+                await kept.keep_events(response_id, answer)
+            else:
+                await answer.whole()
         except ClientLeft:
-            await kept.end(answer.response("cancelled"))
+            ended = answer.response("cancelled")
         except ApiError as error:
-            await kept.end(answer.response("failed", error))
+            ended = answer.failed(error)
         except Exception as error:
             log.exception("response %s could not be computed", response_id)
-            failure = ApiError(500, f"the response could not be computed ({type(error).__name__})")
-            await kept.end(answer.response("failed", failure))
+            ended = answer.failed(ApiError(500, f"the response could not be computed ({type(error).__name__})"))
         finally:
             watch.cancel()
+            del self._running[response_id]
+            if ended is not None:
+                await kept.end(ended)
+                if stream:
+                    await kept.add_events(response_id, answer.last_events(ended))
             await kept.store.note_ended(response_id)
 
     @staticmethod
@@ -188,6 +227,7 @@ class Kept:
     def __init__(self, store: ResponseStore, items: list[dict[str, Any]]) -> None:
         self.store = store
         self._items = items
+        self._num_events = 0
 
     async def begin(self, response: dict[str, Any]) -> None:
         """For a background response, before it is computed. Raises ApiError if it cannot be kept."""
@@ -211,6 +251,19 @@ class Kept:
             log.error("response %s cannot be kept: %s", response["id"], error)
         return False
 
+    async def keep_events(self, response_id: str, answer: ResponseAnswer) -> None:
+        """Computes the answer, and keeps its events as they come. Raises ApiError, ClientLeft."""
+        async for events in answer.single_events():
+            await self.add_events(response_id, events)
+
+    async def add_events(self, response_id: str, events: Sequence[bytes]) -> None:
+        """Keeps further events. What cannot be kept is logged: whoever reads them is told how the response ends."""
+        try:
+            await self.store.add_events(response_id, self._num_events, events)
+        except sqlite3.Error as error:
+            log.error("events of response %s cannot be kept: %s", response_id, error)
+        self._num_events += len(events)
+
     async def end(self, response: dict[str, Any]) -> bool:
         """For a background response that has ended. If it cannot be kept, clients see it as failed."""
         if await self.keep(response, again=True):
@@ -231,9 +284,13 @@ def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> 
         return await responses.create(request, body)
 
     @app.get("/v1/responses/{response_id}")
-    async def find(response_id: str, stream: bool = False) -> Response:
+    async def find(
+        request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
         if stream:
-            raise invalid("stream", "stream is true; allowed: false (a response that is kept comes in one piece)")
+            return await responses.find_events(request, response_id, -1 if starting_after is None else starting_after)
+        if starting_after is not None:
+            raise invalid("starting_after", "starting_after is given; allowed: only with stream=true")
         return _json((await responses.find(response_id)).response)
 
     @app.get("/v1/responses/{response_id}/input_items")

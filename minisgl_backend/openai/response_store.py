@@ -22,6 +22,7 @@ import msgspec
 
 _Result = TypeVar("_Result")
 _WAIT_SECONDS = 10.0  # for another worker's write
+_MOST_EVENTS = 1000  # read at a time
 # Columns that are queried often are separate from the JSON, since SQLite reads and writes whole rows. Triggers sum the
 # sizes.
 _TABLES = """
@@ -32,6 +33,7 @@ CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used, size);
 CREATE TABLE IF NOT EXISTS texts (id TEXT PRIMARY KEY, response BLOB, items BLOB);
 CREATE TABLE IF NOT EXISTS items (item TEXT, id TEXT, PRIMARY KEY (item, id)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_by_response ON items (id);
+CREATE TABLE IF NOT EXISTS events (id TEXT, number INTEGER, data BLOB, PRIMARY KEY (id, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS total (row INTEGER PRIMARY KEY CHECK (row = 1), bytes INTEGER);
 INSERT OR IGNORE INTO total VALUES (1, 0);
 CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses BEGIN
@@ -44,6 +46,7 @@ CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON responses BEGIN
     UPDATE total SET bytes = bytes - old.size;
     DELETE FROM texts WHERE id = old.id;
     DELETE FROM items WHERE id = old.id;
+    DELETE FROM events WHERE id = old.id;
 END;
 """
 
@@ -84,8 +87,10 @@ class ResponseStore:
             await asyncio.to_thread(self._mark(response["id"]).touch, 0o600)
 
         def write(database: sqlite3.Connection) -> bool:
+            events = "(SELECT COALESCE(SUM(LENGTH(data)), 0) FROM events WHERE id = responses.id)"
+            change = f"UPDATE responses SET size = ? + {events}, used = ?, owner = ? WHERE id = ?"
             values = (size, time.time(), owner, response["id"])
-            changed = database.execute("UPDATE responses SET size = ?, used = ?, owner = ? WHERE id = ?", values)
+            changed = database.execute(change, values)
             if not changed.rowcount:
                 if again:
                     return True
@@ -144,6 +149,28 @@ class ResponseStore:
             if response_id is not None and (stored := await self.find(response_id)) is not None:
                 found |= {item["id"]: item for item in stored.conversation if _is_named(item)}
         return {item_id: found[item_id] for item_id in ids if item_id in found}
+
+    async def add_events(self, response_id: str, number: int, events: Sequence[bytes]) -> None:
+        """Keeps further events of a response that is stored and runs; `number`: of the first of them."""
+
+        def write(database: sqlite3.Connection) -> None:
+            size = sum(map(len, events))
+            change = "UPDATE responses SET size = size + ? WHERE id = ?"
+            if not database.execute(change, (size, response_id)).rowcount:
+                return  # it was deleted
+            rows = [(response_id, number + place, data) for place, data in enumerate(events)]
+            database.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
+            self._make_room(database)
+
+        await self._do(write)
+
+    async def events(self, response_id: str, number: int) -> tuple[list[bytes], bool]:
+        """(the kept events from `number` on, whether more may come)."""
+        goes_on = self._mark(response_id).exists()  # before the look at the events, of which the last is kept earlier
+        query = "SELECT data FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT ?"
+        values = (response_id, number, _MOST_EVENTS)
+        rows = await self._do(lambda database: database.execute(query, values).fetchall())
+        return [data for (data,) in rows], goes_on or len(rows) == _MOST_EVENTS
 
     async def cancel(self, response_id: str) -> None:
         """Asks the process that computes it to end it."""

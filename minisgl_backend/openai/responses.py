@@ -125,12 +125,20 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream."""
+        async for events in self.single_events():
+            yield b"".join(events)
+
+    async def single_events(self) -> AsyncIterator[list[bytes]]:
+        """The same, one by one; those of one step together."""
         async for events, status in self._progress():
             if status is not None:
-                response = await self._kept(status)
-                events.append({"type": f"response.{status}", "response": response})
-            if data := self._encode(events):
-                yield data
+                events.append({"type": f"response.{status}", "response": await self._kept(status)})
+            if encoded := self._encode(events):
+                yield encoded
+
+    def first_events(self) -> list[bytes]:
+        """The two that need nothing of the answer; `single_events` then goes on behind them."""
+        return self._encode(())
 
     async def whole(self) -> bytes:
         """The whole answer."""
@@ -147,8 +155,16 @@ class ResponseAnswer:
         return response
 
     def error_event(self, error: ApiError) -> bytes:
+        return b"".join(self.last_events(self.failed(error)))
+
+    def last_events(self, response: dict[str, Any]) -> list[bytes]:
+        """Those of a response that ended otherwise than by itself."""
+        return self._encode([{"type": f"response.{response['status']}", "response": response}])
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The response, which failed."""
         self._output.close("incomplete")
-        return self._encode([{"type": "response.failed", "response": self.response("failed", error)}])
+        return self.response("failed", error)
 
     async def _progress(self) -> AsyncIterator[tuple[list[Event], str | None]]:
         """(new events, the final status: None while the response goes on)."""
@@ -199,7 +215,7 @@ class ResponseAnswer:
             return response
         return response | {
             "status": status,
-            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "error": None if error is None else {"code": _code(error), "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._output.items,
             "usage": self._usage(),
@@ -218,16 +234,23 @@ class ResponseAnswer:
             "total_tokens": counts["total_tokens"],
         }
 
-    def _encode(self, events: Sequence[Event]) -> bytes:
+    def _encode(self, events: Sequence[Event]) -> list[bytes]:
         """Numbered; a stream begins with two of its own, whatever comes first."""
         if not self._number:
             created = {"response": self.response("in_progress")}
             events = [{"type": f"response.{kind}", **created} for kind in ("created", "in_progress")] + [*events]
         first, self._number = self._number, self._number + len(events)
-        return b"".join(
+        return [
             named_event(event["type"], {**event, "sequence_number": number})
             for number, event in enumerate(events, first)
-        )
+        ]
+
+
+def _code(error: ApiError) -> str:
+    """OpenAI's code of a response's error."""
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.status == 400 else "server_error"
 
 
 def begun_response(request: ResponsesRequest, header: Header, *, is_kept: bool) -> dict[str, Any]:

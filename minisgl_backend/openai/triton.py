@@ -122,14 +122,26 @@ class Generation:
         self._names = names
         self._unfinished = num_sequences
         self._left = False
+        self._first: asyncio.Task[Delta | None] | None = None  # what `begin` has asked for
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens: int | None = None  # of the prompt; set at the end, if metrics were requested
         self.prompt_logprobs: Sequence[Position] = ()
         self.perf_metrics: dict[str, int] = {}
 
+    async def begin(self, seconds: float) -> None:
+        """Waits for the first part, but not longer: a server says at once if it refuses a request. Raises ApiError."""
+        self._first = asyncio.ensure_future(self._next())
+        await asyncio.wait((self._first,), timeout=seconds)
+        if self._first.done():
+            self._first.result()
+
     async def next(self) -> Delta | None:
         """The next part of any sequence, None after the end of the last one. Raises ApiError, ClientLeft."""
+        first, self._first = self._first, None
+        return await (self._next() if first is None else first)
+
+    async def _next(self) -> Delta | None:
         if not self._unfinished:
             return None
         raw = await self._read()

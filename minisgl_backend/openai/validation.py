@@ -44,7 +44,7 @@ _ALTERNATIVES = ("str", "int", "float", "bool")  # what pydantic calls the membe
 def from_validation(errors: Sequence[Mapping[str, Any]], known: Collection[str] | None = None) -> ApiError:
     """The first field's error, with all that pydantic reports for it. `known`: the fields of the request; None: any."""
     first = errors[0]
-    location = [part for part in first["loc"] if part != "body"]
+    location = _within(first["loc"])
     if first["type"] == "too_long" and not location:
         return invalid("body", f"the body has too many fields; allowed: {_allowed(first)}")
     if first["type"] in ("json_invalid", "json_type") or not location or isinstance(location[0], int):
@@ -65,8 +65,13 @@ def from_validation(errors: Sequence[Mapping[str, Any]], known: Collection[str] 
     if first["type"] == "missing":
         return invalid(path, f"{path} is missing")
     # Each member of a union has its own error.
-    said = dict.fromkeys(_allowed(error) for error in errors if [p for p in error["loc"] if p != "body"][:1] == [name])
+    said = dict.fromkeys(_allowed(error) for error in errors if _within(error["loc"])[:1] == [name])
     return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {'; or: '.join(said)}"[:600])
+
+
+def _within(location: Sequence[str | int]) -> list[str | int]:
+    """The location without where FastAPI has the value from."""
+    return list(location[1:] if location[:1] and location[0] in ("body", "query", "path") else location)
 
 
 def _hint(name: str, known: Collection[str] | None) -> str | None:

@@ -105,8 +105,6 @@ class ResponsesRequest(Sampling):
                 raise invalid(name, f"{name} is given; {reason}")
         if not is_unicode(self.input):
             raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
-        if self.background and self.stream:
-            raise invalid("background", "background is true together with stream; allowed: one of them")
         for name, value in self.model_dump(include=_REPEATED).items():
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")

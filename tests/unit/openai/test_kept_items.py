@@ -58,7 +58,7 @@ def test_what_is_not_kept_is_not_found(app: ScriptedApp, stream: bool) -> None:
     for reference, named in ((lost, lost["id"]), ({"id": "rs_x"}, "rs_x")):
         body = {"input": [QUESTION, *references(reference)], "stream": stream}
         status, answer = app.ask("POST", "/v1/responses", body)
-        assert (status, answer["error"]["param"], answer["error"]["type"]) == (404, "input", "invalid_request_error")
+        assert (status, answer["error"]["param"], answer["error"]["type"]) == (400, "input", "invalid_request_error")
         assert answer["error"]["message"].startswith(f"input[1].id is '{named}': an item that is not found here")
     status, answer = app.ask("POST", "/v1/responses", {"input": [{"type": "item_reference"}]})
     assert (status, answer["error"]["message"]) == (400, "input[0].id is None; allowed: a text")
