@@ -59,7 +59,8 @@ _JSON_FIELDS = {
 
 # Accepted only as tensors of certain ensembles: a request parameter cannot change a request's kind.
 _ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)) - {
-    "early_stopping"
+    "early_stopping",
+    "return_stop_reason",
 }
 
 # Request parameters of Triton itself, of HTTP front ends or for the client's own bookkeeping.

@@ -176,6 +176,7 @@ TOKEN_OUTPUTS = (Tensor("output_ids", "INT32", (-1, -1)),)  # [beam, tokens]
 # microseconds, requested or not; for the engine an answer is one request, for the detokenizer each chunk is.
 DETAIL_OUTPUTS = (
     Tensor("finish_reason", "STRING", (-1,)),
+    Tensor("stop_reason", "STRING", (-1,)),
     Tensor("cumulative_logprob", "FP32", (-1,)),
     Tensor("logprobs", "STRING", (-1,)),  # JSON, one list per sequence
     Tensor("prompt_logprobs", "STRING", (1,)),  # JSON
@@ -207,7 +208,6 @@ VECTOR_OUTPUTS = (
 )
 # Outputs that only the LLM API's model has, and those of the above that it has, too.
 LLMAPI_OUTPUTS = (
-    Tensor("stop_reason", "STRING", (-1,)),
     Tensor("kv_cache_reused_block", "INT32"),
     Tensor("kv_cache_missed_block", "INT32"),
     Tensor("kv_cache_hit_rate", "FP32"),
@@ -215,7 +215,7 @@ LLMAPI_OUTPUTS = (
 _LLMAPI_DETAILS = (
     *("finish_reason", "cumulative_logprob", "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks"),
     *("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"),
-    *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"),
+    *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "stop_reason"),
 )
 SEQUENCE_LENGTH = (Tensor("sequence_length", "INT32", (-1,)),)
 
