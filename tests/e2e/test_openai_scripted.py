@@ -213,6 +213,14 @@ def joined(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def test_streams_are_what_comes_at_once_wherever_it_is_cut(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Scripts of which each character is a token or more: streamed, at once, and ended behind every 24th of them;
     with --full behind each. tests/unit/openai/test_parsers.py cuts at every place.
@@ -231,8 +239,14 @@ def test_streams_are_what_comes_at_once_wherever_it_is_cut(tmp_path: Path, pytes
         choice = answer.model_dump()["choices"][0]
         message = choice["message"]
         calls = [call["function"] for call in message["tool_calls"] or ()]
+        content = message["content"] or ""
+        if streamed["tool_calls"] and not is_json(streamed["tool_calls"][-1]["arguments"]):
+            # A call that was cut, or damaged, is content; a stream has told its beginning as a call.
+            assert content.startswith(streamed["content"])
+            assert "<tool_call>" in content or '{"name"' in content
+            streamed = {**streamed, "content": content, "tool_calls": streamed["tool_calls"][:-1]}
         assert streamed == {
-            "content": message["content"] or "",
+            "content": content,
             "reasoning_content": message.get("reasoning_content") or "",
             "tool_calls": calls,
             "reason": choice["finish_reason"],

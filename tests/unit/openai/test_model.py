@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -225,7 +226,10 @@ def test_strict_functions_are_kept_by_a_grammar_of_the_format(parser: str, stric
     assert ("structural_tag" in strict_chat(parser, "f", strict).get("guided_decoding", {})) == bool(strict)
 
 
-def test_what_calls_in_python_cannot_name_is_refused_or_forced_as_json() -> None:
-    with pytest.raises(ApiError, match="tools: strict is true for function 'get-time'"):
-        strict_chat("pythonic", "get-time", True)
-    assert "json" in strict_chat("pythonic", "get-time", True, tool_choice="required")["guided_decoding"]
+@pytest.mark.parametrize("name", ["get-time", "files/read", "my tool", "a😀", '"'])
+@pytest.mark.parametrize("parser", ["pythonic", "lfm2", "auto"])
+def test_functions_with_any_name_may_be_strict_and_forced(parser: str, name: str) -> None:
+    for fields in ({}, {"tool_choice": "required"}):
+        tag = strict_chat(parser, name, True, **fields)["guided_decoding"]["structural_tag"]
+        written = json.dumps(name, ensure_ascii=False) if parser == "auto" else f"{name}("
+        assert json.dumps(written)[1:-1] in tag
