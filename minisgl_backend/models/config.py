@@ -129,13 +129,19 @@ def check_decoder(config: Mapping[str, Any]) -> None:
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
-    names = config.get("architectures") or []
+    names = config.get("architectures") or _architectures_of(config.get("model_type"))
     family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
     if family is None:
         nearest = get_close_matches(str(names[0]), FAMILIES, n=3) if names else []
         like = f"like {', '.join(nearest)}; " if nearest else ""
         refuse("architectures", names, f"one of the {len(FAMILIES)} native families, {like}docs/models.md lists them")
     return str(names[0]), family
+
+
+def _architectures_of(model_type: Any) -> list[str]:
+    """Of a config.json without `architectures`, as transformers chooses: by the type."""
+    generating = (name for name in FAMILIES if name.endswith("ForCausalLM"))
+    return [name for name in generating if model_type and FAMILIES[name].model_type == model_type][:1]
 
 
 def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:

@@ -147,8 +147,9 @@ def _max_position(config: PreTrainedConfig) -> tuple[int, int | None]:
         for one in ropes
         if one.get("rope_type") and one.get("factor")
     ]
-    told = getattr(config, "model_max_length", None)
-    longest = max([longest_told(told), *(stretched(rope, positions) for rope in [None, *scaled])])
+    # Without a rope each position has a vector of its own, however long a tokenizer takes texts to be.
+    told = longest_told(getattr(config, "model_max_length", None)) if given else 0
+    longest = max([told, *(stretched(rope, positions) for rope in [None, *scaled])])
     return longest, positions if any(rope.type == "dynamic" for rope in scaled) else None
 
 

@@ -65,6 +65,31 @@ def test_native_families_run_through_transformers_where_asked(tmp_path: Path) ->
         config.check_tensor_parallel(2)
 
 
+@pytest.mark.parametrize("architectures", [None, []])
+def test_without_architectures_the_type_decides(architectures: Any, tmp_path: Path) -> None:
+    """As in transformers."""
+    config = load_model_config(_folder(tmp_path, {**LLAMA, "architectures": architectures, "model_type": "qwen2"}))
+    assert (config.architecture, config.implementation) == ("Qwen2ForCausalLM", "native")
+    with pytest.raises(ConfigError, match=r"config.json: architectures is \[\]"):
+        load_model_config(_folder(tmp_path, {**LLAMA, "architectures": architectures, "model_type": None}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes", "lengths"),
+    [
+        ("phi", "PhiForCausalLM", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, (2048, 2048)),
+        ("phi", "PhiForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, (512, 2048)),
+        ("phi", "PhiForCausalLM", {"model_max_length": 4096}, (4096, 4096)),
+        ("gpt2", "GPT2LMHeadModel", {"model_max_length": 4096}, (512, 512)),  # learned positions: there are no more
+    ],
+)
+def test_the_longest_sequence_through_transformers_code(
+    model_type: str, architecture: str, changes: dict[str, Any], lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    config = load_model_config(_of_type(tmp_path, model_type, architecture, **changes), "transformers")
+    assert (config.max_seq_len(), config.max_position) == lengths
+
+
 def test_auto_falls_back_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = _of_type(tmp_path, "modernbert-decoder", "ModernBertDecoderForCausalLM")
     with caplog.at_level(logging.WARNING):
