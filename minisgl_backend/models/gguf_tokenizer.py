@@ -67,12 +67,17 @@ class GGUFTokenizer:
     def ends(self) -> list[int]:
         """The tokens that end an output, as in llama.cpp: end of text, of a turn, of a file."""
         named = [number for key in _KEYS_OF_ENDS if (number := self._id(key)) is not None]
-        by_text = [self._ids[text] for text in (*_ENDS, *_ENDS_OF_FILES) if text in self._ids]
-        found = dict.fromkeys((*named, *by_text))
+        found = dict.fromkeys((*named, *self._known_ends))
         for others, text in _NO_ENDS:
             if text in self._ids and others <= self._ids.keys():
                 found.pop(self._ids[text], None)
         return list(found)
+
+    @cached_property
+    def _known_ends(self) -> list[int]:
+        """By their texts, also where a type is wrong; but Qwen's ordinary token </s> is that of HTML."""
+        numbers = [self._ids[text] for text in (*_ENDS, *_ENDS_OF_FILES) if text in self._ids]
+        return [number for number in numbers if self._types[number] != _NORMAL or "|" in self._tokens[number]]
 
     def special_id(self, name: str) -> int | None:
         """The token of `bos`, `eos`, `unk`, `pad`, `sep` or `mask`."""
@@ -166,12 +171,11 @@ class GGUFTokenizer:
 
     def _added_tokens(self) -> Iterator[dict[str, Any]]:
         """Tokens that are found in a text before anything else."""
-        by_text = {self._ids[text] for text in (*_ENDS, *_ENDS_OF_FILES) if text in self._ids}
         # llama.cpp knows Phi 3 by the file's name: blanks behind its special tokens belong to them.
         name = str(self._metadata.get("general.name", "")).lower()
         with_blanks = "phi-3" in name or "phi3" in name
         for number, (text, kind) in enumerate(zip(self._tokens, self._types, strict=False)):
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in by_text:
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in self._known_ends:
                 yield {
                     "id": number,
                     "content": text,
@@ -179,7 +183,7 @@ class GGUFTokenizer:
                     "lstrip": False,
                     "rstrip": with_blanks and text not in ("<unk>", "<s>", "<|endoftext|>"),
                     "normalized": False,
-                    "special": kind != _USER_DEFINED or number in by_text,
+                    "special": kind != _USER_DEFINED or number in self._known_ends,
                 }
 
     def _normalizer(self) -> dict[str, Any] | None:

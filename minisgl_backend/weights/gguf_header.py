@@ -133,7 +133,8 @@ class _Cursor:
             raise ValueError("it does not begin with GGUF")
         version = self._scalar("I")
         if version not in (2, 3):
-            raise ValueError(f"its version is {version}; allowed: 2, 3")
+            big = ", as of a big-endian file" if version in (2 << 24, 3 << 24) else ""
+            raise ValueError(f"its version is {version}{big}; allowed: 2, 3")
         num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
         metadata = {}
         for _ in range(num_values):

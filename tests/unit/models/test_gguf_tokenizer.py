@@ -183,6 +183,13 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert GGUFTokenizer(file).ends == [NUMBER + 2]
 
 
+def test_an_ordinary_token_that_looks_like_an_end_is_text() -> None:
+    """Qwen's </s>, of HTML, which no text gives: it is cut before merges apply."""
+    file = bytes_file("</s>", "</s", types=(NORMAL, NORMAL))
+    assert GGUFTokenizer(file).ends == []
+    assert NUMBER not in backend(file).encode("<s>old</s>").ids
+
+
 def test_what_ends_an_output() -> None:
     names = ("<|eot_id|>", "<|file_sep|>", "<eos>", "<other>", "<|end|>", "<|return|>", "<|call|>")
     file = bytes_file(*names, eos_token_id=NUMBER + 3, eom_token_id=NUMBER + 2)
