@@ -126,7 +126,7 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
         options = {"tokenizer_object": Backend(BPE()), "added_tokens_decoder": {}, **files.named_tokens(backend)}
     try:
         tokenizer = loader.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if backend is None and any(files.folder.glob("*.model")):
             reason += "; the packages sentencepiece and tiktoken read such files as it has in place of tokenizer.json"

@@ -95,9 +95,9 @@ class TokenizerFiles:
         if "added_tokens_decoder" not in self.config:  # else the older file is not read
             older = read_json_if_there(self.folder / "special_tokens_map.json")
             both = [config.get(_MORE) or [] for config in (self.config, older)]
-            self.config |= older
+            self.config |= {key: _special(value) for key, value in older.items()}
             if all(isinstance(tokens, list) for tokens in both) and any(both):
-                self.config[_MORE] = [*both[0], *both[1]]
+                self.config[_MORE] = [*both[0], *map(_special, both[1])]
         self._check()
         self.class_name = str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
         own = self.config.get("auto_map")
@@ -199,9 +199,9 @@ class TokenizerFiles:
         return [_added_token(token, in_file.get(text), special=text in texts) for text, token in tokens.items()]
 
     def _set_prefix_space(self, backend: Tokenizer) -> None:
-        default = self._class.add_prefix_space if self._class is not None and not self._is_version_5 else None
+        default = self._class.add_prefix_space if self._class is not None else None
         flag = self.config.get("add_prefix_space", default)
-        if flag is None:
+        if flag is None or self._is_version_5:
             return
         words = _state(backend.pre_tokenizer)
         nested = flag and self.class_name in ("CohereTokenizer", "BloomTokenizer")
@@ -268,6 +268,11 @@ def _text(token: Any) -> str:
     """Of a token as the files write it: a text, or an object with `content`."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else ""
+
+
+def _special(value: Any) -> Any:
+    """A token of special_tokens_map.json, which says of none that it is special."""
+    return {**value, "special": True} if isinstance(value, dict) and "content" in value else value
 
 
 def _added_token(token: Mapping[str, Any], in_file: AddedToken | None, *, special: bool) -> AddedToken:

@@ -241,6 +241,7 @@ def test_tokens_that_the_other_files_add(tmp_path: Path) -> None:
     (older / "added_tokens.json").write_text(json.dumps({"<old>": 400}))
     tokenizer = Tokenizer(older)
     assert tokenizer.info()["eos_token"] == END
+    assert not loaded(older).get_added_tokens_decoder()[3].normalized
     assert len(tokenizer.encode("<old><more>")) == 2
 
 
