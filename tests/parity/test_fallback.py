@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minisgl_backend import LLM
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.choose import load_model_config
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type, small_config
@@ -111,6 +113,16 @@ def test_rope_is_that_of_the_longest_sequence(model_type: str, factor: float, tm
     assert float(cos.flatten()[0]) == factor
     longest = 2048
     assert load_model_config(tmp_path, "transformers").max_seq_len(longest) == longest
+
+
+def test_a_prefix_of_all_tensors_is_hinted_at(tmp_path: Path) -> None:
+    save_type("phi", tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({f"module.{name}": tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"lacks \d+ tensors that PhiForCausalLM .*; it has \d+ of them under 'module.'"
+    ):
+        PagedModel(tmp_path, page_size=16, model_impl="transformers")
 
 
 def test_the_text_part_of_a_vision_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
