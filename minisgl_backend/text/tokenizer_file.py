@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,15 +234,20 @@ class TokenizerFiles:
 
     def _fix_words_of_mistral(self, backend: Tokenizer) -> None:
         words, model = _state(backend.pre_tokenizer), read_json_if_there(self.folder / "config.json")
-        version = str(model.get("transformers_version") or "4").split(".")[0]
-        if (
-            self.config.get("fix_mistral_regex") is True
-            and model.get("model_type") in _MISTRAL_TYPES
-            and version < "5"
-            and words.get("type") == "Sequence"
-        ):
-            split = {"type": "Split", "pattern": {"Regex": _MISTRAL_WORDS}, "behavior": "Isolated", "invert": False}
-            _set_parts(backend, pre_tokenizer={**words, "pretokenizers": [split, *words["pretokenizers"][1:]]})
+        major = re.match(r"\d+", str(model.get("transformers_version")))
+        written_by_5 = major is not None and int(major[0]) >= 5
+        if model.get("model_type") not in _MISTRAL_TYPES or written_by_5 or words.get("type") != "Sequence":
+            return
+        flag, (first, *rest) = self.config.get("fix_mistral_regex"), words["pretokenizers"]
+        split = {"type": "Split", "pattern": {"Regex": _MISTRAL_WORDS}, "behavior": "Isolated", "invert": False}
+        if flag is True:
+            _set_parts(backend, pre_tokenizer={**words, "pretokenizers": [split, *rest]})
+        elif flag is None and first.get("type") == "Split" and first["pattern"] != split["pattern"]:
+            log.warning(
+                "%s cuts words otherwise than Mistral's own tokenizer, as some published files do; "
+                '"fix_mistral_regex": true in tokenizer_config.json cuts them as that, false silences this',
+                self.folder / _FILE,
+            )
 
     def _set_ends(self, backend: Tokenizer) -> None:
         known = self._class is not None and not self.has_own_code

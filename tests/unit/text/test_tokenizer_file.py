@@ -245,13 +245,31 @@ def test_tokens_that_the_other_files_add(tmp_path: Path) -> None:
     assert len(tokenizer.encode("<old><more>")) == 2
 
 
-def test_words_of_mistral_by_its_flag(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "fix_mistral_regex": True}
-    folder = make(tmp_path, config, backend=byte_level(digits=True), model={"model_type": "mistral"})
-    words = loaded(folder).pre_tokenizer
-    assert [word for word, _ in words.pre_tokenize_str("aB12")] == ["a", "B", "1", "2"]
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert [word for word, _ in loaded(folder).pre_tokenizer.pre_tokenize_str("aB12")] == ["aB", "12"]
+@pytest.mark.parametrize(
+    ("model_type", "flag", "version", "words", "warns"),
+    [
+        ("mistral", True, "4.50.0", ["a", "B", "1", "2"], False),
+        ("mistral3", None, None, ["aB", "12"], True),
+        ("mistral", False, None, ["aB", "12"], False),
+        ("mistral", True, "5.0.0", ["aB", "12"], False),
+        ("llama", True, None, ["aB", "12"], False),
+        ("llama", None, None, ["aB", "12"], False),
+    ],
+)
+def test_words_of_mistral_by_its_flag(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model_type: str,
+    flag: Any,
+    version: Any,
+    words: list[str],
+    warns: bool,
+) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "fix_mistral_regex": flag}
+    model = {"model_type": model_type, "transformers_version": version}
+    folder = make(tmp_path, config, backend=byte_level(digits=True), model=model)
+    assert [word for word, _ in loaded(folder).pre_tokenizer.pre_tokenize_str("aB12")] == words
+    assert ("fix_mistral_regex" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("name", READS_FLAGS)
