@@ -19,7 +19,15 @@ from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai import anthropic, batches, decisions, files, pooling_routes, response_routes
+from minisgl_backend.openai import (
+    anthropic,
+    batches,
+    decisions,
+    files,
+    message_batches,
+    pooling_routes,
+    response_routes,
+)
 from minisgl_backend.openai.answers import Answer, Header, PendingAnswer, Start, StreamSigns
 from minisgl_backend.openai.batch_runner import BatchRunner
 from minisgl_backend.openai.browsers import BrowserGuard
@@ -47,6 +55,8 @@ from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 from minisgl_backend.openai.vectors import VectorCall, Vectors
 
 log = logging.getLogger(__name__)
+
+_LARGE_BODIES = dict.fromkeys((files.PATH, message_batches.PATH), files.MAX_FILE_BYTES)
 
 
 class Endpoint:
@@ -302,7 +312,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     # The last one added runs first.
     if settings.ignore_unknown_fields:
         app.add_middleware(IgnoreUnknownFields)
-    app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes, by_path={files.PATH: files.MAX_FILE_BYTES})
+    app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes, by_path=_LARGE_BODIES)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:
@@ -339,6 +349,7 @@ def _add_batches(app: FastAPI, settings: EndpointSettings) -> BatchRunner | None
     kept = batches.BatchStore(folder / "batches")
     files.add_routes(app, store)
     batches.add_routes(app, kept, store)
+    message_batches.add_routes(app, message_batches.MessageBatches(kept, store, settings.max_body_bytes))
     return BatchRunner(kept, store, partial(post, app), settings.max_batch_requests, settings.max_body_bytes)
 
 

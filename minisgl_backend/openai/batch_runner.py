@@ -7,13 +7,11 @@ the batch's files as it comes; after a crash, lines whose `custom_id` is there a
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import fcntl
 import json
 import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -23,10 +21,12 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
+from minisgl_backend.openai.batch_lines import custom_ids_in, lines_left, validate_lines
+from minisgl_backend.openai.batches import ENDED, Batch, BatchStore, is_of_messages
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.files import FileStore
-from minisgl_backend.openai.requests.batches import MAX_LINES, Line, parse_line
+from minisgl_backend.openai.message_results import LineAnswer, message_result, remove_parts, unseen_files, write_results
+from minisgl_backend.openai.requests.batches import Line
 from minisgl_backend.openai.sse import encode
 from minisgl_backend.request import MAX_PRIORITY
 
@@ -41,7 +41,6 @@ _TIDY_SECONDS = 3600.0  # between checks for files that nothing will finish
 _TOLD_SECONDS = 1.0  # between updates of the counts that clients see
 _AGAIN = (408, 429, 503)  # the server is full, or will come back
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 5.0)
-_MOST_ERRORS = 100  # errors of a file that are reported
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window has passed"}
 
 
@@ -109,14 +108,16 @@ class BatchRunner:
 
     def _tidy(self) -> None:
         """Called when no batch is left to compute, although one may have been added since."""
-        going_on = [batch for batch in self._batches.all() if batch["status"] not in ENDED]
+        batches = self._batches.all()
+        going_on = [batch for batch in batches if batch["status"] not in ENDED]
+        written = {batch[key] for batch in going_on for key in ("_output", "_errors")}
         self._files.remove_expired()
-        self._files.remove_orphans({batch[key] for batch in going_on for key in ("_output", "_errors")})
+        self._files.remove_orphans(written.union(*(unseen_files(batch) for batch in batches if is_of_messages(batch))))
 
     async def _compute(self, batch: Batch) -> None:
         if batch["status"] == "validating":
             source = self._files.data(batch["input_file_id"])
-            count, errors = await _off_loop(_validate, source, batch["endpoint"], self._most_line_bytes)
+            count, errors = await _off_loop(validate_lines, source, batch["endpoint"], self._most_line_bytes)
             if errors:
                 await self._fail(batch, errors)
                 return
@@ -130,6 +131,16 @@ class BatchRunner:
     def _finish(self, batch: Batch, status: str) -> None:
         batch |= {"status": "finalizing", "finalizing_at": int(time.time())}
         self._batches.write(batch)
+        if is_of_messages(batch):
+            batch["_counts"] = write_results(batch, status, self._files)
+        else:
+            self._publish(batch)
+        batch |= {"status": status, f"{status}_at": int(time.time())}
+        self._batches.write(batch)
+        if is_of_messages(batch):
+            remove_parts(batch, self._files)
+
+    def _publish(self, batch: Batch) -> None:
         for key, shown, name in (("_output", "output_file_id", "output"), ("_errors", "error_file_id", "error")):
             path = self._files.data(batch[key])
             if path.exists() and path.stat().st_size:
@@ -137,8 +148,6 @@ class BatchRunner:
                 batch[shown] = batch[key]
             else:
                 path.unlink(missing_ok=True)
-        batch |= {"status": status, f"{status}_at": int(time.time())}
-        self._batches.write(batch)
 
     async def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         batch["errors"] = {"object": "list", "data": errors}
@@ -160,10 +169,10 @@ class BatchWork:
     async def run(self, most_at_once: int) -> str:
         """Returns the batch's final status."""
         output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
-        done = [await _off_loop(_custom_ids, path) for path in (output, errors)]
+        done = [await _off_loop(custom_ids_in, path) for path in (output, errors)]
         self._counts.update(completed=len(done[0]), failed=len(done[1]))
         source = self._files.data(self._batch["input_file_id"])
-        lines = _Lines(_lines(source, self._batch["endpoint"], done[0] | done[1], self._most_line_bytes))
+        lines = _Lines(lines_left(source, self._batch["endpoint"], done[0] | done[1], self._most_line_bytes))
         with output.open("ab") as self._output, errors.open("ab") as self._errors, contextlib.closing(lines):
             async with _TaskGroup() as group:
                 for _ in range(most_at_once):
@@ -185,20 +194,19 @@ class BatchWork:
 
     def _expire(self, lines: _Lines) -> None:
         while (line := lines.next()) is not None:
-            self._append(self._errors, line, None, _EXPIRED)
+            self._append(self._errors, line, None)
 
     async def _take(self, lines: _Lines) -> None:
         while self._end() is None and (line := await _off_loop(lines.next)) is not None:
             answer = await self._answer(line)
             if answer is None:
                 if self._end() == "expired":
-                    await _off_loop(self._append, self._errors, line, None, _EXPIRED)
+                    await _off_loop(self._append, self._errors, line, None)
                 return
-            status, response = answer
-            await _off_loop(self._append, self._output if status < 400 else self._errors, line, response, None)
+            await _off_loop(self._append, self._output if answer.status < 400 else self._errors, line, answer)
             await self._tell()
 
-    async def _answer(self, line: Line) -> tuple[int, dict[str, Any]] | None:
+    async def _answer(self, line: Line) -> LineAnswer | None:
         """None if the batch ends before the server takes the line."""
         body, tries = await _off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
         while True:
@@ -208,7 +216,8 @@ class BatchWork:
                 return None
             status, text = answer
             if status not in _AGAIN:
-                return status, {"status_code": status, "request_id": request_id, "body": json.loads(text)}
+                json.loads(text)
+                return LineAnswer(status, request_id, text)
             if self._end() is not None:
                 return None
             await asyncio.sleep(_AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)])
@@ -228,9 +237,10 @@ class BatchWork:
                 task.cancel()
                 await asyncio.wait([task])
 
-    def _append(self, file: IO[bytes], line: Line, response: Any, error: Any) -> None:
-        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
-        text = encode({**record, "response": response, "error": error}) + b"\n"
+    def _append(self, file: IO[bytes], line: Line, answer: LineAnswer | None) -> None:
+        """`answer`: None if the batch has expired."""
+        record = message_result(line.custom_id, answer) if is_of_messages(self._batch) else _record(line, answer)
+        text = encode(record) + b"\n"
         with self._appending:
             file.write(text)
             file.flush()
@@ -245,6 +255,15 @@ class BatchWork:
     def _write(self) -> None:
         self._files.check_room()
         self._batches.write(self._batch)
+
+
+def _record(line: Line, answer: LineAnswer | None) -> dict[str, Any]:
+    """A line of the output or error file."""
+    record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
+    if answer is None:
+        return {**record, "response": None, "error": _EXPIRED}
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
+    return {**record, "response": response, "error": None}
 
 
 class _Lines:
@@ -309,74 +328,3 @@ def _is_locked(lock: IO[str]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _numbered(file: IO[bytes], most_bytes: int) -> Generator[tuple[int, bytes | None], None, None]:
-    """(number, line) of non-empty lines; None for a line longer than `most_bytes`."""
-    number = 0
-    while text := file.readline(most_bytes + 1):
-        number += 1
-        if number == 1:
-            text = text.removeprefix(codecs.BOM_UTF8)  # as some editors write it
-        is_long = len(text) > most_bytes and not text.endswith(b"\n")
-        while is_long and text and not text.endswith(b"\n"):
-            text = file.readline(most_bytes + 1)
-        if is_long or text.strip():
-            yield number, None if is_long else text
-
-
-def _parsed(text: bytes | None, endpoint: str, most_bytes: int) -> Line:
-    """Raises ValueError with what is wrong."""
-    if text is None:
-        raise ValueError(f"it is longer than {most_bytes} bytes, all that a request may have (--max-body-bytes)")
-    return parse_line(text, endpoint)
-
-
-def _validate(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
-    """(number of lines, errors of some of them)."""
-    seen: set[str] = set()
-    errors: list[dict[str, Any]] = []
-    try:
-        with path.open("rb") as file:
-            for number, text in _numbered(file, most_bytes):
-                try:
-                    line = _parsed(text, endpoint, most_bytes)
-                    if line.custom_id in seen:
-                        raise ValueError(f"custom_id is {line.custom_id[:60]!r}, as that of another line")
-                    seen.add(line.custom_id)
-                    if len(seen) > MAX_LINES:
-                        raise ValueError(f"there are more than {MAX_LINES} lines, all that a batch may have")
-                except ValueError as error:
-                    message = f"line {number}: {error}"
-                    errors.append({"code": "invalid_line", "message": message, "line": number, "param": None})
-                    if len(errors) >= _MOST_ERRORS or len(seen) > MAX_LINES:
-                        break
-    except FileNotFoundError:
-        errors.append({"code": "no_file", "message": "the input file was deleted", "line": None, "param": None})
-    if not seen and not errors:
-        errors.append({"code": "empty_file", "message": "the input file has no lines", "line": None, "param": None})
-    return len(seen), errors
-
-
-def _custom_ids(path: Path) -> set[str]:
-    """Ids in an existing file. A last line that was cut off by a crash is removed."""
-    found: set[str] = set()
-    if not path.exists():
-        return found
-    whole = 0
-    with path.open("rb") as file:
-        for text in file:
-            if not text.endswith(b"\n"):
-                break
-            found.add(msgspec.json.decode(text)["custom_id"])
-            whole += len(text)
-    os.truncate(path, whole)
-    return found
-
-
-def _lines(path: Path, endpoint: str, done: set[str], most_bytes: int) -> Generator[Line, None, None]:
-    """The lines still to be computed."""
-    with path.open("rb") as file:
-        for _, text in _numbered(file, most_bytes):
-            if (line := _parsed(text, endpoint, most_bytes)).custom_id not in done:
-                yield line

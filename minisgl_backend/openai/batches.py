@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.files import FileStore, page, read_json, write_json
-from minisgl_backend.openai.requests.batches import BatchRequest
+from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest
 from minisgl_backend.openai.sse import encode
 
 WINDOW_SECONDS = 24 * 3600
@@ -39,7 +39,8 @@ class BatchStore:
         """`folder`: created with the first batch."""
         self.folder = folder
 
-    def add(self, request: BatchRequest) -> Batch:
+    def add(self, request: BatchRequest, **more: Any) -> Batch:
+        """`more`: other values than those of a new batch."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._make_room()
         now = int(time.time())
@@ -61,6 +62,7 @@ class BatchStore:
             "_lifetime": None if request.output_expires_after is None else request.output_expires_after.seconds,
             "_output": FileStore.new_id(),
             "_errors": FileStore.new_id(),
+            **more,
         }
         self.write(batch)
         return batch
@@ -68,10 +70,14 @@ class BatchStore:
     def write(self, batch: Batch) -> None:
         write_json(self._path(batch["id"]), batch)
 
+    def find(self, batch_id: str) -> Batch | None:
+        """Of any API."""
+        return self.read(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
+
     def get(self, batch_id: str) -> Batch:
-        """Raises ApiError if there is none."""
-        found = self.read(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
-        if found is None:
+        """Raises ApiError if there is none of OpenAI's API."""
+        found = self.find(batch_id)
+        if found is None or is_of_messages(found):
             raise ApiError(404, f"batch_id is {batch_id[:100]!r}, which is no batch here", param="batch_id")
         return found
 
@@ -92,6 +98,10 @@ class BatchStore:
         found = map(self.read, self.paths())
         return sorted(filter(None, found), key=lambda batch: (batch["created_at"], batch["id"]))
 
+    def delete(self, batch: Batch) -> None:
+        self._path(batch["id"]).unlink(missing_ok=True)
+        self._wish(batch["id"]).unlink(missing_ok=True)
+
     def cancel(self, batch: Batch) -> None:
         if batch["status"] in ENDED:
             raise invalid("batch_id", f"batch_id is a batch that is {batch['status']}; allowed: one that goes on")
@@ -101,11 +111,18 @@ class BatchStore:
         return self._wish(batch_id).exists()
 
     def shown(self, batch: Batch) -> dict[str, Any]:
-        """The batch as clients see it."""
+        """The batch as clients of OpenAI's API see it."""
         told = {name: value for name, value in batch.items() if not name.startswith("_")}
-        if batch["status"] not in ENDED and self.is_cancelled(batch["id"]):
-            told |= {"status": "cancelling", "cancelling_at": int(self._wish(batch["id"]).stat().st_mtime)}
+        if batch["status"] not in ENDED and (at := self.cancelled_at(batch["id"])) is not None:
+            told |= {"status": "cancelling", "cancelling_at": at}
         return told
+
+    def cancelled_at(self, batch_id: str) -> int | None:
+        """When its end was asked for, in seconds since the epoch; None: it was not."""
+        try:
+            return int(self._wish(batch_id).stat().st_mtime)
+        except FileNotFoundError:
+            return None
 
     def _make_room(self) -> None:
         batches = self.all()
@@ -114,14 +131,18 @@ class BatchStore:
         ended = next((batch for batch in batches if batch["status"] in ENDED), None)
         if ended is None:
             raise ApiError(429, f"{len(batches)} batches wait, all that this server takes", code="queue_full")
-        self._path(ended["id"]).unlink(missing_ok=True)
-        self._wish(ended["id"]).unlink(missing_ok=True)
+        self.delete(ended)
 
     def _path(self, batch_id: str) -> Path:
         return self.folder / f"{batch_id}.json"
 
     def _wish(self, batch_id: str) -> Path:
         return self.folder / f"{batch_id}.cancel"
+
+
+def is_of_messages(batch: Batch) -> bool:
+    """Whether it belongs to Anthropic's API."""
+    return bool(batch["endpoint"] == MESSAGES)
 
 
 def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
@@ -134,7 +155,8 @@ def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
     @app.get("/v1/batches")
     async def listed(request: Request) -> Response:
         found = await asyncio.to_thread(batches.all)
-        return _json(page([batches.shown(batch) for batch in found], request, most=_MOST_LISTED, default=20))
+        shown = [batches.shown(batch) for batch in found if not is_of_messages(batch)]
+        return _json(page(shown, request, most=_MOST_LISTED, default=20))
 
     @app.get("/v1/batches/{batch_id}")
     async def find(batch_id: str) -> Response:

@@ -65,6 +65,19 @@ class FileStore:
             self.data(file_id).unlink(missing_ok=True)
             raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
 
+    def add_unseen(self, lines: Sequence[bytes]) -> str:
+        """A file that clients do not see. Returns its id. Raises ApiError if there is no room."""
+        self.check_room(sum(map(len, lines)))
+        file_id = self.new_id()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self.data(file_id).open("wb") as target:
+                target.writelines(lines)
+        except OSError as error:
+            self.data(file_id).unlink(missing_ok=True)
+            raise ApiError(507, f"the requests cannot be kept: {error.strerror}", code="storage_full") from None
+        return file_id
+
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError if `size` more bytes would exceed the limit."""
         used = sum(map(_size, self._folder.glob("file-*"))) + self._expected

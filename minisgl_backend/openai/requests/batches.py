@@ -1,7 +1,9 @@
-"""POST /v1/batches, and the lines of a batch's file."""
+"""POST /v1/batches and /v1/messages/batches, and the lines of a batch's file."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +16,9 @@ MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 24 * 3600  # allowed lifetime of a file 
 _MAX_METADATA = 16
 _MAX_METADATA_TEXT = 512
 _NOT_IN_A_LINE = ("stream", "background", "priority")
+MESSAGES = "/v1/messages"
+MAX_MESSAGE_LINES = 100_000  # of a batch of messages; Anthropic's
+_MESSAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # Anthropic's form of a custom_id
 
 
 class ExpiresAfter(Model):
@@ -64,7 +69,61 @@ def parse_line(text: bytes, endpoint: str) -> Line:
         raise ValueError(f"url is {line.url[:60]!r}; allowed: {endpoint}, the batch's endpoint")
     if not 1 <= len(line.custom_id) <= _MAX_METADATA_TEXT:
         raise ValueError(f"custom_id has {len(line.custom_id)} characters; allowed: 1 to {_MAX_METADATA_TEXT}")
-    for name in _NOT_IN_A_LINE:
-        if line.body.get(name):
-            raise ValueError(f"body.{name} is given; allowed in a batch: none")
+    _check_fields("body", line.body)
     return line
+
+
+def _check_fields(name: str, body: dict[str, Any]) -> None:
+    for key in _NOT_IN_A_LINE:
+        if body.get(key):
+            raise ValueError(f"{name}.{key} is given; allowed in a batch: none")
+
+
+class MessageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a batch of messages."""
+
+    custom_id: str
+    params: msgspec.Raw  # a JSON object
+
+
+class MessageBatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/messages/batches."""
+
+    requests: list[MessageEntry]
+
+
+_decode_body = msgspec.json.Decoder(MessageBatchBody).decode
+_decode_params = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def message_lines(body: bytes, most_bytes: int) -> list[bytes]:
+    """The requests of a batch of messages as lines of a batch's file, each of at most `most_bytes`. Raises ValueError
+    with what is wrong."""
+    try:
+        requests = _decode_body(body).requests
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"requests: {error}") from None
+    if not 1 <= len(requests) <= MAX_MESSAGE_LINES:
+        raise ValueError(f"requests has {len(requests)} entries; allowed: 1 to {MAX_MESSAGE_LINES}")
+    return list(_message_lines(requests, most_bytes))
+
+
+def _message_lines(requests: list[MessageEntry], most_bytes: int) -> Iterator[bytes]:
+    seen: set[str] = set()
+    for number, entry in enumerate(requests):
+        name = f"requests[{number}]"
+        if not _MESSAGE_ID.fullmatch(entry.custom_id):
+            raise ValueError(f"{name}.custom_id is {entry.custom_id[:70]!r}; allowed: 1 to 64 letters, digits, _ and -")
+        if entry.custom_id in seen:
+            raise ValueError(f"{name}.custom_id is {entry.custom_id!r}, as that of another request")
+        seen.add(entry.custom_id)
+        try:
+            _check_fields(f"{name}.params", _decode_params(entry.params))
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ValueError(f"{name}.params: {error}") from None
+        # In JSON, ends of lines stand between values alone.
+        params = msgspec.Raw(bytes(entry.params).replace(b"\n", b" ").replace(b"\r", b" "))
+        line = {"custom_id": entry.custom_id, "method": "POST", "url": MESSAGES, "body": params}
+        if len(encoded := msgspec.json.encode(line)) >= most_bytes:
+            raise ValueError(f"{name} is longer than {most_bytes} bytes, all that one may have (--max-body-bytes)")
+        yield encoded + b"\n"
