@@ -203,7 +203,8 @@ class StatusLine:
         """Logs and returns the line; None where nothing has happened since the last one."""
         self.due = now + self._period_s
         last, since, self._since = self._last, self._since, now
-        if last is not None and stats.step == last.step and not stats.num_running:
+        is_idle = stats.step == last.step if last is not None else not stats.total_prompt_tokens
+        if is_idle and not stats.num_running:
             return None
         self._last = stats
         line = _describe(stats, last, max(now - since, 1e-3))

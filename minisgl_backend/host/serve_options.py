@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import minisgl_backend
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.addresses import is_loopback, reached_at
 from minisgl_backend.host.endpoint_options import add_endpoint_options, endpoint_of
@@ -52,6 +53,7 @@ class ServerSettings:
     metrics_port: int
     exit_timeout: int
     verbose: bool
+    quiet: bool = False  # warnings and errors alone: LOG_LEVEL
     allowed_apis: tuple[str, ...] = ()  # of ADMIN_APIS: open to everyone
     arguments: tuple[str, ...] = ()  # further arguments for tritonserver itself
 
@@ -78,12 +80,19 @@ class Arguments:
     infer: bool = False  # adds the model `infer`
     node_rank: int = 0  # with several nodes; above 0: this machine runs ranks but serves no clients
 
-    @property
-    def example_request(self) -> str:
-        """To try the server with. The demo model takes text_input as a question; all others continue it."""
+    def example_command(self, *, has_chat_template: bool) -> str:
+        """To try the server with: a question where the model answers some, else a text that it goes on with."""
         is_demo = self.engine_parameters.get("model", DEMO_MODEL) == DEMO_MODEL
-        text = "What is 17 + 25?" if is_demo else "The capital of France is"
-        return json.dumps({"text_input": text, "max_tokens": 32}, separators=(",", ":"))
+        question = "What is 17 + 25?" if is_demo else "Who are you?"
+        body: dict[str, Any] = {"max_tokens": 32}
+        if self.endpoint is not None and has_chat_template and not is_demo:
+            body["messages"] = [{"role": "user", "content": question}]
+            head = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if self.endpoint.api_keys else ""
+            url, rest = f"{self.endpoint.url}/v1/chat/completions", f" -H 'Content-Type: application/json'{head}"
+        else:
+            body["text_input"] = question if is_demo else "The capital of France is"
+            url, rest = f"{self.server.address}/v2/models/ensemble/generate", ""
+        return f"curl -s {url}{rest} -d '{json.dumps(body, separators=(',', ':'))}'"
 
     @property
     def ports(self) -> list[tuple[str, int]]:
@@ -116,6 +125,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
         metrics_port=values["metrics_port"],
         exit_timeout=values["exit_timeout"],
         verbose=values["verbose"],
+        quiet=Environment.read().log_level in ("WARNING", "ERROR"),
         allowed_apis=values["allow"],
         arguments=tuple(arguments[split + 1 :]),
     )

@@ -29,7 +29,7 @@ _NOISE = (
 # A model's reason for not loading; repeated by each message that passes it on, with the line that raised it.
 _REFUSAL = re.compile(r"TritonModelException: (?P<message>.+?)(?=\n\s*\nAt:\n|;?\Z)", re.DOTALL)
 _LOAD_FAILED = "failed to load all models"
-_PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight requests")
+_WAITS = "Waiting for in-flight requests"
 
 
 @dataclass
@@ -37,6 +37,7 @@ class LogFilter:
     """Filters a byte stream. `live_models`: what the server last reported while shutting down."""
 
     verbose: bool = False
+    quiet: bool = False  # warnings and errors alone
     live_models: int | None = None  # models not unloaded yet, once no request is in flight
     refusal: str | None = None  # why a model could not be loaded, in its own words
     _rest: bytes = b""
@@ -73,12 +74,13 @@ class LogFilter:
         # The caller reports the reason once, without its consequences.
         if refusal or (self.refusal is not None and _LOAD_FAILED in text):
             return b""
-        readable = readable_line(text)
+        readable = readable_line(text, quiet=self.quiet)
         return b"" if readable is None else readable.encode() + b"\n"
 
 
-def readable_line(text: str) -> str | None:
-    """One line of the log, shortened, or None if it is not worth reading."""
+def readable_line(text: str, *, quiet: bool = False) -> str | None:
+    """One line of the log, shortened, or None if it is not worth reading: what is loaded are this project's own models,
+    of which the engine tells by itself."""
     if any(noise in text for noise in _NOISE):
         return None
     match = _LINE.match(text)
@@ -88,7 +90,7 @@ def readable_line(text: str) -> str | None:
     message = _unquote(match["message"])
     if match["level"] in "WEF":
         return {"W": "warning: ", "E": "error: ", "F": "fatal: "}[match["level"]] + message
-    return f"triton: {message}" if message.startswith(_PROGRESS) else None
+    return f"triton: {message}" if message.startswith(_WAITS) and not quiet else None
 
 
 def _could_be_server_line(rest: bytes) -> bool:

@@ -56,7 +56,7 @@ class ServerProcess:
         self._settings = settings
         # Loading and unloading models over the network needs this secret, which only this process knows.
         self._control_key = secrets.token_hex(16)
-        self._log = LogFilter(verbose=settings.verbose)
+        self._log = LogFilter(verbose=settings.verbose, quiet=settings.quiet)
         self._decoupled: dict[str, bool] = {}
         self._unloadable_models = 0  # left by reloads: an instance whose stub died never unloads
         self._process, read_end = self._start(server_arguments(settings, install, self._control_key))
@@ -141,6 +141,15 @@ class ServerProcess:
     def has_model(self, model: str) -> bool:
         """True if the server has loaded this model."""
         return self._request(f"v2/models/{model}/ready", timeout=1.0) is not None
+
+    def has_chat_template(self) -> bool:
+        """True if the served model has one: it can be sent messages."""
+        body = {
+            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [""]}],
+            "outputs": [{"name": "model_info"}],
+        }
+        reply = self._request("v2/models/tokenizer/infer", timeout=5.0, post=body)
+        return reply is not None and bool(json.loads(json.loads(reply)["outputs"][0]["data"][0])["chat_template"])
 
     def learn_models(self) -> None:
         """To be called once it is ready: later, while a stub is dead, a slow reply could be taken for none."""

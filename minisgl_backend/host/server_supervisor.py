@@ -178,35 +178,40 @@ class Supervisor:
 
     def _end(self, server: ServerProcess, *, was_ready: bool) -> None:
         if self._stop.is_set() and was_ready:
-            say("stopping: requests in flight are finished first; Ctrl-C again ends them")
+            self._tell("stopping: requests in flight are finished first; Ctrl-C again ends them")
             if self._endpoint is not None:
                 self._endpoint.begin_stop()  # its requests in flight end with the server's
             server.stop(self._abandon)
         else:  # no one waits for answers, and a model that is being loaded would not stop soon by itself
             server.clean_up()
         if self._stop.is_set():
-            say("stopped")
+            self._tell("stopped")
 
     def _start_endpoint(self) -> None:
         """Called once, after the first server is ready: the endpoint outlives servers that are restarted."""
         settings = self._arguments.endpoint
         if settings is not None and self._endpoint is None:
             self._endpoint = OpenAIEndpoint(settings, say)
-            say(f"OpenAI-compatible: {settings.url}/v1, and a page to chat: {settings.url}")
+            self._tell(f"OpenAI-compatible: {settings.url}/v1, and a page to chat: {settings.url}")
 
     def _announce(self, server: ServerProcess) -> None:
         if self._announced:
-            say("ready again")
+            self._tell("ready again")
             return
         self._announced = True
-        address = self._settings.address
         if server.has_model("ensemble"):
-            say(f"ready; try:  curl -s {address}/v2/models/ensemble/generate -d '{self._arguments.example_request}'")
+            command = self._arguments.example_command(has_chat_template=server.has_chat_template())
+            self._tell(f"ready; try:  {command}")
         else:
-            say(f"ready: http://{address}")
+            self._tell(f"ready: http://{self._settings.address}")
         warning = open_ports_warning(self._arguments)
         if warning is not None:
             say(f"warning: {warning}")
+
+    def _tell(self, text: str) -> None:
+        """Says what is neither warning nor error, unless LOG_LEVEL is above INFO."""
+        if not self._settings.quiet:
+            say(text)
 
     def _not_ready_reason(self) -> str | None:
         server, busy = self._server, self._busy

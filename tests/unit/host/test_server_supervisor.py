@@ -40,10 +40,24 @@ def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
 
 
 def test_the_example_suits_the_model(tmp_path: Path) -> None:
-    assert parse_arguments([]).example_request == '{"text_input":"What is 17 + 25?","max_tokens":32}'
-    assert "17 + 25" in parse_arguments(["demo", "--tp", "2"]).example_request
+    demo = parse_arguments([]).example_command(has_chat_template=True)
+    assert demo.endswith("""generate -d '{"max_tokens":32,"text_input":"What is 17 + 25?"}'""")
+    assert "17 + 25" in parse_arguments(["demo", "--tp", "2"]).example_command(has_chat_template=True)
     (tmp_path / "config.json").write_text("{}")
-    assert "17 + 25" not in parse_arguments([str(tmp_path)]).example_request
+    arguments = parse_arguments([str(tmp_path)])
+    assert "9000/v1/chat/completions" in arguments.example_command(has_chat_template=True)
+    assert '"text_input":"The capital' in arguments.example_command(has_chat_template=False)
+    alone = parse_arguments([str(tmp_path), "--openai-port", "0"])
+    assert '"text_input":"The capital' in alone.example_command(has_chat_template=True)
+
+
+def test_log_level_counts_for_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not parse_arguments([]).server.quiet
+    monkeypatch.setenv("LOG_LEVEL", "warning")
+    assert parse_arguments([]).server.quiet
+    monkeypatch.setenv("LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="LOG_LEVEL is 'LOUD'; allowed: DEBUG"):
+        parse_arguments([])
 
 
 def test_the_openai_endpoint_is_on_unless_told_otherwise() -> None:
