@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,12 +11,11 @@ import pytest
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
 from tests.e2e.test_openai_scripted import thinking_model
 from tests.e2e.wire import PATIENCE_SECONDS
+from tests.environments import npm_folder, output_of, python_with
 
-# Each installs what it tries first, for at most INSTALL_SECONDS.
+# Each installs what it tries first.
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
 
-TOOLS = Path(sys.prefix) / "tools"
-INSTALL_SECONDS = 1200.0
 LONGEST = 131_072  # tokens
 SAID = "The file says hello."
 
@@ -138,32 +134,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         yield found
 
 
-def run(command: Sequence[str], seconds: float = PATIENCE_SECONDS, **environment: str) -> str:
-    """What it prints; fails where it does."""
-    done = subprocess.run(
-        command,
-        env={**os.environ, "NO_PROXY": "*", **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
-
-
-def python_with(package: str, *others: str) -> str:
-    python = TOOLS / package / "bin" / "python"
-    if not python.exists():
-        run([sys.executable, "-m", "venv", str(TOOLS / package)])
-        run([str(python), "-m", "pip", "install", "-q", package, *others], INSTALL_SECONDS)
-    return str(python)
+def check(python: Path, program: str, url: str) -> None:
+    assert output_of([python, "-c", program, url], PATIENCE_SECONDS).endswith("all is well\n")
 
 
 def test_litellm_knows_a_prompt_that_is_too_long(scripted: Endpoint) -> None:
-    assert run([python_with("litellm"), "-c", LITELLM, f"{scripted.url}/v1"]).endswith("all is well\n")
+    check(python_with("litellm"), LITELLM, f"{scripted.url}/v1")
 
 
 @pytest.mark.parametrize(
@@ -172,22 +148,20 @@ def test_litellm_knows_a_prompt_that_is_too_long(scripted: Endpoint) -> None:
     ids=["langchain", "openai-agents"],
 )
 def test_an_agent_has_the_demo_model_call_its_tool(endpoint: Endpoint, packages: Sequence[str], program: str) -> None:
-    assert run([python_with(*packages), "-c", program, f"{endpoint.url}/v1"]).endswith("all is well\n")
+    check(python_with(*packages), program, f"{endpoint.url}/v1")
 
 
 def test_agent_framework_continues_by_the_id_of_a_response(endpoint: Endpoint) -> None:
-    command = [python_with("agent-framework-openai"), "-c", AGENT_FRAMEWORK, f"{endpoint.url}/v1"]
-    assert run(command).endswith("all is well\n")
+    check(python_with("agent-framework-openai"), AGENT_FRAMEWORK, f"{endpoint.url}/v1")
 
 
 def test_codex_has_its_answer(scripted: Endpoint, tmp_path: Path) -> None:
     """With all of its tools: functions, namespaces and hosted ones."""
-    codex = TOOLS / "codex" / "node_modules" / ".bin" / "codex"
-    if not codex.exists():
-        run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(TOOLS / "codex"), "@openai/codex"], 1200.0)
+    codex = npm_folder("codex", "@openai/codex") / "node_modules" / ".bin" / "codex"
     config = {"name": "minisgl", "base_url": f"{scripted.url}/v1", "wire_api": "responses"}
     lines = ['model = "demo"', 'model_provider = "minisgl"', "[model_providers.minisgl]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in config.items()]
     (tmp_path / "config.toml").write_text("\n".join(lines), encoding="utf-8")
-    said = run([str(codex), "exec", "--skip-git-repo-check", "What does the file say?"], CODEX_HOME=str(tmp_path))
+    command = [codex, "exec", "--skip-git-repo-check", "What does the file say?"]
+    said = output_of(command, PATIENCE_SECONDS, CODEX_HOME=str(tmp_path))
     assert SAID in said
