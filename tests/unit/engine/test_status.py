@@ -41,6 +41,7 @@ def test_rates_are_those_since_the_last_line() -> None:
 
 def test_an_idle_engine_says_nothing() -> None:
     status = StatusLine(now=0.0, period_s=10.0)
-    stats = dataclasses.replace(ZERO, step=5)
+    assert status.update(dataclasses.replace(ZERO, step=5), 5.0) is None, "warm-ups are no work"
+    stats = dataclasses.replace(ZERO, step=5, total_prompt_tokens=9)
     assert status.update(stats, 10.0) is not None
     assert status.update(stats, 20.0) is None
