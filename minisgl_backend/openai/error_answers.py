@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -56,7 +56,8 @@ async def _answer_wrong_body(request: Request, error: Exception) -> Response:
 def _fields_of(request: Request) -> Collection[str] | None:
     """The fields of the path's own requests; None: it has none."""
     body = get_type_hints(request.scope["endpoint"]).get("body")
-    return None if body is None else body.model_fields
+    kinds = () if body is None else get_args(body) or (body,)  # a path may take bodies of several kinds
+    return {name for kind in kinds for name in kind.model_fields} or None
 
 
 async def _answer_nested_body(request: Request, error: Exception) -> Response:
