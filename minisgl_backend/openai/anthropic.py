@@ -35,8 +35,8 @@ _SIGNATURE = base64.b64encode(b"minisgl").decode()
 class ContentBlocks:
     """The growing blocks of one answer, and their events.
 
-    A call becomes a block when it is complete: clients run what they get, and a stream cannot take anything back. One
-    whose arguments are no JSON object, or were cut off, is text.
+    A call becomes a block when it is complete: clients run what they get. One whose arguments are no JSON object, or
+    were cut off, is text.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,6 @@ class ContentBlocks:
         if part.kind == "arguments":
             self._arguments += part.text
             return []
-        if part.kind == "broken":
-            self._call, self._arguments = None, ""
-            return self._grow("text", part.text)
         return self._end_call() + self._grow("thinking" if part.kind == "reasoning" else "text", part.text)
 
     def finish(self, reason: str) -> list[Event]:
@@ -139,6 +136,7 @@ class MessagesAnswer:
         self._generation = generation
         self._header = header
         self._parser = parser or MessageParser()
+        self._parser.tell_at_end()  # a call that turns out to be none has then not been told, in a stream neither
         self._stop_sequences = stop_sequences
         self._added_tokens = added_tokens if stop_sequences and generation.has_special_tokens else ()
         self._blocks = ContentBlocks()
@@ -161,7 +159,6 @@ class MessagesAnswer:
 
     async def whole(self) -> bytes:
         """The whole answer."""
-        self._parser.tell_at_end()
         async for _ in self._progress():
             pass
         return encode(self._message(self._blocks.blocks, self._reason))

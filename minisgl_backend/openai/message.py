@@ -36,11 +36,12 @@ class MessageParser:
         parallel: bool = True,
         told: Told = "as written",
     ) -> None:
-        """`parallel`: false drops all calls but the first. `told`: when the parts of a call are."""
+        """`parallel`: false drops the second call and all that follows. `told`: when the parts of a call are."""
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
         self._told = told
+        self._is_over = False  # a second call has begun that is dropped
         self._held: list[Part] = []  # from the first call on that is not told yet
         self._has_broken = False  # a call that was told turned out to be none
         self.is_cut = False  # a stop text has ended the answer within a call
@@ -68,7 +69,7 @@ class MessageParser:
             parsers = (self._tools, self._reasoning)
             self.is_cut = any(parser is not None and parser.is_damaged for parser in parsers)
         if not self._parallel:
-            parts = [part for part in parts if part.number == 0]
+            parts = self._up_to_second_call(parts)
         return self._whole(parts, is_last=ended is not None)
 
     @property
@@ -91,6 +92,15 @@ class MessageParser:
             behind = sum(len(piece.text) for piece in pieces if piece.kind == "content")
             self.num_thought_tokens += round(delta.num_tokens * (1 - behind / max(len(delta.text), 1)))
         return pieces + (reasoning.finish(ended) if ended is not None else [])
+
+    def _up_to_second_call(self, parts: Sequence[Part]) -> list[Part]:
+        """Without the second call and all that follows, but for what says that the first one is none either."""
+        found = []
+        for part in parts:
+            self._is_over = self._is_over or part.number > 0
+            if not self._is_over or (part.kind == "broken" and part.number == 0):
+                found.append(part)
+        return found
 
     def _whole(self, parts: Sequence[Part], *, is_last: bool) -> list[Part]:
         """What can be told now."""

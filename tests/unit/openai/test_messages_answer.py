@@ -13,6 +13,7 @@ from minisgl_backend.openai.anthropic import MessagesAnswer
 from minisgl_backend.openai.message import MessageParser
 from minisgl_backend.openai.triton import Delta
 from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.tool_calls import CallListParser, HermesParser
 
 
 class Said:
@@ -139,6 +140,39 @@ def test_a_damaged_call_costs_none_of_the_others() -> None:
     assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
     assert (whole["content"][1]["input"], whole["stop_reason"]) == ({"b": 2}, "tool_use")
     assert joined(events) == (whole["content"], "tool_use")
+
+
+def calls_of(*texts: str) -> str:
+    return "".join(f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>' for text in texts)
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_nothing_follows_a_second_call_that_is_not_wanted(step: int) -> None:
+    text = f"So: {calls_of('{}')} and {calls_of('{}')} and so on {calls_of('{}')} to the end"
+    parser = MessageParser(tools=HermesParser(["f"]), parallel=False)
+    pieces = [text[place : place + step] for place in range(0, len(text), step)]
+    parts = [part for piece in pieces for part in parser.feed(Delta(0, piece, 1, None, ()))]
+    parts += parser.feed(Delta(0, "", 1, "stop", ()))
+    assert [part.text for part in parts if part.kind == "call"] == ["f"]
+    assert "".join(part.text for part in parts if part.kind == "content").split() == ["So:", "and"]
+
+
+def test_of_calls_that_were_cut_a_stream_tells_what_the_whole_answer_does() -> None:
+    text = '[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {"a": 1'
+
+    def answer() -> MessagesAnswer:
+        said: Any = Said(*text, "", reason="length")
+        return MessagesAnswer(said, Header("r", 0, "m"), MessageParser(tools=CallListParser(["f"])))
+
+    async def stream() -> bytes:
+        return b"".join([data async for data in answer().events()])
+
+    lines = asyncio.run(stream()).decode().split("\n")
+    whole = json.loads(asyncio.run(answer().whole()))
+    blocks, reason = joined([json.loads(line[6:]) for line in lines if line[:6] == "data: "])
+    assert [block["type"] for block in blocks] == ["tool_use", "text"]
+    blocks[0]["id"] = whole["content"][0]["id"]
+    assert (blocks, reason) == (whole["content"], "max_tokens")
 
 
 def test_thoughts_are_signed_once_at_their_end() -> None:
