@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,17 @@ class Responses:
             self._endpoint.note_left_out(body.callable_tools.left_out)
         names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
         if body.background and store is not None:
-            header = replace(header, model=await self._endpoint.admit(body.model))
-            with _renamed_errors():
-                begun = await self._begin(Kept(store, items), body, chat, context, names, header)
-            return await self._stream(request, KeptEvents(store, header.id)) if body.stream else _json(begun)
+            kept, endpoint = Kept(store, items), self._endpoint
+
+            async def begin() -> dict[str, Any]:
+                resolve = endpoint.model.resolve if body.stream else endpoint.admit
+                named = replace(header, model=await resolve(body.model))
+                with _renamed_errors():
+                    return await self._begin(kept, body, chat, context, names, named)
+
+            if body.stream:
+                return await self._stream(request, KeptEvents(store, header.id), begin)
+            return _json(await begin())
         keep = None if store is None else Kept(store, items).keep
 
         async def start() -> tuple[Answer, Sequence[Source]]:
@@ -98,8 +105,14 @@ class Responses:
             raise invalid("stream", f"stream is true, and no events of {response_id[:100]!r} are kept; {allowed}")
         return await self._stream(request, KeptEvents(self._store, response_id, after))
 
-    async def _stream(self, request: Request, events: KeptEvents) -> Response:
+    async def _stream(
+        self, request: Request, events: KeptEvents, begin: Callable[[], Awaitable[Any]] | None = None
+    ) -> Response:
+        """`begin`: what the events need first."""
+
         async def start() -> tuple[Answer, Sequence[Source]]:
+            if begin is not None:
+                await begin()
             return events, [events]
 
         context = RequestContext(request_id_of(request))

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ class Slow:
         if isinstance(told, ApiError):
             raise told
         return Delta(0, told, 1, None if self._steps else "stop", ())
+
+    async def begin(self, seconds: float) -> None:
+        pass
 
     def cancel(self) -> None:
         self.was_cancelled = True
@@ -228,10 +232,19 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def posted(server: SlowServer, path: str, monkeypatch: pytest.MonkeyPatch, *, leaves_after: float = 1e9) -> list[Sent]:
+def posted(
+    server: SlowServer,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    leaves_after: float = 1e9,
+    state_folder: str = "",
+    **fields: Any,
+) -> list[Sent]:
     """All that the application sends to a streaming request."""
     monkeypatch.setattr("minisgl_backend.openai.app.TritonServer", lambda *_, **__: server)
-    body = json.dumps({**BODIES[path], "stream": True, "temperature": 0.5}).encode()
+    body = json.dumps({**BODIES[path], "stream": True, "temperature": 0.5, **fields}).encode()
+    settings = EndpointSettings(max_files_bytes=0, state_folder=state_folder)
 
     async def work() -> list[Sent]:
         loop, unread, found = asyncio.get_running_loop(), [body], []
@@ -245,7 +258,7 @@ def posted(server: SlowServer, path: str, monkeypatch: pytest.MonkeyPatch, *, le
         async def send(part: Any) -> None:
             found.append((loop.time(), part))
 
-        app = create_app(EndpointSettings(max_files_bytes=0, response_store_bytes=0))
+        app = create_app(settings)
         head = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": head}
         async with app.router.lifespan_context(app):
@@ -265,6 +278,19 @@ def test_no_silence_is_long_before_a_generation_starts(path: str, monkeypatch: p
     names = [[name for name, _ in events(body_of(found)) if name != "ping"] for found in (slow, fast)]
     assert names[0] == names[1]
     assert "Hi" in body_of(slow)
+
+
+def test_a_response_in_the_background_streams_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, Any] = {"state_folder": str(tmp_path), "background": True}
+    found = posted(SlowServer(25.0, fails=False), "/v1/responses", monkeypatch, **kept)
+    times = [0.0, *(when for when, _ in found)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= LONGEST
+    assert events(body_of(found))[-1][0] == "response.completed"
+    late = posted(SlowServer(25.0, fails=True), "/v1/responses", monkeypatch, **kept)
+    ((name, last),) = events(body_of(late))
+    assert (name, last["message"]) == ("error", "too long")
 
 
 @pytest.mark.parametrize("path", BODIES)
