@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,6 +24,8 @@ from minisgl_backend.text.chat import (
     shown,
 )
 from minisgl_backend.text.turns import orders
+
+log = logging.getLogger(__name__)
 
 # Missing before transformers 4.53, whose apply_chat_template keeps null values.
 _render_template: Any = getattr(chat_template_utils, "render_jinja_template", None)
@@ -51,6 +54,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: one of transformers."""
         self._tokenizer = tokenizer
+        self._has_warned = False  # of system messages that are left out
 
     def __bool__(self) -> bool:
         return bool(self._tokenizer.chat_template)
@@ -74,7 +78,9 @@ class ChatTemplate:
         plain = plain_messages(messages)
         formed = self._formed(plain)
         try:
-            return self._in_either_form(formed, arguments)
+            prompt = self._in_either_form(formed, arguments)
+            self._warn_of_lost(formed, prompt)
+            return prompt
         except RecursionError:
             raise InvalidRequestError(
                 "chat_template_kwargs or messages are nested too deeply for the chat template; allowed: fewer levels"
@@ -86,6 +92,18 @@ class ChatTemplate:
                 return self._in_either_form(order, arguments)
         place = self._place(plain, arguments, str(refused))
         raise InvalidRequestError(f"messages: the chat template refuses them: {refused}{place}") from None
+
+    def _warn_of_lost(self, messages: Sequence[Mapping[str, Any]], prompt: str) -> None:
+        """Some templates show the model no system message but the first, or the last, and say nothing."""
+        if self._has_warned:
+            return
+        texts = [message["content"].strip() for message in messages if message["role"] in ("system", "developer")]
+        if len(texts) > 1 or (texts and messages[0]["role"] not in ("system", "developer")):
+            self._has_warned = any(text not in prompt for text in texts)
+            if self._has_warned:
+                log.warning(
+                    "the chat template leaves out some of a request's system messages; the model never sees them"
+                )
 
     def _formed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with roles, ids and contents as the template wants them."""

@@ -252,6 +252,18 @@ def test_what_renders_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "is_lost"), [("MiniMax-M2", True), ("openai-gpt-oss-120b", True), ("Qwen-Qwen2.5-7B-Instruct", False)]
+)
+def test_a_template_that_leaves_out_system_messages_is_warned_of_once(
+    name: str, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = template(name)
+    for _ in range(2):
+        assert ("S2" in found.render(said("system S1, user U1, system S2"), {})) != is_lost
+    assert len([record for record in caplog.records if "leaves out" in record.getMessage()]) == is_lost
+
+
+@pytest.mark.parametrize(
     ("name", "turns", "told"),
     [
         (NEMO, "system S1, assistant A1, user U1", r"must alternate.*\(messages\[1\], of role 'assistant': 'A1'\)"),
