@@ -183,7 +183,7 @@ class MessagesAnswer:
         """Removes the text that ended the answer, which always comes in one piece, with the last delta."""
         if delta.reason != "stop":
             return delta
-        found = [stop for stop in self._stop_sequences if stop and delta.text.endswith(stop)]
+        found = [one for one in self._stop_sequences if one and (one == delta.stop_text or delta.text.endswith(one))]
         if not found:
             ended = [token for token in self._added_tokens if token and delta.text.endswith(token)]
             return replace(delta, text=delta.text.removesuffix(max(ended, key=len, default="")))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from minisgl_backend.parsers.headers import MAX_HEADER, NameFinder
 from minisgl_backend.parsers.json_reader import JsonReader
-from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, content, partial_suffix
+from minisgl_backend.parsers.parts import STOP, Part, content, partial_suffix
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -69,7 +69,7 @@ class HarmonyParser:
         if self._state == "object" and self._object is not None:
             parts += self._damage(is_begun=True)
         elif self._state == "body" and self._kind in ("call", "other"):  # nothing stands behind its header
-            parts += self._without_arguments() if reason in (STOP, STOP_TEXT) else content("".join(self._raw))
+            parts += self._without_arguments() if reason == STOP else content("".join(self._raw))
         self._held = ""
         return parts
 
@@ -141,7 +141,8 @@ class HarmonyParser:
     def _of_function(self, parts: list[Part]) -> bool:
         """What a message to a function begins with: an object, or nothing."""
         bare = self._held.lstrip()
-        if any(tag.startswith(bare) and tag != bare for tag in _ENDS):
+        behind = bare.removeprefix("null").lstrip()
+        if any(tag.startswith(behind) and tag != behind for tag in _ENDS) or "null".startswith(bare):
             return False
         self._raw.append(self._held[: len(self._held) - len(bare)])
         self._held = bare
@@ -150,9 +151,9 @@ class HarmonyParser:
             if self._kind == "call":
                 parts.append(Part("call", self._name, self.count))
                 self.count += 1
-        elif bare.startswith(_ENDS):
+        elif behind.startswith(_ENDS):
             parts += self._without_arguments()
-            self._state = "header"
+            self._held, self._state = behind, "header"
         else:
             parts += self._damage(is_begun=False)
         return True

@@ -28,7 +28,8 @@ class TaggedParser:
         self.functions = functions
         self.names = NameFinder(functions)
         self.count = 0  # number of calls begun
-        self.opening = ""  # the tag that the current call began with, and the white space before it
+        self.opening = ""  # the tag that the current call began with, and the tags and the white space before it
+        self._around = ""  # tags around the first call, which are content with it if it is none
         self.reason = STOP  # why the answer ended
         self._held = ""
         self._state: Literal["text", "call", "damaged"] = "text"
@@ -88,8 +89,10 @@ class TaggedParser:
             start, _, tag = min(found)
             before = held[:start].rstrip()
             parts += content(before)
-            self.opening, self._held = held[len(before) : start + len(tag)], held[start + len(tag) :]
+            opening, self._held = held[len(before) : start + len(tag)], held[start + len(tag) :]
+            self._around = ("" if before or self.count else self._around) + opening
             if tag in self.BEGIN:
+                self.opening, self._around = self._around, ""
                 self._state = "call"
                 self.begin(tag)
             return True
@@ -200,8 +203,7 @@ class JsonListParser(TaggedParser):
                     return text, "more"
                 if not rest or rest[0] != "{":
                     return text, "read" if self._has_read else "none"
-                before = "" if self._has_read else self.opening
-                self._calls.begin(before + text[: len(text) - len(rest)])
+                self._calls.begin("" if self._has_read else self.opening + text[: len(text) - len(rest)])
                 text = rest
             text, outcome = self._calls.read(text, parts)
             if outcome == "open":

@@ -149,6 +149,8 @@ class CallListParser:
     def __init__(self, names: Collection[str] | None = None) -> None:
         """`names`: of the request's functions; None: any."""
         self._calls = Calls(names)
+        self._before = ""  # the text before the first call
+        self._has_begun = False
         self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
@@ -157,10 +159,12 @@ class CallListParser:
             if self.is_damaged:
                 return parts + content(text)
             if not self._calls.is_open:
+                self._before += text[: len(text) - len(text.lstrip(SPACE + "[,]"))]
                 text = text.lstrip(SPACE + "[,]")
                 if not text:
                     break
-                self._calls.begin()
+                self._calls.begin("" if self._has_begun else self._before)
+                self._has_begun = True
             text, outcome = self._calls.read(text, parts)
             self.is_damaged = outcome == "damaged"
         return parts

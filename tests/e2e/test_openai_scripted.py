@@ -131,6 +131,15 @@ def test_tool_calls(endpoint: Endpoint, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_within_a_call(endpoint: Endpoint, stream: bool) -> None:
+    found = message_of(endpoint.client(), HERMES, stream=stream, tools=TOOLS, stop=["Rhein"])
+    assert (found["content"], found["calls"], found["reason"]) == (HERMES[: HERMES.index("Rhein")], [], "stop")
+    found = message_of(endpoint.client(), HERMES, stream=stream, tools=TOOLS, stop=["</tool_call>\n"])
+    assert [(name, json.loads(arguments)) for name, arguments in found["calls"]] == CALLS[:1]
+    assert (found["content"], found["reason"]) == ("Let me look.", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_of_llama_and_thoughts_that_the_prompt_opened(endpoint: Endpoint, stream: bool) -> None:
     parsers = {"tool_call_parser": "llama3_json", "reasoning_parser": "deepseek_r1"}
     with running_endpoint(endpoint.server, served_model_names=("demo",), **parsers) as other:

@@ -26,6 +26,10 @@ class Said:
         self._deltas[-1].reason = reason
         self.has_special_tokens = has_special_tokens
 
+    def stop_with(self, text: str) -> None:
+        """It was a stop text that ended the answer, of which that holds nothing."""
+        self._deltas[-1].stop_text = text
+
     async def next(self) -> Delta | None:
         return self._deltas.pop(0) if self._deltas else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import xgrammar
@@ -16,13 +17,13 @@ from tests.unit.parsers.formats import WRITERS, Call
 from tests.unit.parsers.test_parsers import calls_of, run
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "warm": {"type": "boolean"}, "where": POINT},
     "required": ["city", "warm", "where"],
     "additionalProperties": False,
 }
-FUNCTIONS = {"weather": (SCHEMA, True), "other": ({"type": "object"}, False)}
+FUNCTIONS: dict[str, tuple[dict[str, Any], bool]] = {"weather": (SCHEMA, True), "other": ({"type": "object"}, False)}
 SCHEMAS = {name: schema for name, (schema, _) in FUNCTIONS.items()}
 GOOD: list[Call] = [("weather", {"city": "Rome", "warm": True, "where": {"x": 7}})]
 WRONG: list[list[Call]] = [
