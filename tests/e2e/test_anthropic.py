@@ -121,6 +121,29 @@ def test_a_request_as_claude_code_sends_it(client: anthropic.Anthropic) -> None:
     assert more > few > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_system_message_behind_the_user_is_joined_to_the_first(
+    endpoint: Endpoint, client: anthropic.Anthropic, stream: bool
+) -> None:
+    """As Claude Code sends it; the template takes none but the first."""
+    later: Any = {"role": "system", "content": "Be brief."}
+    found = said(client, THOUGHTS, stream=stream, system="You are helpful.", messages=[*MESSAGES, later])
+    assert found.stop_reason == "end_turn"
+    joined = "You are helpful.\n\nBe brief."
+    counts = [
+        client.messages.count_tokens(model="demo", system="You are helpful.", messages=[*MESSAGES, later]),
+        client.messages.count_tokens(model="demo", system=joined, messages=MESSAGES),
+    ]
+    assert counts[0].input_tokens == counts[1].input_tokens
+    key = {"x-api-key": "secret"}
+    system = {"role": "system", "content": joined}
+    messages = [{**system, "content": "You are helpful."}, *MESSAGES, {**later, "role": "developer"}]
+    shown = [endpoint.post("/tokenize", {"messages": one}, key)[1]["tokens"] for one in (messages, [system, *MESSAGES])]
+    assert shown[0] == shown[1]
+    body = {"input": messages, "max_output_tokens": 5}
+    assert endpoint.post("/v1/responses", body, key)[1]["status"] == "incomplete"
+
+
 def test_errors_in_anthropics_shape(endpoint: Endpoint, client: anthropic.Anthropic) -> None:
     import anthropic
 

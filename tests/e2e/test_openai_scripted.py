@@ -57,12 +57,13 @@ TOOLS: Any = [{"type": "function", "function": {"name": name}} for name, _ in CA
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 RUNNING, WAITING = 4, 2
 DEMO = ROOT / "model_repository" / "engine" / "demo_model"
-# In the manner of Qwen3's: tools, thoughts that later turns leave out, and a switch that opens them.
+# In the manner of Qwen3's: tools, thoughts that later turns leave out, a switch that opens them, one system message.
 TEMPLATE = """
 {%- if tools %}
 {{- '<|im_start|>system\n<tool_call>{"name": ..., "arguments": ...}</tool_call>\n' + tools | tojson + '<|im_end|>\n' }}
 {%- endif %}
 {%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('a system message comes first') }}{%- endif %}
 {{- '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -331,6 +332,9 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(endpoint: Endpoint) -> Non
             client.chat.completions.create(model="demo", messages=MESSAGES)
         assert int(full.value.response.headers["retry-after"]) >= 1
         assert full.value.code == "queue_full"
+        for options in ({}, {"stream": True}):
+            with pytest.raises(openai.RateLimitError):
+                client.responses.create(model="demo", input="hello", background=True, extra_body=options)
         for stream in streams:
             stream.close()
         for connection in sockets:
