@@ -99,12 +99,16 @@ class TokenizerFiles:
             self.config |= {key: _special(value) for key, value in older.items()}
             if all(isinstance(tokens, list) for tokens in both) and any(both):
                 self.config[_MORE] = [*both[0], *map(_special, both[1])]
+        self._model_config = read_json_if_there(self.folder / "config.json")
         self._check()
-        self.class_name = str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
+        named = self.config.get("tokenizer_class") or self._model_config.get("tokenizer_class")
+        self.class_name = str(named or "").removesuffix("Fast")
         own = self.config.get("auto_map")
         self.has_own_code = bool(own.get("AutoTokenizer") if isinstance(own, Mapping) else own)
         self._class = _CLASSES.get(self.class_name)
-        self._is_version_5 = "backend" in self.config  # of transformers, which writes no flags: the file has it all
+        self._is_version_5 = "backend" in self.config  # of transformers, which writes all it knows to tokenizer.json
+        # The ends of texts are those that version 4 makes of the flags; else the flags count as they stand.
+        self._class_decides = self._class is not None and not self.has_own_code and not self._is_version_5
 
     def suffice(self, *, trust_remote_code: bool) -> bool:
         """Whether `load` gives all that the tokenizer's class would do."""
@@ -115,7 +119,7 @@ class TokenizerFiles:
     def flags(self) -> dict[str, bool]:
         """add_bos_token and add_eos_token, as a class of transformers takes them; {} if its defaults count."""
         found = {flag: bool(self.config[flag]) for flag in _FLAGS if flag in self.config}
-        if self._class is None or self.has_own_code:
+        if self._class is None or not self._class_decides:
             return found
         if self._class.ends is not None:
             return dict(zip(_FLAGS, self._class.ends, strict=True)) | found
@@ -233,7 +237,7 @@ class TokenizerFiles:
         )
 
     def _fix_words_of_mistral(self, backend: Tokenizer) -> None:
-        words, model = _state(backend.pre_tokenizer), read_json_if_there(self.folder / "config.json")
+        words, model = _state(backend.pre_tokenizer), self._model_config
         major = re.match(r"\d+", str(model.get("transformers_version")))
         written_by_5 = major is not None and int(major[0]) >= 5
         if model.get("model_type") not in _MISTRAL_TYPES or written_by_5 or words.get("type") != "Sequence":
@@ -250,12 +254,11 @@ class TokenizerFiles:
             )
 
     def _set_ends(self, backend: Tokenizer) -> None:
-        known = self._class is not None and not self.has_own_code
-        if not self.flags or (known and self._is_version_5 and not self.config.keys() & set(_FLAGS)):
+        if not self.flags:
             return
         now = Ends.of(backend)
         wanted = Ends(self.flags.get("add_bos_token", now.bos), self.flags.get("add_eos_token", now.eos))
-        if not known and wanted == now:
+        if not self._class_decides and wanted == now:
             return  # with tokens of the file's own choice
         named = self.named_tokens(backend)
         texts = [named.get(key) if add else None for key, add in zip(("bos_token", "eos_token"), wanted, strict=True)]

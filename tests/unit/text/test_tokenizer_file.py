@@ -118,6 +118,15 @@ def test_a_folder_that_version_5_wrote_says_all_in_its_file(tmp_path: Path) -> N
     written = {"tokenizer_class": "LlamaTokenizer", "backend": "tokenizers"}
     assert ends(loaded(make(tmp_path / "a", written, post_processor="both"))) == (BOS, EOS)
     assert ends(loaded(make(tmp_path / "b", written | {FLAGS[1]: False}, post_processor="both"))) == (BOS, None)
+    assert ends(loaded(make(tmp_path / "c", written | {FLAGS[1]: True}))) == (None, EOS)
+    spaces = make(tmp_path / "d", written | {"add_prefix_space": False}, backend=sentencepiece())
+    assert loaded(spaces).encode("a").tokens == ["▁a"]
+
+
+def test_the_class_may_stand_in_config_json(tmp_path: Path) -> None:
+    model = {"model_type": "llama", "tokenizer_class": "LlamaTokenizerFast"}
+    folder = make(tmp_path, {}, post_processor="byte_level", model=model)
+    assert ends(loaded(folder)) == (BOS, None)
 
 
 def test_a_token_that_is_not_named_is_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
