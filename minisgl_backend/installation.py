@@ -1,7 +1,8 @@
-"""Where the files are that come with the package: standard library only."""
+"""Where the files are that come with the package, and those that it keeps: standard library only."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -13,3 +14,8 @@ def model_repository() -> Path:
     package = Path(__file__).resolve().parent
     inside = package / "model_repository"
     return inside if inside.is_dir() else package.parent / "model_repository"
+
+
+def cache_folder() -> Path:
+    """Where files are kept that can be made or fetched again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"

@@ -94,7 +94,9 @@ def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
 def _resolve_model(model: str) -> str:
     if model == DEMO_MODEL:
         return model
-    folder = Path(model).expanduser()
+    from minisgl_backend.models.folder import local_path  # `add_infer_models` and others need no model
+
+    folder = local_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(

@@ -146,7 +146,8 @@ def check_ascii(what: str, path: Path | str) -> None:
 
 def ascii_links(folder: Path) -> Path:
     """A private folder with links to a model's files, whose path `check_ascii` accepts. Not one link to the folder:
-    code that resolves the link would get the original path. Of a GGUF file: a link to it, beside those of its parts."""
+    code that resolves the link would get the original path. Of a GGUF file: a link to it, beside those of
+    its parts and of its generation_config.json."""
     from minisgl_backend.weights.gguf_index import is_gguf, name_of, parts_of  # few servers need it
 
     links = _private_folder("model", folder)
@@ -154,6 +155,8 @@ def ascii_links(folder: Path) -> Path:
         name = name_of(folder)
         for part in parts_of(folder):
             _link(part, links / part.name.replace(name, "model", not name.isascii()))
+        if (beside := folder.with_name("generation_config.json")).is_file():
+            _link(beside, links / beside.name)
         return links / folder.name.replace(name, "model", not name.isascii())
     for entry in links.iterdir():
         if not (folder / entry.name).exists():

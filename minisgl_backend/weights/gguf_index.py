@@ -15,6 +15,7 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 
 INDEX = "gguf_index.json"
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")  # as the hub's client keeps OWNER/NAME
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -64,11 +65,21 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file, or the first part, of a folder that holds one model in that format and nothing in another."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return None
+    files = sorted(path for path in folder.glob("*.[gG][gG][uU][fF]") if not path.name.startswith("mmproj"))
+    return files[0] if len({name_of(path) for path in files}) == 1 else None
+
+
 def name_of(model: Path) -> str:
-    """What a model is called where no name was chosen: the path of its folder, or the name of its GGUF file without the
-    number of a part, which the folder that is made of it has, too."""
+    """What a model is called where no name was chosen: its folder's path, the id that it has at the hub, or the name of
+    its GGUF file without the number of a part, which the folder that is made of it has, too."""
     if (model / INDEX).is_file():
         return model.name
+    if snapshot := _SNAPSHOT.fullmatch(str(model)):
+        return snapshot[1].replace("--", "/")
     match = _SPLIT.fullmatch(model.name)
     return match[1] if match else model.stem if is_gguf(model) else str(model)
 

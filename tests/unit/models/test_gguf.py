@@ -223,6 +223,42 @@ def test_a_served_name_is_the_files(tmp_path: Path) -> None:
     folder = find_model_dir(str(write(tmp_path / "Tiny-1B.Q8_0.gguf", "llama")))
     assert name_of(folder) == "Tiny-1B.Q8_0"
     assert name_of(tmp_path) == str(tmp_path)
+    snapshot = tmp_path / "models--Owner--A-name" / "snapshots" / ("0123456789" * 4)
+    assert name_of(snapshot) == "Owner/A-name"
+
+
+def test_a_folder_with_one_model_stands_for_it(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", "llama", split=True)
+    (tmp_path / "model.gguf").unlink(missing_ok=True)
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"")
+    assert name_of(find_model_dir(str(tmp_path))) == "model"
+    write(tmp_path / "another.gguf", "llama")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        find_model_dir(str(tmp_path))
+
+
+def test_a_generation_config_beside_the_file_is_read(tmp_path: Path) -> None:
+    def recommended(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 1.5)
+        writer.add_float32("general.sampling.min_p", 0.25)
+
+    file, beside = write(tmp_path / "model.gguf", "llama", change=recommended), tmp_path / "generation_config.json"
+    own = ModelConfig.load(find_model_dir(str(file)))
+    assert (own.generation.temperature, own.generation.min_p, own.generation.top_p) == (1.5, 0.25, None)
+    beside.write_text('{"do_sample": true, "temperature": 0.5, "top_p": 0.75, "eos_token_id": [7, 8]}')
+    found = ModelConfig.load(find_model_dir(str(file)))
+    assert (found.generation.temperature, found.generation.min_p, found.generation.top_p) == (0.5, 0.25, 0.75)
+    assert set(found.eos_token_ids) == {*own.eos_token_ids, 7, 8}
+    beside.write_text('{"do_sample": false}')
+    assert ModelConfig.load(find_model_dir(str(file))).generation.temperature == 0
+    beside.write_text('{"eos_token_id": "end"}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is \"end\""):
+        find_model_dir(str(file))
+    beside.write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config.json cannot be read as JSON"):
+        find_model_dir(str(file))
+    beside.unlink()
+    assert ModelConfig.load(find_model_dir(str(file))) == own
 
 
 def biases(writer: gguf.GGUFWriter) -> None:
