@@ -3,25 +3,35 @@ sequences are admitted or preempted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
-from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array, Int64Array
-from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
+from minisgl_backend.arrays import IndexArray, Int32Array, Int64Array
+from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.admitter import Admitter, chunk_end
 from minisgl_backend.scheduler.background import BackgroundShare
 from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
+from minisgl_backend.scheduler.preemption import Preemption
 from minisgl_backend.scheduler.prompt_budget import PromptBudget
-from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Sequence, SequenceState, preempted_first
+from minisgl_backend.scheduler.sequence import SequenceState
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
-# The least length of a chunk that does not end its prompt, unless it is the step's first: shorter ones cost a step more
-# than they compute. Chunks of background requests may be shorter.
-MIN_LATER_CHUNK, MIN_LATER_BACKGROUND_CHUNK = 64, 8
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What some of the sequences may have of a step."""
+
+    decodes: bool = False
+    max_background_rows: int | None = None  # of background rows only so many decode, the oldest; None: all
+    prompt_tokens: int = 0
+    background: bool | None = None  # whose prompts: True: background requests' only, False: others' only, None: all
 
 
 class Planner:
@@ -42,31 +52,26 @@ class Planner:
         self._limits = limits
         self._running = running
         self._queue = queue
-        self._admission = admission
         self._prompts = PromptBudget(limits)
+        self.preemption = Preemption(running, admission)
+        self.admitter = Admitter(limits, running, queue, admission, self.preemption, shares)
+        self._preempted_before = 0  # this step, for running sequences
         self.background = BackgroundShare(limits.background_slowdown, limits.step_times)
-        self._forecast: Forecast | None = None  # for this step's admissions, made when first needed
-        self._admits = True  # false in a step that preempted: pages freed so are not for the queue
-        self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
-        self.num_admissions = 0
-        self.num_preemptions = 0
-        self.prompt_tokens = 0  # of requests at their first admission
-        self.cached_tokens = 0  # those of them that the prefix cache supplied
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
         builder = StepPlanBuilder(self._running.kv.groups.num_groups)
-        self._admits = True
+        self._preempted_before = self.preemption.num_for_running
         if self._shares is not None:
-            self._make_way(self._shares)
+            self.admitter.preempt_for_fair_share(self._shares)
         if self._drafting is not None and not self.prompts_wait:
             self._drafting.plan_proposals(builder, step)
         has_background = builder.empty and self._mixes_background()
         if has_background:
-            self._make_way_for_others()
-            self._plan_with_background(builder, step)
+            self.admitter.preempt_for_priority()
+            self._plan_shares(builder, step, self._shares_with_background(builder))
         if builder.empty:
-            self._plan_uniform(builder, step)
+            self._plan_shares(builder, step, self._shares_of_all(builder))
         if builder.empty:
             if self._running.kv.has_windows:  # rows may have given pages back even so
                 self._running.send_entries_again(builder.entries)
@@ -77,19 +82,26 @@ class Planner:
             self.background.note_plan(plan, self._running.rows.background)
         return plan
 
-    def _plan_uniform(self, builder: StepPlanBuilder, step: int) -> None:
-        """A step without background requests, or with nothing else: all sequences are treated alike."""
-        if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
-            self._plan_prefill(builder, self._limits.max_prefill_length, step)
-            if builder.empty:
-                self._plan_decode(builder, step)
-            return
-        self._plan_decode(builder, step)
-        if self._running.prefilling or self._queue.num_tokens or self._prompts.in_backlog:
-            self._plan_prefill(builder, self._prompts.budget(builder.num_decoding, self._queue.num_tokens), step)
+    def _plan_shares(self, builder: StepPlanBuilder, step: int, shares: Iterator[Share]) -> None:
+        for share in shares:
+            if share.decodes:
+                self._plan_decode(builder, step, share.max_background_rows)
+            if share.prompt_tokens > 0:
+                self._plan_prefill(builder, share.prompt_tokens, step, background=share.background)
 
-    def _plan_with_background(self, builder: StepPlanBuilder, step: int) -> None:
-        """A step in which background requests get their share and all others as much as they can use."""
+    def _shares_of_all(self, builder: StepPlanBuilder) -> Iterator[Share]:
+        """Without background requests, or with nothing else: all sequences are treated alike."""
+        if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
+            yield Share(prompt_tokens=self._limits.max_prefill_length)
+            if builder.empty:
+                yield Share(decodes=True)
+            return
+        yield Share(decodes=True)
+        if self._running.prefilling or self._queue.num_tokens or self._prompts.in_backlog:
+            yield Share(prompt_tokens=self._prompts.budget(builder.num_decoding, self._queue.num_tokens))
+
+    def _shares_with_background(self, builder: StepPlanBuilder) -> Iterator[Share]:
+        """Background requests get their share and all others as much as they can use."""
         running, longest = self._running, self._limits.max_prefill_length
         in_background = int(running.rows.background.take(running.decode_index).sum())
         decoding = len(running.decode_index) - in_background
@@ -97,15 +109,12 @@ class Planner:
         prompts = running.num_begun_tokens() + waiting
         budget = longest if prompts_first else self._prompts.budget(decoding, waiting)
         if prompts_first and prompts:
-            self._plan_prefill(builder, budget, step, background=False)
+            yield Share(prompt_tokens=budget, background=False)
             if not builder.empty:
                 return
-        most_rows, most = self.background.of_step(decoding, min(budget, prompts), in_background)
-        self._plan_decode(builder, step, most_rows)
-        self._plan_prefill(builder, budget, step, background=False)
-        left = min(most, budget - builder.num_prefill_tokens)
-        if left > 0:
-            self._plan_prefill(builder, left, step, background=True)
+        max_rows, max_tokens = self.background.of_step(decoding, min(budget, prompts), in_background)
+        yield Share(decodes=True, max_background_rows=max_rows, prompt_tokens=budget, background=False)
+        yield Share(prompt_tokens=min(max_tokens, budget - builder.num_prefill_tokens), background=True)
 
     def _mixes_background(self) -> bool:
         queue, rows = self._queue, self._running.rows
@@ -113,30 +122,7 @@ class Planner:
             return False
         return queue.num_other_tokens > 0 or bool((rows.active & ~rows.background).any())
 
-    def _make_way_for_others(self) -> None:
-        """Preempts background sequences where another sequence waits for a row or for pages."""
-        running, queue = self._running, self._queue
-        if not running.rows.num_background or not queue.num_other_tokens or running.releasing:
-            return
-        self._begin_round()
-        head = queue.head()
-        if head is None or head.is_background:
-            return
-        self._forecast, pages = None, running.kv.groups.pages_of_row(len(head.token_ids))
-        if running.rows.num_free and self._fits(head, pages):
-            return
-        missing = pages - running.kv.num_available
-        for victim in sorted((one for one in running.active() if one.is_background), key=preempted_first)[::-1]:
-            self.num_preemptions += 1
-            running.preempt(victim)
-            missing -= running.kv.num_private(victim.lease) if victim.lease is not None else 0
-            if missing <= 0:
-                break
-        self._refused_at = (-1, -1)
-        running.release_finished()
-
-    def _plan_decode(self, builder: StepPlanBuilder, step: int, most_background: int | None = None) -> None:
-        """`most_background`: decode at most that many background rows, the oldest; None: all rows decode."""
+    def _plan_decode(self, builder: StepPlanBuilder, step: int, max_background: int | None) -> None:
         running = self._running
         state, index = running.rows, running.decode_index
         if not len(index):
@@ -144,9 +130,9 @@ class Planner:
         rows, uids = running.decode_arrays
         lengths = state.planned.take(index) + 1
         keep = lengths < state.limit.take(index)
-        if most_background is not None:
+        if max_background is not None:
             background = state.background.take(index)
-            keep &= ~background | (np.cumsum(background) <= most_background)
+            keep &= ~background | (np.cumsum(background) <= max_background)
         if False in keep:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = (lengths > running.kv.covered.take(index)).nonzero()[0]
@@ -160,7 +146,7 @@ class Planner:
         if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
             if self._drafting is not None and running.committed == step - 1:
                 running.give_back(index)  # pages kept for drafts
-            keep = self._make_room(index, short)
+            keep = self.preemption.for_pages(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
             short = np.flatnonzero(lengths > running.kv.covered.take(index))
         if len(short):
@@ -201,63 +187,6 @@ class Planner:
         drafted = drafting.expand(rows, uids, lengths, drafts)
         builder.decode(drafted.rows, drafted.uids, drafted.lengths, drafted.draft_tokens)
 
-    def _make_room(self, index: IndexArray, short: IndexArray) -> BoolArray:
-        """Preempts until each row of `index[short]` can get a page, now or once steps in flight have ended.
-
-        Returns which of `index` can be planned now, bool [num_rows]; the others are preempted or wait for one step.
-        """
-        running, num_groups = self._running, self._running.kv.groups.num_groups
-        needing = index[short]
-        while True:
-            needing = needing[running.rows.active[needing]]
-            if len(needing) * num_groups <= running.kv.num_available + running.num_releasing_pages():
-                break
-            active = running.active()
-            if len(active) <= 1:
-                break  # only pages that steps in flight still hold are missing
-            self._preempt(max(active, key=preempted_first))
-        served = sorted((running.rows.sequences[row] for row in needing), key=preempted_first)  # type: ignore[type-var]
-        waiting = [one.row for one in served[running.kv.num_available // num_groups :] if one is not None]
-        keep = running.rows.active[index]
-        keep[np.isin(index, waiting)] = False
-        return keep
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Preemption by recomputation: the pages go to the prefix cache, the sequence waits with all its tokens."""
-        self.num_preemptions += 1
-        self._admits = False
-        self._admission.saw_preemption()
-        self._running.preempt(victim)
-        self._running.release_finished()
-
-    def _make_way(self, shares: FairShares) -> None:
-        """Preempts for a tenant below its guaranteed rows, where it waits for a row or for pages."""
-        running = self._running
-        if not self._queue.num_tokens or running.releasing:
-            return
-        active = running.active()
-        shares.note_running(active)
-        if not shares.is_anyone_short():
-            return
-        self._queue.begin_round(self.num_admissions)
-        victims = shares.victims(active)
-        head = self._queue.head()
-        if not victims or head is None:
-            return
-        # Each victim makes way for one sequence like the head; none is needed for those that already fit.
-        self._forecast, pages, fitting = None, running.kv.groups.pages_of_row(len(head.token_ids)), 0
-        while fitting < min(len(victims), running.rows.num_free) and self._fits(head, pages, pages * fitting):
-            fitting += 1
-        if fitting:
-            self._refused_at = (-1, -1)
-        freed = sum(running.kv.num_private(one.lease) for one in victims[fitting:] if one.lease is not None)
-        if pages > running.kv.num_available + freed:
-            return  # preempting all of them would not make enough room
-        for victim in victims[fitting:]:
-            self.num_preemptions += 1
-            running.preempt(victim)
-        running.release_finished()
-
     def _plan_prefill(
         self, builder: StepPlanBuilder, budget: int, step: int, *, background: bool | None = None
     ) -> None:
@@ -270,130 +199,21 @@ class Planner:
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
-            end = self._chunk_end(sequence, start, budget, builder)
+            end = chunk_end(sequence, start, budget, builder)
             if end == start:
                 return
-            if running.kv.has_windows and (end := self._within_pages(sequence, start, end)) == start:
+            if running.kv.has_windows and (end := self.preemption.for_window_pages(sequence, start, end)) == start:
                 continue
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
         if budget > 0 and self._may_admit():
-            self._admit(builder, budget, step, background)
+            self.admitter.admit(builder, budget, step, background)
 
-    def _chunk_end(self, sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder) -> int:
-        """Where a chunk that begins at `start` ends; `start` if it should not begin."""
-        if start + budget >= (total := len(sequence.token_ids)):
-            return total
-        least = MIN_LATER_BACKGROUND_CHUNK if sequence.is_background else MIN_LATER_CHUNK
-        return start + budget if not builder.has_prefill or budget >= least else start
-
-    def _within_pages(self, sequence: Sequence, start: int, end: int) -> int:
-        """The end of a chunk as far as groups with windows have pages for it; `start` where it has to wait for pages.
-
-        Where there is no page for even one token, sequences that were admitted later are preempted.
-        """
-        running, kv, needed = self._running, self._running.kv, self._running.kv.groups.num_windows
-        while True:
-            if (reached := min(end, kv.reach(sequence.row))) > start:
-                return reached
-            victim = max(running.active(), key=preempted_first)
-            if victim is sequence or kv.num_available + running.num_releasing_pages() >= needed:
-                return start
-            self._preempt(victim)
+    def _may_admit(self) -> bool:
+        """Pages that were taken back in this step are not for the queue."""
+        return self.preemption.num_for_running == self._preempted_before and self.admitter.may_admit()
 
     @property
     def prompts_wait(self) -> bool:
         """Whether the next step has prompts to compute: their first tokens have precedence over drafts."""
         return bool(self._running.prefilling) or self._may_admit()
-
-    def _may_admit(self) -> bool:
-        """Whether an admission can succeed: a sequence waits, a row is free, and pages or the queue have changed since
-        the last attempt failed."""
-        if not (self._admits and self._queue.num_tokens and self._running.rows.num_free):
-            return False
-        return self._refused_at != (self._running.kv.version, self._queue.version)
-
-    def _admit(self, builder: StepPlanBuilder, budget: int, step: int, background: bool | None) -> None:
-        running = self._running
-        self._begin_round()
-        self._forecast = None
-        while budget > 0 and running.rows.num_free:
-            sequence = self._queue.head()
-            if sequence is None or (background is not None and sequence.is_background is not background):
-                return
-            chunk = self._try_start(builder, sequence, budget)
-            if chunk is None:
-                return
-            start, end = chunk
-            running.plan_chunk(sequence, end, step, builder)
-            budget -= end - start
-
-    def _begin_round(self) -> None:
-        if self._shares is not None:
-            self._shares.note_running(self._running.active())
-        self._queue.begin_round(self.num_admissions)
-
-    def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> tuple[int, int] | None:
-        """Starts the head of the queue. Returns its cached tokens and its first chunk's end; None where it cannot or
-        should not start now."""
-        running, tokens, kv = self._running, sequence.token_ids, self._running.kv
-        # The last token is always computed, since its hidden state is needed.
-        usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
-        match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
-        cached = match.num_pages * self._limits.page_size
-        end = self._chunk_end(sequence, cached, budget, builder)
-        if kv.has_windows and not running.num_active:  # nothing else runs: start if it fits at all
-            end = min(end, kv.first_reach(match, len(tokens)))
-            new_pages = kv.pages_to_take(match, len(tokens), end)
-        else:
-            new_pages = kv.pages_to_start(match, len(tokens), end)
-        too_short = end <= cached
-        if too_short or not self._fits(sequence, new_pages):
-            kv.unmatch(match)
-            if not too_short:  # else the next step's budget may be enough
-                self._refused_at = (kv.version, self._queue.version)
-            return None
-        self._queue.remove(sequence)
-        if not sequence.resumed and sequence.tells_prompt:  # pages shared with siblings are not counted as cache hits
-            self.prompt_tokens += sequence.prompt_len
-            self.cached_tokens += cached
-        running.start(sequence, match, end, self.num_admissions, builder)
-        if self._shares is not None:
-            self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)
-        self.num_admissions += 1
-        return cached, end
-
-    def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
-        """Whether there are pages for the prompt now, and probably later for the expected growth of all sequences.
-        `promised`: pages that are reserved for others."""
-        available = self._running.kv.num_available - promised
-        if new_pages > available:
-            return False
-        if not self._running.num_active:
-            return True
-        if self._forecast is None:
-            self._forecast = self._make_forecast()
-        prompt, total = sequence.prompt_len, len(sequence.token_ids)
-        most = limit_of(sequence, self._running.max_length) - total
-        if self._forecast.admits(most, new_pages, available):
-            return True
-        remaining = self._admission.expected_remaining(
-            np.array([self.num_admissions]),
-            np.array([total - prompt]),
-            np.array([most]),
-            np.array([ends_early(sequence)]),
-        )
-        return self._forecast.admits(int(remaining[0]), new_pages, available)
-
-    def _make_forecast(self) -> Forecast:
-        state = self._running.rows
-        index = np.flatnonzero(state.active)
-        total, prompt, limit = state.total[index], state.prompt_len[index], state.limit[index]
-        remaining = self._admission.expected_remaining(
-            state.admission[index], total - prompt, limit - total, state.ends_early[index]
-        )
-        kv = self._running.kv
-        growth = kv.window_growth(index, total + remaining)
-        return Forecast(
-            remaining, kv.freed_pages(index), self._limits.page_size, kv.groups.num_full, window_growth=growth
-        )

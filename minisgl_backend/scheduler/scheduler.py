@@ -106,7 +106,7 @@ class Scheduler:
                 f"{len(self._new_requests)} requests are waiting, all that max_waiting_requests allows; try again later"
             )
         tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
-        sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.num_admissions)
+        sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.admitter.num_admissions)
         for sequence in sequences:
             self._sequences[sequence.uid] = sequence
             if sequence.deadline is not None:
@@ -193,13 +193,13 @@ class Scheduler:
             pages_leased=kv.num_pages - free - cached,
             prefill_tokens=self._last_prefill_tokens,
             decode_tokens=self._last_decode_tokens,
-            total_prompt_tokens=planner.prompt_tokens,
-            total_cached_tokens=planner.cached_tokens,
+            total_prompt_tokens=planner.admitter.prompt_tokens,
+            total_cached_tokens=planner.admitter.cached_tokens,
             total_generated_tokens=self._generated_tokens,
             total_finished=self._ended[FinishReason.STOP] + self._ended[FinishReason.LENGTH],
             total_cancelled=self._ended[FinishReason.CANCELLED],
             total_failed=self._ended[FinishReason.ERROR],
-            total_preempted=planner.num_preemptions,
+            total_preempted=planner.preemption.num_preemptions,
             speculation=DraftStats() if self._drafting is None else self._drafting.stats(),
         )
 
