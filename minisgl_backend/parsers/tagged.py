@@ -105,6 +105,7 @@ class TaggedParser:
         safe = held[: len(held) - keep].rstrip()
         parts += content(safe)
         self._held = held[len(safe) :]
+        self._around = "" if safe else self._around
         return False
 
 
