@@ -128,9 +128,11 @@ class PoolingCodec:
         items: Sequence[Any] = getattr(request, name)
         if not 1 <= len(items) <= MAX_PROMPTS:
             raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: 1 to {MAX_PROMPTS}")
-        for text in (*(items if name in ("texts", "documents") else ()), *request.queries):
-            self._check_text(name, text)
         way, limit = "", self._limit(request.most_tokens)
+        if name in ("texts", "documents"):
+            items = [self._bounded(name, text, cut=limit is not None) for text in items]
+        for text in request.queries:
+            self._bounded("queries", text)
         poolings: Sequence[PoolingParams]
         if name == "documents":
             if len(request.queries) not in (1, len(items)):
@@ -169,6 +171,9 @@ class PoolingCodec:
                 ids = ids[: limit - len(prompts[index])]
                 cut = tokenizer.decode(ids)
                 (prompts[index],), _ = scoring.pair_prompts(model, tokenizer, [query], [cut], request.instruction)
+            if len(prompts[index]) > limit:
+                allowed = f"queries that leave room for a document in {limit} tokens"
+                raise InvalidRequestError(f"queries has a text of {len(query)} characters; allowed: {allowed}")
         return prompts, [pooling]
 
     def _encoded(self, text: str, limit: int | None) -> list[int]:
@@ -229,13 +234,15 @@ class PoolingCodec:
             return text
         return self._tokenizer.decode(ids[:most])
 
-    def _check_text(self, name: str, text: str) -> None:
+    def _bounded(self, name: str, text: str, *, cut: bool = False) -> str:
+        """The text, which is not tokenized if it is far too long: `cut`, or InvalidRequestError."""
         limit = max(_LEAST_TEXT_BYTES, 64 * self._max_seq_len)
-        if len(text) > limit:
+        if len(text) > limit and not cut:
             raise InvalidRequestError(
                 f"{name} has a text of {len(text)} characters; this model cannot take so long a prompt: prompt is too "
                 f"long, this model's maximum context length is {self._max_seq_len} tokens"
             )
+        return text[:limit]
 
 
 def _decoded(name: str, text: str, kind: Any) -> Any:

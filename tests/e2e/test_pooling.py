@@ -160,6 +160,8 @@ def test_the_shapes_of_text_embeddings_inference(endpoint: Endpoint, offline: LL
         ("/rerank", {"query": "x", "documents": ["a"], "return_text": True}, "return_text"),
         ("/rerank", {"query": "x", "texts": ["a"], "return_documents": True}, "return_documents"),
         ("/rerank", {"texts": ["a"]}, "query"),
+        ("/rerank", {"query": "x", "texts": ["a"], "documents": None, "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "x " * 5000, "texts": ["a"], "truncate": True}, "query"),
         ("/rerank", {"query": "x", "texts": []}, "texts"),
         ("/rerank", {"query": "x", "texts": [1]}, "texts"),
         ("/rerank", {"query": "x", "texts": ["\ud800"]}, "texts"),

@@ -75,7 +75,7 @@ class TeiRerankRequest(TeiRequest):
 
 
 def _of_its_shape(body: Any) -> RerankRequest | TeiRerankRequest:
-    is_tei = isinstance(body, Mapping) and "texts" in body and "documents" not in body
+    is_tei = isinstance(body, Mapping) and body.get("texts") is not None and body.get("documents") is None
     return (TeiRerankRequest if is_tei else RerankRequest).model_validate(body)
 
 

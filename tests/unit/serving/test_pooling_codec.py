@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.models.pooling import ScoreDefaults
 from minisgl_backend.serving.pooling_codec import PoolingCodec
 from minisgl_backend.text.tokenizer import Tokenizer
@@ -54,6 +55,21 @@ def prompts(tokenizer: Tokenizer, *, num_labels: int = 0, is_embedding_model: bo
         start += length
     assert max(memoryview(request.lengths).cast("i")) <= LIMIT
     return found
+
+
+@pytest.mark.parametrize("most", [-1, 350])
+def test_a_query_is_never_cut(tokenizer: Tokenizer, most: int) -> None:
+    for num_labels in (0, 1):
+        with pytest.raises(InvalidRequestError, match="queries that leave room for a document"):
+            prompts(tokenizer, num_labels=num_labels, queries=[LONG], documents=["x"], most_tokens=most)
+
+
+def test_a_text_of_any_length_is_cut(tokenizer: Tokenizer) -> None:
+    endless = LONG * 300
+    for asked in ({"texts": [endless]}, {"queries": ["x"], "documents": [endless], "num_labels": 1}):
+        assert prompts(tokenizer, **asked, most_tokens=-1)[0].endswith(END)
+        with pytest.raises(InvalidRequestError, match="too long"):
+            prompts(tokenizer, **asked)
 
 
 @pytest.mark.parametrize("most", [-1, 20, 3])
