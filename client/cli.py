@@ -260,36 +260,36 @@ def openai(
     from minisgl_backend.host.openai_endpoint import (
         EndpointSettings,
         api_keys_of,
-        default_files_folder,
+        files_folder_of,
         serve_until_signal,
     )
 
     with errors_in_one_line():
         server = parse_url(url, "grpc")
-        settings = EndpointSettings(
-            host=host.removeprefix("[").removesuffix("]"),
-            port=port,
-            grpc_address=server.authority,
-            grpc_secure=server.secure,
-            metrics_address=metrics or replace(server, port=8002).authority,
-            workers=workers,
-            served_model_names=tuple(served_model_name or ()),
-            api_keys=api_keys_of(api_key),
-            tenants=tenants,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            otlp_endpoint=otlp_endpoint,
-            ssl_certfile=ssl_certfile,
-            ssl_keyfile=ssl_keyfile,
-            allowed_origins=tuple(allowed_origins or ()),
-            allowed_hosts=tuple(allowed_hosts or ()),
-            ignore_unknown_fields=ignore_unknown_fields,
-            response_store_bytes=response_store_bytes,
-            files_folder=files_dir or default_files_folder(port),
-            max_files_bytes=max_files_bytes,
-            max_batch_requests=max_batch_requests,
-        )
         try:
+            settings = EndpointSettings(
+                host=host.removeprefix("[").removesuffix("]"),
+                port=port,
+                grpc_address=server.authority,
+                grpc_secure=server.secure,
+                metrics_address=metrics or replace(server, port=8002).authority,
+                workers=workers,
+                served_model_names=tuple(served_model_name or ()),
+                api_keys=api_keys_of(api_key),
+                tenants=tenants,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                otlp_endpoint=otlp_endpoint,
+                ssl_certfile=ssl_certfile,
+                ssl_keyfile=ssl_keyfile,
+                allowed_origins=tuple(allowed_origins or ()),
+                allowed_hosts=tuple(allowed_hosts or ()),
+                ignore_unknown_fields=ignore_unknown_fields,
+                response_store_bytes=response_store_bytes,
+                files_folder=files_folder_of(files_dir, port, max_files_bytes),
+                max_files_bytes=max_files_bytes,
+                max_batch_requests=max_batch_requests,
+            )
             serve_until_signal(settings, lambda text: typer.echo(text, err=True))
         except ConfigError as error:
             fail(str(error).replace("--openai-", "--"), 2)

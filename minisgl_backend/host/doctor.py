@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -32,6 +31,7 @@ from minisgl_backend.models.folder import DEMO, find_model_dir
 from minisgl_backend.process.installed import DISTRIBUTION, Requirement, requirements_of
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.resources import usable_cores
+from minisgl_backend.process.writable import temporary_folders, write_error
 
 OK = "ok"
 NOTE = "note"  # a fault or a missing part that the demo does not need
@@ -240,12 +240,9 @@ def _ports() -> Iterator[Finding]:
 
 def _folders(num_gpus: int) -> Iterator[Finding]:
     yield _shared_memory(num_gpus)
-    try:
-        temporary = Path(tempfile.gettempdir())
-    except OSError as error:  # none of the folders that Python tries is writable
-        yield Finding("folders", "sockets and copies", PROBLEM, str(error.strerror), "TMPDIR=FOLDER chooses another")
-    else:
-        yield _writable("sockets and copies", temporary, PROBLEM, "TMPDIR")
+    for folder in temporary_folders():
+        state, text = (PROBLEM, folder.fault) if folder.fault else (OK, "is writable")
+        yield Finding("folders", folder.name, state, f"{folder.path} {text}".strip(), folder.remedy)
     home = Path.home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     hub = Path(os.environ.get("HF_HOME") or cache / "huggingface")
@@ -274,12 +271,11 @@ def _shared_memory(num_gpus: int) -> Finding:
 
 def _writable(name: str, folder: Path, state: str, variable: str) -> Finding:
     """Whether a folder is writable, or can be created if missing."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+    error = write_error(folder)
+    if error is None:
         return Finding("folders", name, OK, f"{folder} is writable")
-    return Finding("folders", name, state, f"{folder} cannot be written", f"{variable}=FOLDER chooses another")
+    text = f"{folder} cannot be written: {error.strerror}"
+    return Finding("folders", name, state, text, f"{variable}=FOLDER chooses another")
 
 
 def _answer(probe: subprocess.Popen[str]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_backend.host.openai_endpoint import TENANTS, EndpointSettings, api_keys_of, default_files_folder
+from minisgl_backend.host.openai_endpoint import TENANTS, EndpointSettings, api_keys_of, files_folder_of
 from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 
@@ -126,7 +126,7 @@ def endpoint_of(
         max_body_bytes=values["max_body_bytes"],
         ignore_unknown_fields=values["ignore_unknown_fields"],
         response_store_bytes=values["response_store_bytes"],
-        files_folder=values["files_dir"] or default_files_folder(values["openai_port"]),
+        files_folder=files_folder_of(values["files_dir"], values["openai_port"], values["max_files_bytes"]),
         max_files_bytes=values["max_files_bytes"],
         max_batch_requests=values["max_batch_requests"],
     )

@@ -23,8 +23,11 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals
+from minisgl_backend.process.writable import is_full, write_error
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where anyone could read the keys
+
+FILES, BATCHES = "files", "batches"  # the parts of a folder of files
 
 TENANTS = ("none", "key", "user")
 
@@ -144,6 +147,23 @@ def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os
     if given:
         return tuple(given)
     return tuple(key.strip() for key in environment.get("MINISGL_API_KEY", "").split(",") if key.strip())
+
+
+def files_folder_of(given: str | None, port: int, most_bytes: int) -> str:
+    """Where files and batches are kept: in the folder that was given, otherwise the port's own. Raises ConfigError for
+    one that was given and cannot be written; a full disk may have space later."""
+    if not given:
+        return default_files_folder(port)
+    error = _files_error(given) if most_bytes else None
+    if error is not None:
+        raise ConfigError(f"--files-dir is {given!r}, which cannot be written: {error.strerror}")
+    return given
+
+
+def _files_error(folder: str) -> OSError | None:
+    """What prevents uploads into `folder`, which the first of them makes."""
+    errors = (write_error(Path(folder, part)) for part in (FILES, BATCHES))
+    return next((error for error in errors if error is not None and not is_full(error)), None)
 
 
 def default_files_folder(port: int, environment: Mapping[str, str] = os.environ) -> str:
@@ -269,10 +289,9 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
 
 def _with_files(settings: EndpointSettings, say: Callable[[str], None]) -> EndpointSettings:
     """The settings; without files, and with a message, if their folder is not usable."""
-    folder = Path(settings.files_folder).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # made with the first file
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+    if _files_error(settings.files_folder) is None:
         return settings
+    folder = Path(settings.files_folder).absolute()
     say(f"no files and no batches: {folder} cannot be written; --files-dir names another folder")
     return replace(settings, files_folder="")
 

@@ -29,6 +29,7 @@ from minisgl_backend.process.exit_status import describe_end
 from minisgl_backend.process.installed import check_engine_packages
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.stop_signals import on_stop_signals
+from minisgl_backend.process.writable import check_temporary_folders
 
 _LOOK_SECONDS = 0.05  # between checks of the known processes
 _SCAN_SECONDS = 0.5  # between scans for new ones
@@ -243,6 +244,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
         if parsed.endpoint is not None:
             parsed.endpoint.check_packages()
         _check_ports(parsed)
+        check_temporary_folders()
         base = None if is_plain_path(tempfile.gettempdir()) else "/tmp"
         with tempfile.TemporaryDirectory(prefix="minisgl-", dir=base) as folder:  # readable only by this user
             settings = _with_repository(parsed, Path(folder))

@@ -18,7 +18,7 @@ from fastapi.responses import PlainTextResponse
 from starlette.responses import Response
 
 import minisgl_backend
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.openai_endpoint import BATCHES, FILES, EndpointSettings
 from minisgl_backend.openai import (
     anthropic,
     batches,
@@ -345,8 +345,8 @@ def _add_batches(app: FastAPI, settings: EndpointSettings) -> BatchRunner | None
     if not settings.max_files_bytes or not settings.files_folder:
         return None
     folder = Path(settings.files_folder)
-    store = files.FileStore(folder / "files", settings.max_files_bytes)
-    kept = batches.BatchStore(folder / "batches")
+    store = files.FileStore(folder / FILES, settings.max_files_bytes)
+    kept = batches.BatchStore(folder / BATCHES)
     files.add_routes(app, store)
     batches.add_routes(app, kept, store)
     message_batches.add_routes(app, message_batches.MessageBatches(kept, store, settings.max_body_bytes))

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import msgspec
 
@@ -28,11 +28,11 @@ from minisgl_backend.openai.files import FileStore
 from minisgl_backend.openai.message_results import LineAnswer, message_result, remove_parts, unseen_files, write_results
 from minisgl_backend.openai.requests.batches import Line
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import off_loop, pause_seconds, until_written
 from minisgl_backend.request import MAX_PRIORITY
 
 log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # path, body, request id -> status, body
 
 _LOOK_SECONDS = 0.5  # between checks for a batch, or for the lock
@@ -59,12 +59,19 @@ class BatchRunner:
         self._tidied_at = -math.inf
 
     async def run(self) -> None:
+        failures, told = 0, ""
         while True:
+            began = time.monotonic()
             try:
                 if self._batches.folder.is_dir():  # a batch has been created
                     await self._run_locked()
-            except OSError as error:  # mostly a full disk
-                log.error("batches in %s cannot go on: %s", self._batches.folder, error)
+                failures, told = 0, ""
+            except OSError as error:
+                failures = 1 if time.monotonic() - began > _PAUSE_SECONDS else failures + 1
+                if str(error) != told:
+                    told = str(error)
+                    log.error("batches in %s wait: %s", self._batches.folder, error)
+                await asyncio.sleep(pause_seconds(failures))
             except Exception:
                 log.exception("batches in %s cannot go on", self._batches.folder)
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -76,13 +83,13 @@ class BatchRunner:
             if not _is_locked(lock):
                 return
             while True:
-                batch = await _off_loop(self._next)
+                batch = await off_loop(self._next)
                 if batch is not None:
                     await self._compute_or_fail(batch)
                     continue
                 if time.monotonic() - self._tidied_at > _TIDY_SECONDS:
                     self._tidied_at = time.monotonic()
-                    await _off_loop(self._tidy)
+                    await off_loop(self._tidy)
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def _compute_or_fail(self, batch: Batch) -> None:
@@ -117,16 +124,21 @@ class BatchRunner:
     async def _compute(self, batch: Batch) -> None:
         if batch["status"] == "validating":
             source = self._files.data(batch["input_file_id"])
-            count, errors = await _off_loop(validate_lines, source, batch["endpoint"], self._most_line_bytes)
+            count, errors = await off_loop(validate_lines, source, batch["endpoint"], self._most_line_bytes)
             if errors:
                 await self._fail(batch, errors)
                 return
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
             batch["request_counts"]["total"] = count
-            await _off_loop(self._batches.write, batch)
+            await until_written(_named(batch), self._batches.write, batch)
         work = BatchWork(batch, self._batches, self._files, self._post, self._most_line_bytes)
         ended = await work.run(self._most_at_once)
-        await _off_loop(self._finish, batch, ended)
+        await self._end(batch, ended)
+
+    async def _end(self, batch: Batch, status: str) -> None:
+        await until_written(_named(batch), self._finish, batch, status)
+        if is_of_messages(batch):  # apart, since results are made of all parts or none
+            await until_written(_named(batch), remove_parts, batch, self._files)
 
     def _finish(self, batch: Batch, status: str) -> None:
         batch |= {"status": "finalizing", "finalizing_at": int(time.time())}
@@ -137,8 +149,6 @@ class BatchRunner:
             self._publish(batch)
         batch |= {"status": status, f"{status}_at": int(time.time())}
         self._batches.write(batch)
-        if is_of_messages(batch):
-            remove_parts(batch, self._files)
 
     def _publish(self, batch: Batch) -> None:
         for key, shown, name in (("_output", "output_file_id", "output"), ("_errors", "error_file_id", "error")):
@@ -151,7 +161,7 @@ class BatchRunner:
 
     async def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         batch["errors"] = {"object": "list", "data": errors}
-        await _off_loop(self._finish, batch, "failed")
+        await self._end(batch, "failed")
 
 
 class BatchWork:
@@ -164,21 +174,24 @@ class BatchWork:
         self._post = post
         self._most_line_bytes = most_line_bytes
         self._told_at = -math.inf
-        self._appending = threading.Lock()
+        self._writing = asyncio.Lock()  # so that one waits for a full disk, and all others for that one
 
     async def run(self, most_at_once: int) -> str:
         """Returns the batch's final status."""
         output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
-        done = [await _off_loop(custom_ids_in, path) for path in (output, errors)]
+        done = [await off_loop(custom_ids_in, path) for path in (output, errors)]
         self._counts.update(completed=len(done[0]), failed=len(done[1]))
         source = self._files.data(self._batch["input_file_id"])
         lines = _Lines(lines_left(source, self._batch["endpoint"], done[0] | done[1], self._most_line_bytes))
-        with output.open("ab") as self._output, errors.open("ab") as self._errors, contextlib.closing(lines):
+        with contextlib.ExitStack() as opened:
+            opened.callback(lines.close)
+            self._output = opened.enter_context(await until_written(_named(self._batch), _Records, output))
+            self._errors = opened.enter_context(await until_written(_named(self._batch), _Records, errors))
             async with _TaskGroup() as group:
                 for _ in range(most_at_once):
                     group.create_task(self._take(lines))
-            if self._end() == "expired":
-                await _off_loop(self._expire, lines)
+            while self._end() == "expired" and (line := await off_loop(lines.next)) is not None:
+                await self._keep(self._errors, line, None)
         return self._end() or "completed"
 
     @property
@@ -192,23 +205,19 @@ class BatchWork:
             return "cancelled"
         return "expired" if time.time() > self._batch["expires_at"] else None
 
-    def _expire(self, lines: _Lines) -> None:
-        while (line := lines.next()) is not None:
-            self._append(self._errors, line, None)
-
     async def _take(self, lines: _Lines) -> None:
-        while self._end() is None and (line := await _off_loop(lines.next)) is not None:
+        while self._end() is None and (line := await off_loop(lines.next)) is not None:
             answer = await self._answer(line)
             if answer is None:
                 if self._end() == "expired":
-                    await _off_loop(self._append, self._errors, line, None)
+                    await self._keep(self._errors, line, None)
                 return
-            await _off_loop(self._append, self._output if answer.status < 400 else self._errors, line, answer)
+            await self._keep(self._output if answer.status < 400 else self._errors, line, answer)
             await self._tell()
 
     async def _answer(self, line: Line) -> LineAnswer | None:
         """None if the batch ends before the server takes the line."""
-        body, tries = await _off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
+        body, tries = await off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
         while True:
             request_id = uuid.uuid4().hex
             answer = await self._posted(line.url, body, request_id)
@@ -237,20 +246,20 @@ class BatchWork:
                 task.cancel()
                 await asyncio.wait([task])
 
-    def _append(self, file: IO[bytes], line: Line, answer: LineAnswer | None) -> None:
-        """`answer`: None if the batch has expired."""
+    async def _keep(self, records: _Records, line: Line, answer: LineAnswer | None) -> None:
+        """An answer is computed once: it waits here for a full disk, and no further line begins meanwhile. `answer`:
+        None if the batch has expired."""
         record = message_result(line.custom_id, answer) if is_of_messages(self._batch) else _record(line, answer)
-        text = encode(record) + b"\n"
-        with self._appending:
-            file.write(text)
-            file.flush()
-            self._counts["completed" if file is self._output else "failed"] += 1
+        text = await off_loop(encode, record)
+        async with self._writing:
+            await until_written(_named(self._batch), records.append, text + b"\n")
+            self._counts["completed" if records is self._output else "failed"] += 1
 
     async def _tell(self) -> None:
-        if time.monotonic() - self._told_at > _TOLD_SECONDS:
-            self._told_at = math.inf  # no other task does it meanwhile
-            await _off_loop(self._write)
-            self._told_at = time.monotonic()
+        async with self._writing:
+            if time.monotonic() - self._told_at > _TOLD_SECONDS:
+                await until_written(_named(self._batch), self._write)
+                self._told_at = time.monotonic()
 
     def _write(self) -> None:
         self._files.check_room()
@@ -264,6 +273,28 @@ def _record(line: Line, answer: LineAnswer | None) -> dict[str, Any]:
         return {**record, "response": None, "error": _EXPIRED}
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
     return {**record, "response": response, "error": None}
+
+
+class _Records:
+    """A file to which whole lines are appended. For one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+
+    def __enter__(self) -> _Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, text: bytes) -> None:
+        """Raises OSError; the next call removes what was written of `text`."""
+        self._file.truncate(self._size)
+        rest = memoryview(text)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._size += len(text)
 
 
 class _Lines:
@@ -304,14 +335,8 @@ class _TaskGroup:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _off_loop(work: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Runs on another thread. A cancelled caller still waits for its end: only the holder of the lock may write."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+def _named(batch: Batch) -> str:
+    return f"batch {batch['id']}"
 
 
 def _modified(path: Path) -> float:

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.files import FileStore, page, read_json, write_json
 from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import StorageRoute
 
 WINDOW_SECONDS = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -146,27 +147,31 @@ def is_of_messages(batch: Batch) -> bool:
 
 
 def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
-    @app.post("/v1/batches")
+    router = APIRouter(route_class=StorageRoute)
+
+    @router.post("/v1/batches")
     async def create(body: BatchRequest) -> Response:
         files.get(body.input_file_id, "input_file_id", 400)
         files.check_room()
         return _json(batches.shown(await asyncio.to_thread(batches.add, body)))
 
-    @app.get("/v1/batches")
+    @router.get("/v1/batches")
     async def listed(request: Request) -> Response:
         found = await asyncio.to_thread(batches.all)
         shown = [batches.shown(batch) for batch in found if not is_of_messages(batch)]
         return _json(page(shown, request, most=_MOST_LISTED, default=20))
 
-    @app.get("/v1/batches/{batch_id}")
+    @router.get("/v1/batches/{batch_id}")
     async def find(batch_id: str) -> Response:
         return _json(batches.shown(batches.get(batch_id)))
 
-    @app.post("/v1/batches/{batch_id}/cancel")
+    @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(batch_id: str) -> Response:
         batch = batches.get(batch_id)
         batches.cancel(batch)
         return _json(batches.shown(batch))
+
+    app.include_router(router)
 
 
 def _json(value: Any) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Collection
 from typing import get_args, get_type_hints
 
@@ -16,6 +17,7 @@ from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.limits import TOO_LARGE
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import storage_error
 from minisgl_backend.openai.validation import from_validation
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RecursionError, _answer_nested_body)
+    app.add_exception_handler(sqlite3.Error, _answer_storage_error)
     app.add_exception_handler(Exception, _answer_unforeseen)
 
 
@@ -46,6 +49,13 @@ async def _answer_client_left(request: Request, error: Exception) -> Response:
 async def _answer_unforeseen(request: Request, error: Exception) -> Response:
     """A bug, which is logged."""
     return await _answer_error(request, ApiError(500, f"the request could not be answered ({type(error).__name__})"))
+
+
+async def _answer_storage_error(request: Request, error: Exception) -> Response:
+    """Of the store of responses, the only one that is read and written by SQLite."""
+    assert isinstance(error, sqlite3.Error)
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    return await _answer_error(request, storage_error("kept responses cannot be used", error))
 
 
 async def _answer_wrong_body(request: Request, error: Exception) -> Response:

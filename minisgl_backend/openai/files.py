@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
@@ -28,6 +28,7 @@ from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import is_unicode
 from minisgl_backend.openai.requests.batches import MAX_LIFETIME, MIN_LIFETIME
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import StorageRoute, storage_error
 
 log = logging.getLogger(__name__)
 
@@ -55,28 +56,30 @@ class FileStore:
     def add(self, source: IO[bytes], size: int, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
         """`lifetime`: seconds until the file is removed; None: it stays. Raises ApiError if there is no room."""
         self.check_room(size)
-        file_id = self.new_id()
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._new("the file") as file_id:
             with self.data(file_id).open("wb") as target:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
             return self.publish(file_id, name, purpose, lifetime)
-        except OSError as error:
-            self.data(file_id).unlink(missing_ok=True)
-            raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
 
     def add_unseen(self, lines: Sequence[bytes]) -> str:
         """A file that clients do not see. Returns its id. Raises ApiError if there is no room."""
         self.check_room(sum(map(len, lines)))
+        with self._new("the requests") as file_id, self.data(file_id).open("wb") as target:
+            target.writelines(lines)
+        return file_id
+
+    @contextlib.contextmanager
+    def _new(self, what: str) -> Iterator[str]:
+        """The id of a file to be written, of which nothing stays if that fails: then raises ApiError."""
         file_id = self.new_id()
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self.data(file_id).open("wb") as target:
-                target.writelines(lines)
+            yield file_id
         except OSError as error:
-            self.data(file_id).unlink(missing_ok=True)
-            raise ApiError(507, f"the requests cannot be kept: {error.strerror}", code="storage_full") from None
-        return file_id
+            with contextlib.suppress(OSError):
+                self.delete(file_id)
+            log.error("%s cannot be kept: %s", what, error)
+            raise storage_error(f"{what} cannot be kept", error) from None
 
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError if `size` more bytes would exceed the limit."""
@@ -202,11 +205,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Readers see either the old text or the new one, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(encode(value))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # what was written of it takes space from those that wait for some
+            temporary.unlink()
+        raise
 
 
 def page(items: Sequence[dict[str, Any]], request: Request, *, most: int, default: int) -> dict[str, Any]:
@@ -231,7 +239,9 @@ def page(items: Sequence[dict[str, Any]], request: Request, *, most: int, defaul
 
 
 def add_routes(app: FastAPI, files: FileStore) -> None:
-    @app.post(PATH)
+    router = APIRouter(route_class=StorageRoute)
+
+    @router.post(PATH)
     async def upload(request: Request) -> Response:
         length = request.headers.get("content-length", "")
         with files.expect(int(length[:18]) if length.isdecimal() else None):
@@ -245,27 +255,29 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
             raise invalid("file", "file has a name that is no Unicode; allowed: Unicode")
         return _json(await asyncio.to_thread(files.add, file.file, size, name, purpose, lifetime))
 
-    @app.get(PATH)
+    @router.get(PATH)
     async def listed(request: Request) -> Response:
         purpose = request.query_params.get("purpose")
         found = await asyncio.to_thread(files.all)
         found = [file for file in found if purpose in (None, file["purpose"])]
         return _json(page(found, request, most=_MOST_LISTED, default=_MOST_LISTED))
 
-    @app.get(PATH + "/{file_id}")
+    @router.get(PATH + "/{file_id}")
     async def find(file_id: str) -> Response:
         return _json(files.get(file_id))
 
-    @app.get(PATH + "/{file_id}/content")
+    @router.get(PATH + "/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
         _settle_range(request, files.get(file_id)["bytes"])
         return FileResponse(files.data(file_id), media_type="application/octet-stream")
 
-    @app.delete(PATH + "/{file_id}")
+    @router.delete(PATH + "/{file_id}")
     async def delete(file_id: str) -> Response:
         files.get(file_id)
         await asyncio.to_thread(files.delete, file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
+
+    app.include_router(router)
 
 
 async def _form(request: Request) -> tuple[UploadFile, str, int | None]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.responses import FileResponse
 
 from minisgl_backend.openai.batches import ENDED, Batch, BatchStore, is_of_messages
@@ -17,6 +17,7 @@ from minisgl_backend.openai.files import FileStore
 from minisgl_backend.openai.message_results import no_counts, unseen_files
 from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest, message_lines
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import StorageRoute
 
 PATH = f"{MESSAGES}/batches"
 _PREFIX = "msg"  # before the id that the batch is kept by
@@ -115,37 +116,41 @@ class MessageBatches:
 
 
 def add_routes(app: FastAPI, kept: MessageBatches) -> None:
+    router = APIRouter(route_class=StorageRoute)
+
     def shown(request: Request, batches: Sequence[Batch]) -> list[dict[str, Any]]:
         return [kept.shown(batch, str(request.base_url)) for batch in batches]
 
-    @app.post(PATH)
+    @router.post(PATH)
     async def create(request: Request) -> Response:
         batch = await asyncio.to_thread(kept.create, await request.body())
         return _json(shown(request, [batch])[0])
 
-    @app.get(PATH)
+    @router.get(PATH)
     async def listed(
         request: Request, limit: int = 20, after_id: str | None = None, before_id: str | None = None
     ) -> Response:
         found = await asyncio.to_thread(kept.page, limit, after_id, before_id)
         return _json({**found, "data": shown(request, found["data"])})
 
-    @app.get(PATH + "/{batch_id}")
+    @router.get(PATH + "/{batch_id}")
     async def find(request: Request, batch_id: str) -> Response:
         return _json(shown(request, [kept.get(batch_id)])[0])
 
-    @app.post(PATH + "/{batch_id}/cancel")
+    @router.post(PATH + "/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Response:
         return _json(shown(request, [kept.cancel(batch_id)])[0])
 
-    @app.get(PATH + "/{batch_id}/results")
+    @router.get(PATH + "/{batch_id}/results")
     async def results(batch_id: str) -> Response:
         return kept.results(batch_id)
 
-    @app.delete(PATH + "/{batch_id}")
+    @router.delete(PATH + "/{batch_id}")
     async def delete(batch_id: str) -> Response:
         await asyncio.to_thread(kept.delete, batch_id)
         return _json({"id": batch_id, "type": "message_batch_deleted"})
+
+    app.include_router(router)
 
 
 def _time(seconds: int) -> str:

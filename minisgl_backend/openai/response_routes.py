@@ -25,6 +25,7 @@ from minisgl_backend.openai.response_events import KeptEvents
 from minisgl_backend.openai.response_store import ResponseStore, StoredResponse
 from minisgl_backend.openai.responses import ResponseAnswer, begun_response
 from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.storage import storage_error
 from minisgl_backend.openai.triton import Generation, RequestContext
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ class Kept:
                 raise ApiError(413, message, param="input", code="storage_full")
         except (sqlite3.Error, OSError) as error:
             log.error("response %s cannot be kept: %s", response["id"], error)
-            raise ApiError(507, f"the response cannot be kept: {error}", code="storage_full") from None
+            raise storage_error("the response cannot be kept", error) from None
 
     async def keep(self, response: dict[str, Any], *, again: bool = False) -> bool:
         """False if it cannot be kept, which is logged."""

@@ -263,6 +263,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert doctor._writable("cache", tmp_path / "not" / "yet", PROBLEM, "HOME").state == OK
     found = doctor._writable("cache", tmp_path / "file" / "below", PROBLEM, "HF_HOME")
     assert (found.state, found.remedy) == (PROBLEM, "HF_HOME=FOLDER chooses another")
+    assert "Not a directory" in found.text
+    assert doctor._writable("cache", Path("/proc/x"), PROBLEM, "HF_HOME").state == PROBLEM, "whatever its mode says"
 
 
 @pytest.mark.parametrize(("free", "gpus", "state"), [(1 << 20, 0, PROBLEM), (64 << 20, 1, OK), (64 << 20, 2, NOTE)])

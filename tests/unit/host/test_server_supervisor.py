@@ -22,6 +22,7 @@ import pytest
 import minisgl_backend
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host import doctor
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of
 from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
@@ -82,6 +83,22 @@ def test_the_openai_endpoint_is_on_unless_told_otherwise() -> None:
 def test_wrong_options_of_the_endpoint(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--http-port", "28000", "--grpc-port", "28001", "--metrics-port", "28002"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_tritons_own_folder_is_judged_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As below a root that is read-only, where TMPDIR leads elsewhere."""
+    (tmp_path / "file").touch()
+    for folder, why in ((Path("/proc/x"), "No such file or directory"), (tmp_path / "file", "Not a directory")):
+        monkeypatch.setattr("minisgl_backend.process.writable._TRITONS_FOLDER", folder)
+        monkeypatch.setattr("minisgl_backend.host.server_supervisor.find_triton_server", lambda: None)
+        monkeypatch.setattr("minisgl_backend.host.server_supervisor._check_ports", lambda arguments: None)
+        assert main([]) == 2
+        told = f"{folder} cannot be written, and Triton's Python backend needs it: {why}; mount one that can: in Docker"
+        assert told in capsys.readouterr().err
+        found = {finding.name: finding for finding in doctor._folders(0)}["/tmp"]
+        assert (found.state, why in found.text, "emptyDir" in found.remedy) == (doctor.PROBLEM, True, True)
 
 
 def test_keys_come_from_the_command_line_or_the_environment() -> None:

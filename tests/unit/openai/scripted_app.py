@@ -132,8 +132,8 @@ class ScriptedApp:
     server: ScriptedServer
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """(status, body: JSON where it is some, else text)."""
-        data = None if body is None else json.dumps(body).encode()
+        """(status, body: JSON where it is some, else text). Bytes are sent as they are."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         head = {"Content-Type": "application/json", **headers}
         request = urllib.request.Request(self.url + path, data, head, method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

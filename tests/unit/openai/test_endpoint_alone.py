@@ -24,7 +24,9 @@ from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import openai_endpoint
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from minisgl_backend.host.serve_options import parse_arguments
 
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 120.0
 
 
@@ -202,3 +204,39 @@ def test_a_folder_that_cannot_be_made_is_told_and_nothing_else_is_lost(tmp_path:
         assert ask(endpoint, "/version")[0] == 200
     finally:
         endpoint.stop()
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "{tmp}/file/x", "{tmp}/file", "{tmp}/dangling", "{tmp}/part"])
+def test_a_folder_of_files_that_was_given_must_be_writable(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("/proc/x")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "batches").write_text("x")
+    folder = folder.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=r"--files-dir is '.*', which cannot be written: "):
+        parse_arguments(["--files-dir", folder])
+    assert parse_arguments(["--files-dir", folder, "--max-files-bytes", "0"]).endpoint is not None, "there are no files"
+    monkeypatch.setattr("minisgl_backend.host.openai_endpoint.default_files_folder", lambda port: folder)
+    assert parse_arguments([]).endpoint is not None, "a default that is no use is told later"
+
+
+def test_a_folder_of_files_may_be_full_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = parse_arguments(["--files-dir", f"{tmp_path}/a/b"]).endpoint
+    assert endpoint is not None
+    assert endpoint.files_folder == f"{tmp_path}/a/b"
+    assert os.listdir(tmp_path) == []
+
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("minisgl_backend.process.writable.tempfile.mkdtemp", full)
+    assert parse_arguments(["--files-dir", f"{tmp_path}/a/b"]).endpoint == endpoint, "there may be space later"
+
+
+def test_the_endpoint_alone_refuses_such_a_folder_too() -> None:
+    command = [sys.executable, "-m", "client", "openai", "--files-dir", "/proc/x", "--port", str(free_ports(1)[0])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 2
+    assert "--files-dir is '/proc/x', which cannot be written: " in done.stderr
