@@ -27,6 +27,11 @@ class ArgumentTypes:
         self._root = schema
         given = schema.get("properties") if isinstance(schema, Mapping) else None
         self._properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        self._is_closed = (
+            isinstance(schema, Mapping)
+            and schema.get("additionalProperties") is False
+            and "patternProperties" not in schema
+        )
         self._found: dict[str, _Types] = {}  # by reference; each is resolved once
 
     def of(self, name: str) -> _Types:
@@ -36,6 +41,10 @@ class ArgumentTypes:
     def may_have(self, name: str) -> bool:
         """Whether the schema names the argument, or names none at all."""
         return not self._properties or name in self._properties
+
+    def refuses(self, name: str) -> bool:
+        """Whether the schema has no room for that argument."""
+        return self._is_closed and name not in self._properties
 
     def has_choices(self, name: str) -> bool:
         """Whether the argument has a list of allowed strings."""

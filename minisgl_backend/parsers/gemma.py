@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from minisgl_backend.parsers.argument_types import as_json
-from minisgl_backend.parsers.headers import MORE, NONE, Header, Named, skip_space
+from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, skip_space
 from minisgl_backend.parsers.json_reader import word_as_json
 from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, content
 from minisgl_backend.parsers.tagged import Outcome, TaggedParser
@@ -53,6 +53,8 @@ class Gemma4Parser(TaggedParser):
 
     def _header(self, text: str, *, is_last: bool) -> Named | int:
         """The header of a call, with an empty name if the function was not offered."""
+        text = text[:MAX_HEADER]
+        is_last = is_last or len(text) == MAX_HEADER
         found = self.names.find(text, _HEADER, is_last=is_last)
         if isinstance(found, Named):
             start = skip_space(text, found.end)
@@ -71,7 +73,7 @@ class Gemma4Parser(TaggedParser):
         found: list[Part] = []
         first, opening, position = self.count, self.opening, 0
         while position < len(text):
-            header = self._header(text[position:], is_last=True)
+            header = self._header(text[position : position + MAX_HEADER], is_last=True)
             if not isinstance(header, Named):
                 raise ValueError("no call")
             try:
@@ -110,7 +112,9 @@ class Gemma4Parser(TaggedParser):
     def _following(self, text: str, position: int) -> int:
         """Where the tag of the next call stands; negative: nowhere."""
         while (position := text.find(_BEGIN, position)) >= 0:
-            if isinstance(self._header(text[position + len(_BEGIN) :], is_last=True), Named):
+            if isinstance(
+                self._header(text[(begin := position + len(_BEGIN)) : begin + MAX_HEADER], is_last=True), Named
+            ):
                 break
             position += len(_BEGIN)
         return position

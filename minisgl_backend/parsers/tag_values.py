@@ -134,8 +134,8 @@ class TagValuesParser(TaggedParser):
         if isinstance(key, int):
             if key == MORE:
                 return "more"
-        elif key["key"] in self._keys:
-            return self._damage()
+        elif key["key"] in self._keys or self._types.refuses(key["key"]):
+            return self._damage(-1 if key["key"] in self._keys else 0)
         else:
             self._take(key.end())
             self._begin_value(key)
@@ -211,6 +211,8 @@ class TagValuesParser(TaggedParser):
         """The header of another argument follows."""
         if self._value.depth:
             self._quote(found.end(), is_end=True)
+        elif self._types.refuses(key["key"]):
+            return self._damage(0)
         elif key["key"] not in self._keys:
             self._take(key.start())
             self._close_value()
@@ -301,7 +303,8 @@ class TagValuesParser(TaggedParser):
 
     def _named(self, position: int, tag: str, is_last: bool) -> Named | int:
         """The header of a call behind `tag`; its name is empty if the function was not offered. MORE, NONE."""
-        text, header = self._text[position:], self.header_of(tag)
+        text, header = self._text[position : position + MAX_HEADER], self.header_of(tag)
+        is_last = is_last or len(text) == MAX_HEADER
         found = self.names.find(text, header, is_last=is_last)
         if isinstance(found, Named):
             follows = position + found.end if self.STREAMS else self._goes_on(position + found.end, is_last)
@@ -312,7 +315,7 @@ class TagValuesParser(TaggedParser):
             return MORE
         end = follow(text, 0, (*header.before, _OTHER_NAME, *header.behind))
         if end == MORE:
-            return NONE if is_last or len(text) > MAX_HEADER else MORE
+            return NONE if is_last else MORE
         follows = NONE if end == NONE else self._goes_on(position + end, is_last)
         return Named("", position, position + end) if follows >= 0 else follows
 

@@ -313,3 +313,46 @@ def test_what_is_wrong_a_million_times_is_a_few_errors(kind: Any, values: dict[s
     name = next(iter(values))
     assert (error.param or "").startswith("body" if name.startswith("x") else name)
     assert len(error.message) < 700
+
+
+def named_tools(name: str) -> dict[str, Any]:
+    """By API: a request with a tool of that name, checked and made a chat."""
+    function = {"name": name, "parameters": {}}
+    messages = [{"role": "user", "content": "x"}]
+    anthropic = {"messages": messages, "max_tokens": 1, "tools": [{"name": name, "input_schema": {}}]}
+    grouped = [{"type": "namespace", "name": "a", "tools": [{"type": "function", **function}]}]
+    return {
+        "tools[0].function.name": lambda: ChatRequest.model_validate(
+            {"messages": messages, "tools": [{"type": "function", "function": function}]}
+        ).check(),
+        "tools[0].name": lambda: MessagesRequest.model_validate(anthropic).as_chat().check(),
+        "tools[0].name ": lambda: (
+            ResponsesRequest.model_validate({"input": "x", "tools": [{"type": "function", **function}]}).callable_tools
+        ),
+        "tools[0].tools[0].name": lambda: (
+            ResponsesRequest.model_validate({"input": "x", "tools": grouped}).callable_tools
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["f", "files/read", "a:b", "my tool", "名前", "a😀", '"\\', "é" * 125])
+def test_names_of_tools_hold_any_letters(name: str) -> None:
+    for ask in named_tools(name).values():
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "has 0 characters; allowed: 1 to 128"),
+        ("a" * 129, "has 129 characters; allowed: 1 to 128"),
+        ("a\nb", r"is 'a\nb'; allowed: no control characters"),
+        ("a\x7f", r"is 'a\x7f'; allowed: no control characters"),
+    ],
+)
+def test_other_names_of_tools_are_refused(name: str, told: str) -> None:
+    for field, ask in named_tools(name).items():
+        with pytest.raises(ApiError) as refused:
+            ask()
+        assert (refused.value.status, refused.value.param) == (400, "tools")
+        assert refused.value.message == f"{field.strip()} {told}"

@@ -154,3 +154,14 @@ def test_functions_are_found_by_any_name(written: str) -> None:
             assert run(FORMATS[name].new_calls(functions), list(write(calls))) == events
     for one in ("files/write", "my", "名", "a b c"):  # begin like some, or some like them
         assert told(run(FORMATS[name].new_calls(functions), [write([(one, {"cmd": "a"})])]))[0] == []
+
+
+@pytest.mark.parametrize("written", ["deepseek_v32", "glm45", "glm47", "minimax_m2", "qwen3_coder"])
+def test_arguments_that_a_function_cannot_have_tell_what_is_quoted(written: str) -> None:
+    name, write = WRITERS[written]
+    functions = {one: {**schema, "additionalProperties": False} for one, schema in SCHEMAS.items()}
+    before, behind = tags(written)
+    for text in (behind + before, behind + before + "ls"):
+        answer = write([("write", {"content": text, "path": "x"})])
+        for pieces in ([answer], list(answer)):
+            assert told(run(FORMATS[name].new_calls(functions), pieces))[0] == [], text
