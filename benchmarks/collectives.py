@@ -5,8 +5,9 @@ NCCL.
                                      [--json]
 
 Each figure is the median over replays of a graph of CALLS sums of [rows, hidden] bfloat16 numbers, as decode steps run
-them. `peers` is one kernel that sums, adds to the hidden states and norms; `nccl` is the all-reduce alone, and
-`nccl_norm` that with the norm's kernel behind it, which is what the first replaces.
+them. `peers` is one kernel that sums, adds to the hidden states and norms, `two_shots` another one, where each row is
+summed by one rank; `nccl` is the all-reduce alone, and `nccl_norm` that with the norm's kernel behind it, which is what
+the first replaces.
 
 Of decode steps of LOGITS_ROWS rows, `end` is all behind the last norm but the sampling: the GEMM with this rank's
 part of the vocabulary, logits to rank 0, tokens back. `tokens` is the last of these alone, `product` the first, so that
@@ -44,7 +45,9 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab
     torch.manual_seed(rank)
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     try:
-        peers = PeerSums.open(rank, size, hidden, torch.bfloat16, device, tp.all_gather, tp.minimum, max_rows=max(rows))
+        # Two shots of rows that do not divide evenly among the ranks: the next multiple.
+        most = {"max_rows": max(rows), "two_shot_rows": -(-max(rows) // size) * size}
+        peers = PeerSums.open(rank, size, hidden, torch.bfloat16, device, tp.all_gather, tp.minimum, **most)
     except OSError as error:
         print(f"no shared memory: {error}", file=sys.stderr)
         peers = None
@@ -62,12 +65,15 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab
 
         kinds: dict[str, Callable[[], None]] = {"nccl": by_nccl, "nccl_norm": by_nccl_and_norm}
         if peers is not None:
-            reduce_norm = peers.reduce_norm
+            one_shot, two_shots = peers.in_one_shot, peers.in_two_shots
 
             def by_peers(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
-                reduce_norm(partial, residual, weight, 1e-6)
+                one_shot(partial, residual, weight, 1e-6)
 
-            kinds["peers"] = by_peers
+            def by_two_shots(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+                two_shots(partial, residual, weight, 1e-6)
+
+            kinds |= {"peers": by_peers, "two_shots": by_two_shots}
         for kind, call in kinds.items():
             results[f"sum_{count}_{kind}_us"] = round(_time(call, tp), 2)
             partial.zero_()  # sums of sums grow
@@ -189,11 +195,12 @@ def run(
 def print_table(figures: dict[str, float], hidden: int) -> None:
     """One line for each number of rows."""
     counts = sorted({int(name.split("_")[1]) for name in figures if name.startswith("sum_")})
-    print(f"{'rows':>6} {'KiB':>8} {'peers':>9} {'nccl':>9} {'nccl+norm':>10}   us", file=sys.stderr)
+    print(f"{'rows':>6} {'KiB':>8} {'peers':>9} {'two shots':>10} {'nccl':>9} {'nccl+norm':>10}   us", file=sys.stderr)
     for count in counts:
-        cells = [figures.get(f"sum_{count}_{kind}_us", float("nan")) for kind in ("peers", "nccl", "nccl_norm")]
+        kinds = ("peers", "two_shots", "nccl", "nccl_norm")
+        cells = [figures.get(f"sum_{count}_{kind}_us", float("nan")) for kind in kinds]
         print(
-            f"{count:>6} {count * hidden * 2 / 1024:>8.0f} {cells[0]:>9.2f} {cells[1]:>9.2f} {cells[2]:>10.2f}",
+            "{:>6} {:>8.0f} {:>9.2f} {:>10.2f} {:>9.2f} {:>10.2f}".format(count, count * hidden * 2 / 1024, *cells),
             file=sys.stderr,
             flush=True,
         )

@@ -44,8 +44,8 @@ SPINS = tl.constexpr(1024)  # between two reads of `stop`
 REGISTERS = 65536  # of a multiprocessor, since compute capability 5.0
 MOST_REGISTERS = 255  # of a thread
 TWO_HOLD = 16384  # ranks * 16-bit numbers that a program holds in half of the registers without spilling
-_EMPTY = {2: -(1 << 15), 4: -(1 << 31)}  # -0.0, by bytes of a number
-_WORDS = {2: tl.int16, 4: tl.int32}
+EMPTY_WORDS = {2: -(1 << 15), 4: -(1 << 31)}  # -0.0, by bytes of a number
+WORDS = {2: tl.int16, 4: tl.int32}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def launch_options(size: int, hidden: int) -> Mapping[str, int]:
 
 def empty_word(dtype: torch.dtype) -> int:
     """The bits of an empty buffer element, as a signed integer of the dtype's size."""
-    return _EMPTY[dtype.itemsize]
+    return EMPTY_WORDS[dtype.itemsize]
 
 
 def reduce_norm(
@@ -120,7 +120,7 @@ def reduce_norm(
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
         RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
-        WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
+        WORD=WORDS[partial.element_size()], EMPTY=EMPTY_WORDS[partial.element_size()],
         SEND=send, RECEIVE=receive, AHEAD=ahead if send and receive else 0, **pdl_options(pdl), **options,
     )  # fmt: skip
     return residual, out
@@ -163,29 +163,56 @@ def _reduce_norm_kernel(
             own = tl.load(partial_ptr + start + i, mask=ok, other=0.0)
             residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0)
             weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
-            total = tl.zeros([PADDED], tl.float32)
-            for source in tl.static_range(SIZE):
-                if source == RANK:
-                    total += own.to(tl.float32)
-                else:
-                    line = wide + (place * (SIZE - 1) + (source - RANK + SIZE) % SIZE - 1) * MAX_ROWS + row
-                    sent = tl.multiple_of(inbox + line * HIDDEN, 16) + i
-                    words = tl.load(sent, mask=ok, other=0, volatile=True)
-                    stopped = 0
-                    spins = 0
-                    while (tl.max((words == EMPTY).to(tl.int32), 0) > 0) & (stopped == 0):
-                        words = tl.load(sent, mask=ok, other=0, volatile=True)
-                        spins += 1
-                        if spins % SPINS == 0:
-                            stopped = tl.load(stop_ptr, volatile=True)
-                    tl.store(sent, tl.full([PADDED], EMPTY, WORD), mask=ok)
-                    total += words.to(partial_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+            total = sum_of_arrived(
+                inbox, place, wide + row, own, i, ok, stop_ptr, RANK, SIZE, MAX_ROWS, HIDDEN, PADDED, WORD, EMPTY
+            )
             hidden = (total + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
             tl.store(residual_ptr + start + i, hidden, mask=ok)
-            x = hidden.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-            tl.store(out_ptr + start + i, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
+            store_norm(out_ptr + start + i, hidden, weight, eps, ok, HIDDEN)
             tl.store(turns_ptr + row, 1 - place)  # a bit and not a counter, which would overflow
+
+
+@triton.jit
+def sum_of_arrived(
+    inbox, place, line, own, i, ok, stop_ptr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
+    WORD: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Waits for what all other ranks send to `line` (64 bits) of `inbox`, [PLACES, SIZE - 1, LINES, HIDDEN], and marks
+    it empty. Returns the sum with `own` in the order of the ranks, float32 [PADDED]."""
+    total = tl.zeros([PADDED], tl.float32)
+    waits = 1
+    stopped = 0
+    spins = 0
+    while (waits > 0) & (stopped == 0):
+        # All are read at once: one after the other, each would take its own time.
+        total = tl.zeros([PADDED], tl.float32)
+        missing = tl.zeros([PADDED], tl.int32)
+        for source in tl.static_range(SIZE):
+            if source == RANK:
+                total += own.to(tl.float32)
+            else:
+                away = (source - RANK + SIZE) % SIZE - 1
+                sent = tl.multiple_of(inbox + ((place * (SIZE - 1) + away) * LINES + line) * HIDDEN, 16) + i
+                words = tl.load(sent, mask=ok, other=0, volatile=True)
+                missing |= (words == EMPTY).to(tl.int32)
+                total += words.to(own.dtype, bitcast=True).to(tl.float32)
+        waits = tl.max(missing, 0)
+        spins += 1
+        if spins % SPINS == 0:
+            stopped = tl.load(stop_ptr, volatile=True)
+    for away in tl.static_range(SIZE - 1):
+        sent = tl.multiple_of(inbox + ((place * (SIZE - 1) + away) * LINES + line) * HIDDEN, 16) + i
+        tl.store(sent, tl.full([PADDED], EMPTY, WORD), mask=ok)
+    return total
+
+
+@triton.jit
+def store_norm(out, hidden, weight, eps, ok, HIDDEN: tl.constexpr):
+    """The RMSNorm of `hidden`, times weight."""
+    x = hidden.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    tl.store(out, (x * scale * weight.to(tl.float32)).to(hidden.dtype), mask=ok)
 
 
 @triton.jit

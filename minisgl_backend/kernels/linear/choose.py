@@ -33,7 +33,7 @@ from minisgl_backend.kernels.linear import machete_tiles
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # size of a gated weight from which on our kernel, fused with the activation only, is faster
-LARGE_LONG = 24 << 20  # likewise for a weight with at least as many inputs as outputs
+LARGE_LONG = 12 << 20  # likewise for a weight with at least as many inputs as outputs
 LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
 LEAST_VOCABULARY_IN = 2048  # inputs of the vocabulary GEMM, one row, from which on ours was measured to be faster
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: this GEMM takes 8 us on an H200, of which tiles decide 0.3
@@ -301,8 +301,8 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("small_rows", "gated, few inputs: all weights of a program are in flight at once", _gated_sliced),
             _Row("small_rows", "gated, a large weight, normed before: the activation is inside", _gated_large),
             _Row("small_rows", "a small weight: launches and ramps cost more than its bytes", _small_weight),
-            # After an all-reduce or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks; in isolation cuBLAS
-            # is as fast. For o_proj, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
+            # After an all-reduce or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks, and over four; in
+            # isolation cuBLAS is as fast. For o_proj, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
             _Row("long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long),
             _Row("cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned),
             _Row("cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu),

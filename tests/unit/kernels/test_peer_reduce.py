@@ -12,7 +12,9 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_collectives.py runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
+from minisgl_backend.kernels.collectives import two_shot_norm
 from minisgl_backend.kernels.collectives.all_reduce_norm import PLACES, Inboxes, empty_word, reduce_norm
+from minisgl_backend.kernels.collectives.two_shot_norm import TwoShotInboxes
 
 EPS = 1e-6
 WORDS = {2: torch.int16, 4: torch.int32}
@@ -51,6 +53,42 @@ class Ranks:
         ]
 
 
+class TwoShotRanks:
+    """Likewise of sums in two shots."""
+
+    def __init__(self, size: int, max_rows: int, hidden: int, dtype: torch.dtype, num_programs: int) -> None:
+        count = TwoShotInboxes.num_bytes(size, max_rows, hidden, dtype) // dtype.itemsize
+        self.inboxes = [torch.full((count,), empty_word(dtype), dtype=WORDS[dtype.itemsize]) for _ in range(size)]
+        self.stop = torch.zeros(1, dtype=torch.int32)
+        self.views = [
+            TwoShotInboxes(
+                rank=rank,
+                size=size,
+                max_rows=max_rows,
+                hidden=hidden,
+                addresses=torch.tensor([inbox.data_ptr() for inbox in self.inboxes]),
+                turns=torch.zeros(max_rows, dtype=torch.int32),
+                stop=self.stop.data_ptr(),
+                num_programs=num_programs,
+            )
+            for rank in range(size)
+        ]
+
+    def sum(
+        self, partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each rank's result."""
+        whole = [(residual.clone(), torch.empty_like(residual)) for _ in partials]
+        for part in ("sends", "sums", "receives"):
+            others = dict.fromkeys(("sends", "sums", "receives"), False) | {part: True}
+            for view, partial, (hidden, normed) in zip(self.views, partials, whole, strict=True):
+                turns = view.turns.clone()
+                _, out = two_shot_norm.reduce_norm(partial, hidden, weight, EPS, view, **others)
+                written = (view.turns != turns)[: len(out)]
+                normed[written] = out[written]
+        return whole
+
+
 def test_turns_do_not_count() -> None:
     """A count would overflow after a day of steps, and name a place before the memory."""
     ranks = Ranks(2, 2, 64, torch.bfloat16, 1)
@@ -70,14 +108,17 @@ def expected_of(
     return hidden, TorchOps().rms_norm(hidden, weight, EPS)
 
 
+@pytest.mark.parametrize("kind", [Ranks, TwoShotRanks])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_rank_gets_the_same_sum_call_after_call(size: int, dtype: torch.dtype) -> None:
+def test_every_rank_gets_the_same_sum_call_after_call(
+    kind: type[Ranks] | type[TwoShotRanks], size: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(size)
     hidden = 24
-    ranks = Ranks(size, 6, hidden, dtype, num_programs=2)
+    ranks = kind(size, 12, hidden, dtype, num_programs=2)
     weight = torch.randn(hidden).to(dtype)
-    for rows in (1, 6, 3, 3, 1, 5, 6):  # rows that a call has not keep the turn that they were at
+    for rows in (1, 6, 3, 12, 3, 1, 5, 6):  # rows that a call has not keep the turn that they were at
         partials = [torch.randn(rows, hidden).to(dtype) for _ in range(size)]
         partials[0][0, :4] = -0.0
         partials[1][0, :2] = torch.tensor([-0.0, 7.0])
@@ -105,11 +146,11 @@ def test_a_sum_that_waits_in_vain_ends_when_it_is_told_to() -> None:
 
 
 def run_rank(
-    rank: int, inboxes: list[torch.Tensor], stop: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor
+    rank: int, inboxes: list[torch.Tensor], stop: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, shots: int
 ) -> None:
     """inputs [calls, ranks, rows, hidden]; writes [calls, 2, rows, hidden] to `out`."""
-    size, (_, _, max_rows, hidden) = len(inboxes), inboxes[0].shape
-    view = Inboxes(
+    size, (_, _, max_rows, hidden) = len(inboxes), inputs.shape
+    view = (Inboxes, TwoShotInboxes)[shots - 1](
         rank=rank,
         size=size,
         max_rows=max_rows,
@@ -121,24 +162,27 @@ def run_rank(
     )
     for call, partials in enumerate(inputs):
         rows = max_rows - call % 3
-        residual = torch.ones(rows, hidden)
-        out[call, 0, :rows], out[call, 1, :rows] = reduce_norm(
-            partials[rank, :rows], residual, torch.ones(hidden), EPS, view, ahead=call % 4
-        )
+        inputs_of_call = (partials[rank, :rows], torch.ones(rows, hidden), torch.ones(hidden), EPS)
+        if isinstance(view, Inboxes):
+            result = reduce_norm(*inputs_of_call, view, ahead=call % 4)
+        else:
+            result = two_shot_norm.reduce_norm(*inputs_of_call, view, ahead=call % 4, lag=call % 3)
+        out[call, 0, :rows], out[call, 1, :rows] = result
 
 
-def test_ranks_that_run_at_the_same_time() -> None:
+@pytest.mark.parametrize("shots", [1, 2])
+def test_ranks_that_run_at_the_same_time(shots: int) -> None:
     """In two processes, where one waits for the other, after it has sent all of a program's rows or some."""
-    size, max_rows, hidden, calls = 2, 7, 8, 8
+    size, max_rows, hidden, calls = 2, 8, 8, 8
     torch.manual_seed(0)
     inputs = torch.randn(calls, size, max_rows, hidden)
-    shape = (PLACES, size - 1, max_rows, hidden)
-    inboxes = [torch.full(shape, empty_word(torch.float32), dtype=torch.int32).share_memory_() for _ in range(size)]
+    count = (Inboxes, TwoShotInboxes)[shots - 1].num_bytes(size, max_rows, hidden, torch.float32) // 4
+    inboxes = [torch.full((count,), empty_word(torch.float32), dtype=torch.int32).share_memory_() for _ in range(size)]
     outs = [torch.zeros(calls, 2, max_rows, hidden).share_memory_() for _ in range(size)]
     stop = torch.zeros(1, dtype=torch.int32).share_memory_()
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=run_rank, args=(rank, inboxes, stop, inputs, outs[rank]), daemon=True)
+        context.Process(target=run_rank, args=(rank, inboxes, stop, inputs, outs[rank], shots), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:

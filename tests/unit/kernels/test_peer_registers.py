@@ -20,14 +20,18 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.collectives import all_reduce_norm as peer_reduce
+from minisgl_backend.kernels.collectives.two_shot_norm import _two_shot_kernel
 
-kernel = peer_reduce._reduce_norm_kernel
 types = dict.fromkeys(["partial_ptr", "residual_ptr", "weight_ptr", "out_ptr"], "*bf16")
-types |= {"addresses_ptr": "*i64", "turns_ptr": "*i32", "stop": "i64", "rows": "i32", "eps": "fp32"}
+types |= {"addresses_ptr": "*i64", "turns_ptr": "*i32", "stop": "i64", "rows": "i32", "eps": "fp32", "ahead": "i32",
+          "lag": "i32"}
 found = []
 for size, hidden, ahead in json.loads(sys.argv[1]):
-    constants = dict(RANK=0, SIZE=size, MAX_ROWS=300, HIDDEN=hidden, PADDED=triton.next_power_of_2(hidden),
-                     WORD=tl.int16, EMPTY=-(1 << 15), SEND=True, RECEIVE=True, PDL=False, AHEAD=ahead)
+    kernel = peer_reduce._reduce_norm_kernel if ahead is not None else _two_shot_kernel
+    constants = dict(RANK=0, SIZE=size, HIDDEN=hidden, PADDED=triton.next_power_of_2(hidden), WORD=tl.int16,
+                     EMPTY=-(1 << 15), PDL=False)
+    constants |= (dict(MAX_ROWS=300, SEND=True, RECEIVE=True, AHEAD=ahead) if ahead is not None else
+                  dict(LINES=512, TURN=132, SENDS=True, SUMS=True, RECEIVES=True))
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = dict(peer_reduce.launch_options(size, hidden))
@@ -49,7 +53,7 @@ def test_all_programs_run_at_the_same_time() -> None:
     from minisgl_backend.kernels.collectives.all_reduce_norm import REGISTERS, programs_each
 
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    kernels = [(size, hidden, ahead) for size, hidden in SHAPES for ahead in (0, 1)]
+    kernels = [(size, hidden, ahead) for size, hidden in SHAPES for ahead in (0, 1, None)]  # None: in two shots
     command = [sys.executable, "-W", "ignore", "-c", COMPILES, json.dumps(kernels)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
