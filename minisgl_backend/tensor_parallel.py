@@ -148,9 +148,9 @@ class TensorParallel:
     def share_memory(self, hidden_size: int, dtype: torch.dtype, max_rows: int) -> None:
         """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
 
-        max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer, each up to the limits of
-        kernels/collectives/choose.py; what is larger is NCCL's. All ranks call this at the
-        same time, before anything is captured.
+        max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer (less than 4 where they go
+        in two shots), each up to the limits of kernels/collectives/choose.py; what is larger is NCCL's. All ranks call
+        this at the same time, before anything is captured.
         """
         if self._group is None or self._device.type != "cuda":
             return
