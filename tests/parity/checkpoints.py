@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import tokenizers.models
@@ -35,31 +36,45 @@ from tests.parity.checkpoint_options import (
 )
 
 
+class Plan(NamedTuple):
+    """A checkpoint whose model is not made yet."""
+
+    model_class: Any
+    config: Any
+    shard_size: str = "5GB"
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """config.json with every key of the config's class."""
+        text = self.config.to_json_string(use_diff=False)
+        return {**json.loads(text), "architectures": [self.model_class.__name__]}
+
+
 def _maker(
     architecture: str, shard_size: str = "5GB", model_type: str | None = None, **options: Any
-) -> Callable[..., tuple[Any, str]]:
+) -> Callable[..., Plan]:
     """`model_type`: where it is another than that of the class."""
 
-    def make(**changes: Any) -> tuple[Any, str]:
+    def make(**changes: Any) -> Plan:
         model_class = getattr(transformers, architecture)
         config_class = CONFIG_MAPPING[model_type] if model_type else model_class.config_class
-        return model_class(config_class(**{**SIZES, **options, **changes})), shard_size
+        return Plan(model_class, config_class(**{**SIZES, **options, **changes}), shard_size)
 
     return make
 
 
-def _vision_maker(architecture: str, vision: dict[str, Any], **text: Any) -> Callable[..., tuple[Any, str]]:
+def _vision_maker(architecture: str, vision: dict[str, Any], **text: Any) -> Callable[..., Plan]:
     """A text model with an encoder of images, which is not used."""
 
-    def make(**changes: Any) -> tuple[Any, str]:
+    def make(**changes: Any) -> Plan:
         model_class = getattr(transformers, architecture)
         text_config = {**SIZES, **text, **changes}
-        return model_class(model_class.config_class(text_config=text_config, vision_config=dict(vision))), "5GB"
+        return Plan(model_class, model_class.config_class(text_config=text_config, vision_config=dict(vision)))
 
     return make
 
 
-CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
+CHECKPOINTS: dict[str, Callable[..., Plan]] = {
     "llama": _maker("LlamaForCausalLM"),
     "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(LLAMA3_ROPE)),
     "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
@@ -325,7 +340,8 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
 
 def make_checkpoint(architecture: str, **options: Any) -> tuple[Any, str]:
     """A model of any class of transformers in these sizes, and how large its files may be."""
-    return _maker(architecture, **options)()
+    plan = _maker(architecture, **options)()
+    return plan.model_class(plan.config), plan.shard_size
 
 
 def save_checkpoint(name: str, folder: Path, **changes: Any) -> None:
@@ -349,7 +365,8 @@ def _made(name: str) -> tempfile.TemporaryDirectory[str]:
 
 def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
     torch.manual_seed(zlib.crc32(name.encode()))  # of its name alone: another checkpoint changes nothing
-    model, shard_size = CHECKPOINTS[name](**changes)
+    plan = CHECKPOINTS[name](**changes)
+    model = plan.model_class(plan.config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -359,7 +376,7 @@ def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
                 values.copy_(torch.randn_like(values) * 0.2)
             elif name.endswith("_proj_bias"):  # of all experts
                 values.copy_(torch.randn_like(values))
-    model.save_pretrained(folder, max_shard_size=shard_size)
+    model.save_pretrained(folder, max_shard_size=plan.shard_size)
 
 
 def reference_model(folder: Path) -> Any:

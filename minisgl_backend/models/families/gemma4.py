@@ -91,10 +91,12 @@ def _per_layer(keys: Keys, types: tuple[str, ...]) -> list[tuple[int, int]]:
     own_heads = keys.get("num_global_key_value_heads")
     if own_heads is not None and keys.boolean("attention_k_eq_v", False):
         full = {**full, "num_key_value_heads": own_heads}
-    given = keys.mapping("per_layer_config")
-    overrides = [
-        given.get(str(index), {}) if given else full if kind == FULL else {} for index, kind in enumerate(types)
-    ]
+    given = {int(name): one for name, one in keys.mapping("per_layer_config").items() if name.isdecimal()}
+    if len(given) < len(keys.mapping("per_layer_config")) or not given.keys() <= set(range(len(types))):
+        refuse(
+            "per_layer_config", sorted(keys.mapping("per_layer_config")), f"numbers of layers, 0 to {len(types) - 1}"
+        )
+    overrides = [given.get(index, {}) if given else full if kind == FULL else {} for index, kind in enumerate(types)]
     found = []
     for one in overrides:
         of_layer = Keys({"head_dim": head_dim, "num_key_value_heads": num_kv_heads, **one})

@@ -14,7 +14,7 @@ def read(keys: Keys) -> DecoderConfig:
     layer = LayerConfig(
         attention=attention(
             keys,
-            qkv_bias=keys.boolean("attention_bias", False),
+            qkv_bias=keys.boolean("attention_bias", True),
             rope=read_rope(keys, keys.integer("head_dim"), partial=True, interleaved=True),
         ),
         mlp=mlp(keys),

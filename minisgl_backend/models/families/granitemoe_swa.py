@@ -18,7 +18,6 @@ def read(keys: Keys) -> DecoderConfig:
 FAMILY = Family(
     model_type="granitemoe_swa",
     read=read,
-    defaults={"shared_intermediate_size": 0},
     tensor_names=TensorNames(
         stored=(
             Stored(name="block_sparse_moe.router", of=("mlp.gate",)),

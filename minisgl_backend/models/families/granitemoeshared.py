@@ -14,7 +14,7 @@ from minisgl_backend.weights.names import Stored, TensorNames
 
 def read(keys: Keys) -> DecoderConfig:
     without = granitemoe.read(keys)
-    size = keys.integer("shared_intermediate_size", 1024, least=0)
+    size = keys.integer("shared_intermediate_size", 0, least=0)
     layers = []
     for layer in without.layers:
         assert isinstance(layer.mlp, MoeConfig), "all layers of Granite-MoE have experts"

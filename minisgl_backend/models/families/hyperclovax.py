@@ -23,7 +23,8 @@ def read(keys: Keys) -> DecoderConfig:
 def _scaled(keys: Keys, layer: LayerConfig) -> AttentionConfig:
     """An absent multiplier means 1 for Granite, and the usual scale here."""
     assert isinstance(layer.attention, AttentionConfig), "Granite keeps no latents"
-    return replace(layer.attention, scale=keys.optional_number("attention_multiplier"))
+    usual = layer.attention.head_dim**-0.5
+    return replace(layer.attention, scale=keys.number("attention_multiplier", usual))
 
 
 FAMILY = Family(
