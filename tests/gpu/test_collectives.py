@@ -252,9 +252,9 @@ def gives_up(tp: Any, device: torch.device, rows: int) -> None:
         time.sleep(3.0)  # its memory stays as long as rank 0 needs it
 
 
-@pytest.mark.parametrize("rows", [4, 2048])
-def test_a_rank_that_never_comes_is_given_up(rows: int) -> None:
-    on_ranks(2, gives_up, rows)
+@pytest.mark.parametrize(("size", "rows"), [(2, 4), (2, 2048), *((size, 1000) for size in SIZES if size == 4)])
+def test_a_rank_that_never_comes_is_given_up(size: int, rows: int) -> None:
+    on_ranks(size, gives_up, rows)
 
 
 LOGITS_ROWS = (1, 3, 8, 64, 256)

@@ -143,6 +143,9 @@ def test_a_sum_that_waits_in_vain_ends_when_it_is_told_to() -> None:
     ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
     ranks.stop.fill_(1)
     reduce_norm(torch.ones(1, 8), torch.ones(1, 8), torch.ones(8), EPS, ranks.views[0])
+    in_two_shots = TwoShotRanks(2, 2, 8, torch.float32, num_programs=1)
+    in_two_shots.stop.fill_(1)  # the other rank sends neither its part nor its sum
+    two_shot_norm.reduce_norm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), EPS, in_two_shots.views[0])
 
 
 def run_rank(
