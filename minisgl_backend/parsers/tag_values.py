@@ -18,12 +18,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
-from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, Step, follow, skip_space
+from minisgl_backend.parsers.headers import MORE, NONE, Named, skip_space
 from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, content, partial_suffix
-from minisgl_backend.parsers.tagged import Outcome, TaggedParser
-
-_OTHER_NAME = re.compile(r"[^<>\n\"]+")  # of a function that was not offered
-_MAX_TAG = 64  # characters
+from minisgl_backend.parsers.tag_reader import MAX_TAG, TagReader
+from minisgl_backend.parsers.tagged import Outcome
 
 
 class _Begun(NamedTuple):
@@ -61,19 +59,12 @@ class _Value:
         self.quotes = True
 
 
-class TagValuesParser(TaggedParser):
+class TagValuesParser(TagReader):
     """One choice of one answer."""
 
-    HEADER: ClassVar[Header]  # around the function's name, behind the tag that begins the call
-    OPEN: ClassVar[str]  # begins an argument
-    KEY: ClassVar[re.Pattern[str]]  # all before its value: `key`
-    KEY_STEPS: ClassVar[tuple[Step, ...]]  # the same, which shows whether it is complete
-    CLOSE: ClassVar[str]  # ends a value
-    ENDS: ClassVar[tuple[str, ...]]  # one of them ends a call
     BEHIND: ClassVar[str] = ""  # a tag that may follow them
     TAGS: ClassVar[tuple[str, ...]] = ()  # those that count in a value, if not CLOSE and OPEN alone
     HAS_LINES: ClassVar[bool] = False  # a value begins in a line of its own
-    STREAMS: ClassVar[bool] = False  # texts are told as they are written
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(functions)
@@ -94,7 +85,7 @@ class TagValuesParser(TaggedParser):
         self._stage: Literal["header", "between", "value", "end"] = "header"
 
     def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
-        self._text, self._at = text, 0  # what stands before `_at` was taken
+        self._text, self._at = text, 0
         steps = {"header": self._header, "between": self._between, "value": self._in_value, "end": self._behind_end}
         outcome: Outcome | None = None
         while outcome is None:
@@ -103,10 +94,6 @@ class TagValuesParser(TaggedParser):
             parts += self._told
             self._told = []
         return self._text[self._at :], outcome
-
-    def header_of(self, tag: str) -> Header:
-        """What stands around a function's name behind that tag."""
-        return self.HEADER
 
     def may_be_text(self, header: re.Match[str]) -> bool:
         """Whether the value behind this header may be a string."""
@@ -125,7 +112,7 @@ class TagValuesParser(TaggedParser):
         if isinstance(found, int):
             return "more" if found == MORE else "none"
         self._raw.append(self.opening)
-        self._begin_call(found, 0)
+        self._begin_call(found)
         return None
 
     def _between(self, is_last: bool) -> Outcome | None:
@@ -163,7 +150,7 @@ class TagValuesParser(TaggedParser):
             self._take_value(found.start())
             is_closing = found[0].strip() == self.CLOSE
             return self._closing(found, is_last) if is_closing else self._other_tag(found, is_last)
-        begun = max(partial_suffix(self._text[-_MAX_TAG:], tag) for tag in self._tags)
+        begun = max(partial_suffix(self._text[-MAX_TAG:], tag) for tag in self._tags)
         if not is_last:
             self._take_value(max(self._at, len(self._text) - begun))
             return "more"
@@ -251,7 +238,7 @@ class TagValuesParser(TaggedParser):
             start = skip_space(self._text, self._at)
             if (
                 not is_last
-                and self._text[start : start + _MAX_TAG] != self.BEHIND
+                and self._text[start : start + MAX_TAG] != self.BEHIND
                 and self._may_begin(start, (self.BEHIND,))
             ):
                 return "more"
@@ -269,7 +256,7 @@ class TagValuesParser(TaggedParser):
             if is_last:
                 whole = (STOP,) if value.is_odd_end else (STOP, STOP_TEXT)
                 return self._commit() if self.reason in whole else self._damage()
-            self._searched = max(0, len(self._text) - self._at - _MAX_TAG)
+            self._searched = max(0, len(self._text) - self._at - MAX_TAG)
             return "more"
         if found[0].strip() == self.CLOSE:
             if not value.is_open or len(self._calls) > 1:
@@ -300,48 +287,6 @@ class TagValuesParser(TaggedParser):
         return None
 
     # What the steps share.
-
-    def _named(self, position: int, tag: str, is_last: bool) -> Named | int:
-        """The header of a call behind `tag`; its name is empty if the function was not offered. MORE, NONE."""
-        text, header = self._text[position : position + MAX_HEADER], self.header_of(tag)
-        is_last = is_last or len(text) == MAX_HEADER
-        found = self.names.find(text, header, is_last=is_last)
-        if isinstance(found, Named):
-            follows = position + found.end if self.STREAMS else self._goes_on(position + found.end, is_last)
-            if follows >= 0:
-                return Named(found.name, position + found.start, position + found.end)
-            return follows
-        if found == MORE:
-            return MORE
-        end = follow(text, 0, (*header.before, _OTHER_NAME, *header.behind))
-        if end == MORE:
-            return NONE if is_last else MORE
-        follows = NONE if end == NONE else self._goes_on(position + end, is_last)
-        return Named("", position, position + end) if follows >= 0 else follows
-
-    def _goes_on(self, position: int, is_last: bool) -> int:
-        """Whether the inside of a call follows: the position if so; MORE, NONE."""
-        start = skip_space(self._text, position)
-        if self._text.startswith((self.OPEN, *self.ENDS), start):
-            return start
-        if is_last:
-            return start if start == len(self._text) and self.reason == STOP else NONE
-        return MORE if self._may_begin(start, (self.OPEN, *self.ENDS)) else NONE
-
-    def _key_at(self, start: int, is_last: bool) -> re.Match[str] | int:
-        """The header of an argument; MORE, NONE."""
-        if not self._text.startswith(self.OPEN, start):
-            return NONE
-        end = follow(self._text[start : start + MAX_HEADER], 0, self.KEY_STEPS)
-        if end == MORE and not is_last and len(self._text) - start < MAX_HEADER:
-            return MORE
-        found = self.KEY.match(self._text, start) if end >= 0 else None
-        return NONE if found is None else found
-
-    def _may_begin(self, start: int, tags: tuple[str, ...]) -> bool:
-        """Whether the rest of the text may be the beginning of one of these tags."""
-        rest = self._text[start : start + _MAX_TAG]
-        return any(tag.startswith(rest) for tag in tags)
 
     def _take(self, end: int) -> None:
         self._raw.append(self._text[self._at : end])
@@ -376,8 +321,7 @@ class TagValuesParser(TaggedParser):
         self._value.num_ends += 1
         self._stage = "value"
 
-    def _begin_call(self, header: Named, end_of_last: int) -> None:
-        """`end_of_last`: where the text behind the call before it begins."""
+    def _begin_call(self, header: Named) -> None:
         self._calls.append(_Begun(self.count if header.name else None, len(self._raw) - 1, len(self._told)))
         self._is_other, self._types = not header.name, ArgumentTypes(self.functions.get(header.name, {}))
         self._keys: list[str] = []
@@ -398,7 +342,7 @@ class TagValuesParser(TaggedParser):
         self._take(tag.start())
         self._raw.append(opening)
         self._at = tag.end()
-        self._begin_call(header, tag.end())
+        self._begin_call(header)
 
     def _begin_value(self, header: re.Match[str]) -> None:
         self._argument((", " if self._keys else "") + as_json(header["key"]) + ": ")

@@ -317,9 +317,9 @@ def test_what_is_wrong_a_million_times_is_a_few_errors(kind: Any, values: dict[s
 
 def named_tools(name: str) -> dict[str, Any]:
     """By API: a request with a tool of that name, checked and made a chat."""
-    function = {"name": name, "parameters": {}}
+    function: dict[str, Any] = {"name": name, "parameters": {}}
     messages = [{"role": "user", "content": "x"}]
-    anthropic = {"messages": messages, "max_tokens": 1, "tools": [{"name": name, "input_schema": {}}]}
+    anthropic: dict[str, Any] = {"messages": messages, "max_tokens": 1, "tools": [{"name": name, "input_schema": {}}]}
     grouped = [{"type": "namespace", "name": "a", "tools": [{"type": "function", **function}]}]
     return {
         "tools[0].function.name": lambda: ChatRequest.model_validate(
