@@ -46,7 +46,12 @@ def decoder(config: Mapping[str, Any]) -> dict[str, Any] | str:
 def wrong_defaults(config_class: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The keys of a config with all keys without which another model would be served than transformers'."""
     unread: set[str] = set()
-    monkeypatch.setattr(model_config, "check_unread", lambda keys, *_: unread.update(keys.unread()) or ())
+
+    def note(keys: Keys, *_: Any) -> tuple[str, ...]:
+        unread.update(keys.unread())
+        return ()
+
+    monkeypatch.setattr(model_config, "check_unread", note)
     inner = "text_config" if "text_config" in config else None
     assert isinstance(decoder(config), dict)
     text = config[inner] if inner else config
@@ -67,7 +72,7 @@ def wrong_defaults(config_class: Any, config: dict[str, Any], monkeypatch: pytes
 
 
 def test_every_key_of_these_has_the_classes_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+    found: dict[str, list[str]] = {}
     for name, make in CHECKPOINTS.items():
         plan = make()
         wrong = list(wrong_defaults(type(plan.config), plan.config_json, monkeypatch))
