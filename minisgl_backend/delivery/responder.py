@@ -32,13 +32,17 @@ NO_TEXT = (
 LATE = "the request was cancelled: its timeout has passed"
 
 FIRST_TOKEN_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+QUEUE_BOUNDS_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+WHOLE_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+TOKEN_BOUNDS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 INTER_TOKEN_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class LatencyRecorder:
-    """Time to first token (TTFT) and inter-token latency (ITL), taken when a sender thread takes tokens over.
+    """Time to first token (TTFT) and inter-token latency (ITL), taken when a sender thread takes tokens over; of each
+    request that is answered its time in the queue, its whole time and its lengths.
 
     Cheap enough for every token; thread-safe.
     """
@@ -47,6 +51,10 @@ class LatencyRecorder:
         self._lock = threading.Lock()
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.queued = Histogram(QUEUE_BOUNDS_S)
+        self.whole = Histogram(WHOLE_BOUNDS_S)
+        self.prompt_tokens = Histogram(TOKEN_BOUNDS)
+        self.generated_tokens = Histogram(TOKEN_BOUNDS)
 
     def on_tokens(self, sequence: SequenceStream, num_tokens: int) -> None:
         """`num_tokens` of the sequence are about to be sent; if there are several, they share their time equally."""
@@ -58,6 +66,16 @@ class LatencyRecorder:
                 self.inter_token.observe(since_last / num_tokens, num_tokens)
             else:
                 self.inter_token.observe(0.0, num_tokens - 1)
+
+    def on_answered(self, stream: Stream) -> None:
+        """The stream's last response is being sent."""
+        measured = stream.measure()
+        with self._lock:
+            self.queued.observe(measured.queued_s)
+            self.whole.observe(measured.whole_s)
+            self.prompt_tokens.observe(measured.prompt_tokens)
+            for num_tokens in measured.generated_tokens:
+                self.generated_tokens.observe(num_tokens)
 
 
 class Responder:
@@ -228,6 +246,7 @@ class Responder:
 
     def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:
         if final:
+            self.latency.on_answered(stream)
             self._close(stream)
             try:
                 stream.sender.send(chunk, details, True)

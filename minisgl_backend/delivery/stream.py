@@ -43,6 +43,15 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     accepted_draft_tokens: int  # accepted ones of them
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was answered: seconds and numbers of tokens."""
+
+    queued_s: float  # from its arrival to the planning of its first step
+    whole_s: float  # from its arrival to its last response
+    prompt_tokens: int
+    generated_tokens: tuple[int, ...]  # of each of its sequences
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The news of one sequence: `part` becomes text, the other fields are facts that go with it."""
 
@@ -188,6 +197,15 @@ class Stream:
             total_pages=-(-tokens // page_size),
             draft_tokens=sum(sequence._draft_tokens for sequence in self.sequences),
             accepted_draft_tokens=sum(sequence._accepted_draft_tokens for sequence in self.sequences),
+        )
+
+    def measure(self) -> Measured:
+        """Sender thread, with its last response."""
+        return Measured(
+            queued_s=max(0, self._first_scheduled_ns - self._arrival_ns) / 1e9,
+            whole_s=(time.time_ns() - self._arrival_ns) / 1e9,
+            prompt_tokens=self.num_input_tokens,
+            generated_tokens=tuple(sequence._num_tokens for sequence in self.sequences),
         )
 
     def fail(self, status: str, message: str) -> None:

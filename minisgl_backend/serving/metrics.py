@@ -5,7 +5,7 @@ With several engine cores the engine's metrics are sums over the cores that answ
 docs/operations.md lists the names.
 
 Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: a call
-into the server for every token would cost more than the token.
+into the server for every token would cost more than the token. `openai/metrics.py` makes histograms of them again.
 """
 
 from __future__ import annotations
@@ -136,6 +136,10 @@ class MetricsReporter:
             for name, help, histogram in (
                 ("minisgl_time_to_first_token_seconds", "From submission", latency.first_token),
                 ("minisgl_inter_token_seconds", "Between tokens", latency.inter_token),
+                ("minisgl_request_queue_time_seconds", "From submission to the first step", latency.queued),
+                ("minisgl_e2e_request_latency_seconds", "From submission to the last response", latency.whole),
+                ("minisgl_request_prompt_tokens", "Of answered requests", latency.prompt_tokens),
+                ("minisgl_request_generation_tokens", "Of their sequences", latency.generated_tokens),
             )
         ]
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

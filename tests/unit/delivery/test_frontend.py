@@ -597,3 +597,23 @@ def test_who_cannot_be_answered_at_all_holds_up_nobody(front: EngineFront) -> No
         sender.wait_end()
         assert sender.error is None
     assert front.num_streams == 0
+
+
+def test_answered_requests_are_measured(front: EngineFront) -> None:
+    latency = front.responder.latency
+    sender, uid = ask(front)
+    front.client.give((uid, 65, 0), details={0: SequenceDetail(first_token=1.0, first_planned=time.monotonic() + 20.0)})
+    sender.wait_chunks(1)
+    front.client.give((uid, 66, LENGTH))
+    sender.wait_end()
+    failed, uid = ask(front, deadline=time.monotonic() - 1.0)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    failed.wait_end()
+    whole, first = ask(front, stream=False, n=2)
+    front.client.give((first, 65, LENGTH), (first + 1, 66, LENGTH))
+    whole.wait_end()
+    assert [sum(one.counts) for one in (latency.queued, latency.whole, latency.prompt_tokens)] == [2, 2, 2]
+    assert (latency.prompt_tokens.sum, latency.generated_tokens.sum) == (6, 4)
+    assert sum(latency.generated_tokens.counts) == 3, "each sequence is an answer"
+    assert latency.queued.sum == pytest.approx(20.0, rel=0.2)
+    assert 0 < latency.whole.sum < 20
