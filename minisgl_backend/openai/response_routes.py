@@ -56,7 +56,7 @@ class Responses:
             raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
         await self._resolve_references(body)
         earlier = await self._earlier(body)
-        items = [*earlier, *body.items]
+        items = [*earlier, *map(_named, body.items)]
         # Not the request's id, which the client may have chosen: it could then find or overwrite another client's
         # response.
         header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), body.model or "")
@@ -314,8 +314,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> 
         if order not in ("asc", "desc"):
             raise invalid("order", f"order is {order[:60]!r}; allowed: asc, desc")
         found = (await responses.find(response_id)).items
-        items = [{**item, "id": item.get("id") or f"item_{number}"} for number, item in enumerate(found)]
-        items = items if order == "asc" else items[::-1]
+        items = found if order == "asc" else found[::-1]
         start = next((number + 1 for number, item in enumerate(items) if item["id"] == after), 0)
         page = items[start : start + limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -328,6 +327,11 @@ def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
         return _json(await responses.delete(response_id))
+
+
+def _named(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input with an id, by which later requests may refer to it."""
+    return item if item.get("id") else {**item, "id": f"item_{uuid.uuid4().hex}"}
 
 
 @contextlib.contextmanager

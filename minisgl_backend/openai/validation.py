@@ -61,7 +61,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], known: Collection[str] 
     if first["type"] == "extra_forbidden" and (hint := _hint(path, known)) is not None:
         return invalid(path, f"{path} is unknown; allowed: {hint}")
     if first["type"] == "extra_forbidden":
-        return invalid(path, f"{path} is unknown; allowed: the fields of OpenAI's API and those of docs/openai.md")
+        return invalid(path, f"{path} is unknown; allowed: the fields of this API and those of docs/openai.md")
     if first["type"] == "missing":
         return invalid(path, f"{path} is missing")
     # Each member of a union has its own error.

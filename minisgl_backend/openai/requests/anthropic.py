@@ -105,6 +105,8 @@ class CountTokensRequest(Sampling):
 
     def check(self) -> None:
         """Raises ApiError for errors other than types and those that the chat reports."""
+        if self.stop is not None:
+            raise invalid("stop", "stop is given; allowed: stop_sequences")
         for name in ("system", "messages", "tools"):
             value = getattr(self, name)
             plain = [one.model_dump() for one in value] if name != "system" and value else value
@@ -113,8 +115,6 @@ class CountTokensRequest(Sampling):
 
     def as_chat(self) -> ChatRequest:
         """The equivalent chat. Raises ApiError for what a chat cannot express."""
-        if self.stop is not None:
-            raise invalid("stop", "stop is given; allowed: stop_sequences")
         values = {name: getattr(self, name) for name in Sampling.model_fields if name not in ("stop", "metadata")}
         tools = self._tools()
         last = self.messages[-1]

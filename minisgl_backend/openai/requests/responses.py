@@ -237,12 +237,14 @@ def _text(item: dict[str, Any], key: str, name: str) -> str:
 
 
 def _thoughts(item: dict[str, Any], name: str) -> str:
-    parts = item.get("content") or ()
+    """Its text or, from clients that keep nothing else, its summary."""
+    key = "content" if item.get("content") else "summary"
+    parts = item.get(key) or ()
     if not isinstance(parts, (list, tuple)):
-        raise wrong(f"{name}.content", f"is {shown(parts)}; allowed: a list of parts")
+        raise wrong(f"{name}.{key}", f"is {shown(parts)}; allowed: a list of parts")
     texts = []
     for number, part in enumerate(parts):
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise wrong(f"{name}.content[{number}].text", "is missing; allowed: a text")
+            raise wrong(f"{name}.{key}[{number}].text", "is missing; allowed: a text")
         texts.append(part["text"])
     return "\n".join(texts)

@@ -75,8 +75,10 @@ class TeiRerankRequest(TeiRequest):
 
 
 def _of_its_shape(body: Any) -> RerankRequest | TeiRerankRequest:
-    is_tei = isinstance(body, Mapping) and body.get("texts") is not None and body.get("documents") is None
-    return (TeiRerankRequest if is_tei else RerankRequest).model_validate(body)
+    has_texts = isinstance(body, Mapping) and body.get("texts") is not None
+    if has_texts and body.get("documents") is not None:
+        raise invalid("texts", "texts is given together with documents; allowed: one of them")
+    return (TeiRerankRequest if has_texts else RerankRequest).model_validate(body)
 
 
 AnyRerankRequest = Annotated[RerankRequest | TeiRerankRequest, PlainValidator(_of_its_shape)]

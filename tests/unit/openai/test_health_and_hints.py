@@ -74,3 +74,17 @@ def test_hints_are_of_the_path_that_was_asked(tmp_path: Path, monkeypatch: pytes
         said = refused(app, "/v1/messages", max_tokens=5, messages=messages, output_config={"odd": 1})
         assert said.startswith("output_config.odd is unknown")
         assert "output" not in refused(app, "/v1/embeddings", input="x", max_tokens=5)
+
+
+def test_what_is_said_in_two_shapes_is_named_in_the_clients_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    with scripted_app(tmp_path, monkeypatch) as app:
+        for path, body, told in (
+            ("/v1/messages", {**messages, "stop": ["x"]}, "stop is given; allowed: stop_sequences"),
+            ("/rerank", {"query": "x", "texts": ["a"], "documents": ["a"]}, "texts is given together with documents; "),
+        ):
+            status, answer = app.ask("POST", path, body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert answer["error"]["message"].startswith(told)

@@ -62,3 +62,25 @@ def test_what_is_not_kept_is_not_found(app: ScriptedApp, stream: bool) -> None:
         assert answer["error"]["message"].startswith(f"input[1].id is '{named}': an item that is not found here")
     status, answer = app.ask("POST", "/v1/responses", {"input": [{"type": "item_reference"}]})
     assert (status, answer["error"]["message"]) == (400, "input[0].id is None; allowed: a text")
+
+
+def test_items_of_an_input_are_found_too(app: ScriptedApp) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    given = [QUESTION, call, {"type": "function_call_output", "call_id": "c", "output": "22 degrees"}]
+    first = created(app, input=given)
+    kept = app.ask("GET", f"/v1/responses/{first['id']}/input_items?order=asc")[1]["data"]
+    assert [{name: value for name, value in item.items() if name != "id"} for item in kept] == given
+    second = created(app, input=references(*kept))
+    assert app.ask("GET", f"/v1/responses/{second['id']}/input_items?order=asc")[1]["data"] == kept
+    assert app.server.prompts[-1].messages is not None
+    assert [one["role"] for one in app.server.prompts[-1].messages] == ["user", "assistant", "tool"]
+
+
+def test_thoughts_that_have_a_summary_alone_are_that(app: ScriptedApp) -> None:
+    summary = [{"type": "summary_text", "text": "I look."}]
+    for item, told in (({"summary": summary}, "I look."), ({"summary": summary, "content": []}, "I look.")):
+        created(
+            app, input=[QUESTION, {"type": "reasoning", **item}, {"role": "assistant", "content": "Hot."}, QUESTION]
+        )
+        assert app.server.prompts[-1].messages is not None
+        assert app.server.prompts[-1].messages[1]["reasoning_content"] == told
