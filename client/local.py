@@ -59,7 +59,7 @@ class _Check(_PassedOn):
         from minisgl_backend.config import OPTIONS
 
         shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
-        return [*shown, "--repository", "--help"]
+        return [*shown, "--config", "--repository", "--help"]
 
 
 class _Kernels(_PassedOn):
@@ -67,7 +67,7 @@ class _Kernels(_PassedOn):
         from minisgl_backend.config import OPTIONS
 
         shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
-        return [*shown, "--device-facts", "--help"]
+        return [*shown, "--config", "--device-facts", "--help"]
 
 
 class _Fetch(_PassedOn):

@@ -18,8 +18,9 @@ from typer.core import TyperCommand
 from minisgl_backend import __version__
 from minisgl_backend.config import OPTIONS, EngineConfig, Option
 from minisgl_backend.environment import Environment
-from minisgl_backend.errors import MinisglError
+from minisgl_backend.errors import ConfigError, MinisglError
 from minisgl_backend.foreign_options import explain_unknown
+from minisgl_backend.installation import model_repository
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.process.spawn import log_to_stderr
 
@@ -135,10 +136,18 @@ def with_engine_options(function: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
     added = [_parameter(option, panel) for panel, names in PANELS.items() for option in map(OPTIONS.__getitem__, names)]
 
-    def command(**values: Any) -> None:
+    file_option = typer.Option(
+        "--config", metavar="FILE", help="YAML as of minisgl serve; options given here come before it"
+    )
+    file = inspect.Parameter(
+        "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file_option]
+    )
+
+    def command(config_file: Path | None, **values: Any) -> None:
         try:
             set_by_user = {p.name: values.pop(p.name) for p in added}
-            texts = {name: str(value) for name, value in set_by_user.items() if value not in (None, False)}
+            texts = {} if config_file is None else dict(_parameters_in(config_file))
+            texts |= {name: str(value) for name, value in set_by_user.items() if value not in (None, False)}
             environment = Environment.read()
             log_to_stderr("engine", environment.log_level)
             function(config=EngineConfig.from_parameters(texts), **values)
@@ -147,9 +156,25 @@ def with_engine_options(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
+    command.__signature__ = inspect.Signature([*own, file, *added])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*own, file, *added)}
     return command
+
+
+def _parameters_in(file: Path) -> Mapping[str, str]:
+    """The engine options in a file of the server's; its other options are checked. Raises ConfigError."""
+    from minisgl_backend.host.serve_options import parse_arguments
+    from minisgl_backend.host.settings import read_parameters
+
+    arguments = parse_arguments(["--config", str(file)], "minisgl serve")
+    repository = arguments.server.repository
+    if repository == model_repository().resolve():
+        return arguments.engine_parameters
+    try:
+        own = read_parameters((repository / "engine" / "config.pbtxt").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: repository is {str(repository)!r}, which cannot be read: {error}") from None
+    return {**own, **arguments.engine_parameters}
 
 
 def _parameter(option: Option, panel: str) -> inspect.Parameter:
@@ -240,7 +265,7 @@ def check(
 ) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
-    from minisgl_backend.host.model_check import check_tokenizer
+    from minisgl_backend.host.model_check import check_folder
     from minisgl_backend.host.settings import read_engine_config
     from minisgl_backend.runner.start.memory import memory_of
     from minisgl_backend.weights.files import Checkpoint
@@ -251,9 +276,11 @@ def check(
     null = config.runner == "null"
     if null:
         trusted = config.trust_remote_code
-        config = EngineConfig(model=config.model, model_impl=config.model_impl, trust_remote_code=trusted)
+        config = EngineConfig(
+            model=config.model, model_impl=config.model_impl, trust_remote_code=trusted, runner="null"
+        )
     runtime, model = resolve_options(config, Environment.read())
-    check_tokenizer(Path(runtime.model_dir), trust_remote_code=config.trust_remote_code)
+    check_folder(dataclasses.replace(config, model=str(runtime.model_dir)))  # what the server says of it
     if not (null or config.dummy_weights):
         Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
         if runtime.draft is not None:

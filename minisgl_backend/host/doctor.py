@@ -29,6 +29,7 @@ from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.folder import DEMO, find_model_dir
 from minisgl_backend.process.installed import DISTRIBUTION, Requirement, requirements_of
+from minisgl_backend.process.port_owners import server_on
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.resources import usable_cores
 from minisgl_backend.process.writable import temporary_folders, write_error
@@ -234,6 +235,9 @@ def _ports() -> Iterator[Finding]:
         name = option.removeprefix("--").removesuffix("-port")
         if problem is None:
             yield Finding("ports", name, OK, f"{port} is free on {host}")
+        elif (owner := server_on(port)) is not None:
+            text = f"{port} is in use by a minisgl server (process {owner})"
+            yield Finding("ports", name, NOTE, text, f"another beside it: minisgl serve {option} ANOTHER")
         else:
             yield Finding("ports", name, PROBLEM, problem, f"minisgl serve {option} ANOTHER")
 

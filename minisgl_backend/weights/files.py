@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.process.memory import in_words
 from minisgl_backend.weights.gguf_index import INDEX
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
@@ -71,6 +72,17 @@ class Checkpoint:
                         yield by_path[path][stored], shard.get_slice(stored)
 
 
+def _mapped(path: Path, device: torch.device | None) -> Any:
+    try:
+        return safe_open(str(path), framework="pt", device=str(device or "cpu"))
+    except (RuntimeError, MemoryError) as error:  # torch's own, which name no file
+        size, limits = in_words(path.stat().st_size), "ulimit -v and vm.overcommit_memory"
+        raise ConfigError(
+            f"{path} has {size}, which cannot be mapped into memory ({error}); allowed: a file that fits, or more "
+            f"addresses ({limits})"
+        ) from None
+
+
 @contextmanager
 def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
     """A safetensors file; `device`: where its tensors are read to, the CPU unless said. Or the index of a GGUF file,
@@ -82,7 +94,7 @@ def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
         yield GGUFShard(path)
         return
     try:
-        with safe_open(str(path), framework="pt", device=str(device or "cpu")) as shard:
+        with _mapped(path, device) as shard:
             yield shard
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None

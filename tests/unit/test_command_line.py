@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +13,9 @@ from typer.testing import CliRunner, Result
 
 from minisgl_backend import __version__
 from minisgl_backend.__main__ import PANELS, app
-from minisgl_backend.config import OPTIONS
+from minisgl_backend.config import OPTIONS, EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.model_check import check_folder
 from minisgl_backend.host.repository import render_repository
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "engine" / "demo_model"
@@ -76,6 +80,70 @@ def test_check_finds_weights_that_are_cut_off(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "model.safetensors cannot be read" in result.stderr
     assert run("check", "--model", str(tmp_path / "model"), "--dummy-weights").exit_code == 0
+
+
+def test_check_takes_the_servers_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: demo\nattn: torch\npage-size: 32\nnum-pages: 100\nhttp-port: 9999\n")
+    text = plain(run("check", "--config", str(file), "--num-pages", "200").output)
+    assert "page_size 32" in text
+    assert "KV pages about 200 of 32 tokens" in text, "what is given here comes before it"
+    (tmp_path / "own").mkdir()
+    render_repository(DEMO.parents[1], tmp_path / "own", {"page_size": "64"})
+    file.write_text(f"repository: {tmp_path / 'own'}\nattn: torch\n")
+    assert "page_size 64" in plain(run("check", "--config", str(file)).output)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("page-size: 3", "f.yaml:1: page_size is 3; allowed: a power of two"),
+        ("http-port: x", "f.yaml:1: --http-port: 'x'; allowed: 1 to 65535"),
+        ("pagesize: 3", "f.yaml:1: no such option: --pagesize; did you mean --page-size?"),
+        ("repository: /none", "f.yaml: repository is '/none', which cannot be read"),
+        ("files-dir: /proc/x", "--files-dir is '/proc/x', which cannot be written"),
+        (None, "which cannot be read"),
+    ],
+)
+def test_check_says_of_the_file_what_the_server_says(text: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    if text is not None:
+        file.write_text(text)
+    result = run("check", "--config", str(file))
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_says_of_files_beyond_all_memory_what_the_server_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of a terabyte, which most machines cannot even map."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    tensor = {"dtype": "BF16", "shape": [1 << 39], "data_offsets": [0, 1 << 40]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + (1 << 40))
+    monkeypatch.setattr("minisgl_backend.host.model_check.has_gpu", lambda: False)
+    refused = run("check", "--model", str(tmp_path))
+    assert refused.exit_code == 2
+    assert re.search(r"whose weights need .* of memory; .* are free", refused.stderr)
+    with pytest.raises(ConfigError) as told:
+        check_folder(EngineConfig(model=str(tmp_path)))
+    assert refused.stderr.split(";")[0] == f"error: {told.value}".split(";")[0], "memory comes and goes"
+
+
+def test_a_file_that_cannot_be_mapped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_addresses(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 64424509553 bytes from file </x>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("minisgl_backend.weights.files.safe_open", no_addresses)
+    refused = run("check")
+    assert refused.exit_code == 2
+    assert re.search(
+        r"^error: .*model\.safetensors has .*, which cannot be mapped into memory \(unable", refused.stderr
+    )
 
 
 def test_the_null_runner_needs_nothing_that_could_compute(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,6 +174,31 @@ def test_a_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = by_name(list(doctor._ports()))
     assert found["ports grpc"].state == PROBLEM
     assert f"--grpc-port is {port}, which cannot be had" in found["ports grpc"].text
+
+
+def test_a_port_of_a_server_of_this_project_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the process that listens runs this package's code or one that it started does, as the endpoint's."""
+    listens = "import socket, subprocess, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen();"
+    waits = "import time; time.sleep(600)"
+    below = f"subprocess.Popen([sys.executable, '-c', {waits!r}, 'minisgl_backend.openai.worker']);"
+    for code, arguments in ((waits, ["minisgl_backend.x"]), (f"{below} {waits}", [])):
+        told = f"{listens} print(s.getsockname()[1], flush=True); {code}"
+        with subprocess.Popen(
+            [sys.executable, "-c", told, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as server:
+            try:
+                assert server.stdout is not None
+                port = server.stdout.readline().strip()
+                monkeypatch.setattr(
+                    doctor, "parse_arguments", lambda _, port=port: parse_arguments(["--grpc-port", port])
+                )
+                deadline = time.monotonic() + 60
+                while (found := by_name(list(doctor._ports()))["ports grpc"]).state != NOTE:
+                    assert time.monotonic() < deadline, found  # the process below may not have begun
+                assert found.text == f"{port} is in use by a minisgl server (process {server.pid})"
+                assert "minisgl serve --grpc-port ANOTHER" in found.remedy
+            finally:
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_a_gpu_and_what_auto_takes_there() -> None:
