@@ -82,8 +82,7 @@ def _method(keys: SchemeKeys) -> str:
     said = str(keys.get("quant_method", next(iter(guesses), ""))).lower()
     method = _OTHER_NAMES.get(said, said)
     readers = _readers(method)
-    # AutoRound's own exports have many layouts, and all of them say which.
-    if not readers or (method == AUTO_ROUND and "packing_format" not in keys.values):
+    if not readers:
         keys.refuse("quant_method", f"{', '.join(_methods())}; {PLAIN_INSTEAD}")
     if str(keys.get("method", said)).lower() != said:
         keys.refuse("method", f"what quant_method is, {said}")

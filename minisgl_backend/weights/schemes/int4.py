@@ -14,7 +14,8 @@ from minisgl_backend.weights.schemes.arguments import QuantizationArgs
 from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys
 
 LEAST_GROUP = 16  # inputs: what tensor cores multiply at once
-_AUTO_ROUND = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
+_GPTQ_1 = ("auto_round:auto_gptq", "auto_round:gptq", "auto")  # the last two as transformers and older releases say it
+_AUTO_ROUND = (*_GPTQ_1, "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +68,19 @@ def read_gptq(keys: SchemeKeys) -> Int4Scheme:
 
 
 def read_auto_round(keys: SchemeKeys) -> Int4Scheme:
-    """quant_method auto-round: AutoRound's own export, in the layout of GPTQ or of AWQ."""
+    """quant_method auto-round: AutoRound's own export, in the layout of GPTQ or of AWQ. Early releases name the layout
+    in `backend` alone, all but a few GPTQ's, which every reader takes where no key names one."""
     _bits(keys, "bits")
-    keys.without_effect("backend")
+    backend = str(keys.get("backend", ""))
+    if keys.get("packing_format") is None and "awq" in backend:
+        keys.refuse(
+            "packing_format", f"{', '.join(map(json.dumps, _AUTO_ROUND))}, beside backend {json.dumps(backend)}"
+        )
     kind = keys.word("packing_format", _AUTO_ROUND)
     if kind.endswith("awq"):
         keys.choice("sym", (True, False))
         return Int4Scheme(layout="awq", group=_group(keys, "group_size", 128), symmetric=False)
-    return _gptq(keys, act_order=False, zero_offset=1 if kind.endswith("auto_gptq") else 0)
+    return _gptq(keys, act_order=False, zero_offset=1 if kind in _GPTQ_1 else 0)
 
 
 def _gptq(keys: SchemeKeys, *, act_order: bool, zero_offset: int) -> Int4Scheme:

@@ -118,6 +118,8 @@ def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
     ("layout", "said"),
     [
         ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:gptq"}),
+        ("gptq", {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"}),
         ("gptq_v2", {"quant_method": "auto-round", "packing_format": "auto_round"}),
         ("gptq_v2", {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}),
         ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),

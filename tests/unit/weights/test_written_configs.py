@@ -68,6 +68,10 @@ AUTO_ROUND_OWN = {
     "bits": 4, "data_type": "int", "group_size": 128, "sym": True, "iters": 0, "low_gpu_mem_usage": True,
     "autoround_version": "0.12.2", "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq",
 }  # fmt: skip
+AUTO_ROUND_EARLY = {
+    **{key: value for key, value in AUTO_ROUND_OWN.items() if key != "packing_format"},
+    "backend": "auto_round:gptq:exllamav2", "scale_dtype": "torch.float16",
+}  # fmt: skip
 # AutoGPTQ 0.7: BaseQuantizeConfig.to_dict.
 AUTO_GPTQ = {
     "bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "static_groups": False, "sym": True,
@@ -134,6 +138,9 @@ def read(said: Any) -> QuantizationConfig:
         ({**AUTO_ROUND_AWQ, "sym": False, "zero_point": True}, AWQ_WORDS),
         (AUTO_ROUND_OWN, GPTQ_WORDS),
         ({**AUTO_ROUND_OWN, "packing_format": "auto_round:auto_awq", "quant_method": "intel/auto-round"}, AWQ_WORDS),
+        # AutoRound 0.4, before it had packing_format; saved again by transformers, whose class has this default.
+        ({**AUTO_ROUND_EARLY, "quant_method": "intel/auto-round"}, GPTQ_WORDS),
+        ({**AUTO_ROUND_OWN, "packing_format": "auto_round:gptq", "backend": "auto"}, GPTQ_WORDS),
         (AUTO_GPTQ, GPTQ_WORDS),
         (TRANSFORMERS_GPTQ, GPTQ_WORDS),
         (AUTO_AWQ, AWQ_WORDS),
@@ -159,7 +166,7 @@ def read(said: Any) -> QuantizationConfig:
         ({"producer": {"name": "modelopt", "version": "0.19.0"}, "quant_method": "modelopt",
           "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, "FP8"),
         ({"quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "FP8 weights, a scale a tensor"),
-        # DeepSeek-V3.1, Qwen3-FP8 and Ministral as published; AutoFP8.
+        # The keys of DeepSeek-V3.1, Qwen3-FP8 and Devstral-2 (tests/released), and of AutoFP8; letters of either case.
         ({"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
           "weight_block_size": [128, 128]}, "blocks of 128 x 128"),
         ({"activation_scheme": "DYNAMIC", "modules_to_not_convert": ["lm_head"], "quant_method": "fp8",
@@ -199,6 +206,7 @@ def test_what_tools_write_is_served(said: dict[str, Any], words: str) -> None:
         ({**AUTO_ROUND_AWQ, "static_attention_dtype": "fp8"}, r"static_attention_dtype is .*queries, keys and values"),
         ({**AUTO_ROUND_AWQ, "extra_config": {"a": {"bits": 16}}}, r"extra_config is .*modules have formats"),
         ({**AUTO_ROUND_OWN, "packing_format": "auto_round:llm_compressor"}, r'packing_format is .*"auto_round:auto_gp'),
+        ({**AUTO_ROUND_EARLY, "backend": "auto_round:awq:gemm"}, r"packing_format is null; .*beside backend"),
         ({**AUTO_ROUND_OWN, "rotation_config": {"hadamard_type": "hadamard"}}, r"rotation_config is .*rotated"),
         ({**AUTO_ROUND_OWN, "extra_config": {"lm_head": {"bits": 8}}}, r"bits is 8; allowed: 4"),
         (compressed(WEIGHTS_4, transform_config={"config_groups": {"R1": {}}}), r"transform_config is .*rotated"),
