@@ -130,12 +130,21 @@ def check_decoder(config: Mapping[str, Any]) -> None:
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     names = config.get("architectures") or _architectures_of(config.get("model_type"))
+    if not isinstance(names, list):
+        refuse("architectures", names, "a list of one name")
     family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
     if family is None:
-        nearest = get_close_matches(str(names[0]), FAMILIES, n=3) if names else []
+        nearest = _nearest(str(names[0])) if names else []
         like = f"like {', '.join(nearest)}; " if nearest else ""
         refuse("architectures", names, f"one of the {len(FAMILIES)} native families, {like}docs/models.md lists them")
     return str(names[0]), family
+
+
+def _nearest(architecture: str) -> list[str]:
+    """Alike in front of "For", too: nearly all share what comes from there on."""
+    stems = {name: name.partition("For")[0] for name in get_close_matches(architecture, FAMILIES, n=9)}
+    close = get_close_matches(architecture.partition("For")[0], stems.values(), n=9, cutoff=0.7)
+    return [name for name, stem in stems.items() if stem in close][:3]
 
 
 def _architectures_of(model_type: Any) -> list[str]:

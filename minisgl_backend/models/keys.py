@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -51,7 +52,7 @@ class Keys:
     def number(self, key: str, default: float | None = None) -> float:
         """Above 0."""
         value = self._required(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not is_positive(value):
             refuse(key, value, "a number above 0")
         return float(value)
 
@@ -70,6 +71,13 @@ class Keys:
         value = self.get(key, allowed[0] if default is None else default)
         if value not in allowed:
             refuse(key, value, ", ".join(json.dumps(option) for option in allowed))
+        return value
+
+    def sequence(self, key: str) -> Sequence[Any]:
+        """A list; () where the key is absent."""
+        value = self.get(key, ())
+        if not isinstance(value, (list, tuple)):
+            refuse(key, value, "a list")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -97,6 +105,11 @@ class Keys:
         if value is None:
             raise ConfigError(f"config.json has no {key}")
         return value
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def refuse(key: str, value: Any, allowed: str) -> NoReturn:

@@ -45,6 +45,7 @@ _ROPES = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/
 _SGLANG_ROPES = (
     "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/factory.py"
 )
+_FASTCHAT = "https://github.com/lm-sys/FastChat/blob/main/fastchat/model/model_adapter.py"  # of LongChat
 _HUNYUAN = "https://github.com/Tencent-Hunyuan/Hunyuan-A13B/blob/main/models/configuration_hunyuan.py"  # its own code
 
 
@@ -115,6 +116,7 @@ READ_ELSEWHERE = (
     ReadElsewhere("rope_scaling.long_mscale", "", _ROPES),
     ReadElsewhere("rope_scaling.extrapolation_factor", "", _SGLANG_ROPES, 1),
     ReadElsewhere("rope_scaling.attn_factor", "", _SGLANG_ROPES, 1),
+    ReadElsewhere("rope_condense_ratio", "llama", _FASTCHAT, 1),
     ReadElsewhere("position_embedding_xdrope", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN),
     ReadElsewhere("use_rotary_pos_emb", "hunyuan_v1_dense hunyuan_v1_moe", _HUNYUAN, True),
     ReadElsewhere("sliding_window", "", "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/engine/arg_utils.py"),

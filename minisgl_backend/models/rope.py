@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.config import RopeConfig
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.keys import Keys, is_positive, refuse
 
 _ORIGINAL = "original_max_position_embeddings"
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: required, optional
@@ -53,7 +53,7 @@ def read_rope(
     if mrope:
         values = {key: "default" if value == "mrope" else value for key, value in values.items()}
     theta = values.pop("rope_theta", keys.get("rope_theta", 10000.0))
-    if isinstance(unread, dict) and unread.get("rope_theta", theta) != theta and given is not unread:
+    if isinstance(unread, dict) and given is not unread and "rope_theta" in unread and unread["rope_theta"] != theta:
         raise ConfigError(
             f"config.json: rope_parameters has rope_theta {json.dumps(unread['rope_theta'])}, but transformers ignores "
             f"rope_parameters if there is rope_scaling, and takes rope_theta {json.dumps(theta)}; allowed: the keys of "
@@ -82,7 +82,7 @@ def make_rope(keys: Keys, given: Mapping[str, Any], theta: Any, rotary_dim: int)
     transformers."""
     rope_type = given.get("rope_type", given.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type  # "su" in early configs of Phi-3
-    if rope_type not in _KEYS:
+    if not isinstance(rope_type, str) or rope_type not in _KEYS:
         refuse("rope_type", rope_type, ", ".join(_KEYS))
     required, optional = _KEYS[rope_type]
     for key, value in given.items():
@@ -92,7 +92,7 @@ def make_rope(keys: Keys, given: Mapping[str, Any], theta: Any, rotary_dim: int)
     for key, value in {"rope_theta": theta, **values}.items():
         if key in _NO_NUMBERS or (key in _MAY_BE_ZERO and value == 0):
             continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not is_positive(value):
             refuse(key, value, "a number above 0")
     for key in required:
         if key not in values:
@@ -113,11 +113,7 @@ def make_rope(keys: Keys, given: Mapping[str, Any], theta: Any, rotary_dim: int)
 
 
 def _factors(key: str, values: Any, count: int) -> tuple[float, ...]:
-    if (
-        not isinstance(values, list)
-        or len(values) != count
-        or not all(isinstance(value, (int, float)) and value > 0 for value in values)
-    ):
+    if not isinstance(values, list) or len(values) != count or not all(map(is_positive, values)):
         refuse(key, values, f"a list of {count} numbers above 0, one for each pair of dimensions that is rotated")
     return tuple(float(value) for value in values)
 

@@ -3,7 +3,9 @@ class reads in the same file, or refused for the reason told. Descriptions alone
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,29 @@ def test_it_is_refused_for_the_reason_told(name: str, tmp_path: Path) -> None:
         load_model_config(tmp_path)
     assert SOURCES[name]["refused"] in str(caught.value)
     assert len(str(caught.value)) < 800
+
+
+WRONG: tuple[Any, ...] = (None, "x", [], ["x"], {}, {"x": 1}, -1, 1.5, math.nan, math.inf, True)
+SHAPES = (
+    "Qwen--Qwen3-235B-A22B",
+    "google--gemma-3-1b-it",
+    "meta-llama--Llama-3.2-1B",
+    "microsoft--Phi-3.5-mini-instruct",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHAPES else [pytest.mark.full]) for name in NATIVE]
+)
+def test_a_value_of_any_type_is_read_or_refused_in_words(name: str) -> None:
+    config = {"rope_scaling": {}, **published(name)}
+    config["rope_scaling"] = {"type": "linear", "factor": 2.0, **(config["rope_scaling"] or {})}
+    nested = [key for key, value in config.items() if isinstance(value, dict)]
+    for outer, inner in [(key, None) for key in config] + [(key, one) for key in nested for one in config[key]]:
+        for value in WRONG:
+            changed = {**config, outer: value if inner is None else {**config[outer], inner: value}}
+            with contextlib.suppress(ConfigError):
+                ModelConfig.from_dicts(changed, {}).check_tensor_parallel(2)
 
 
 def test_gemma_4_31b_is_native_but_for_its_format() -> None:

@@ -105,7 +105,7 @@ def layer_types(
     keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLIDING), key: str = "layer_types"
 ) -> tuple[str, ...]:
     """One of `allowed` for each layer; () where the key is absent."""
-    types = keys.get(key, [])
+    types = keys.sequence(key)
     for layer_type in types:
         if layer_type not in allowed:
             refuse(key, layer_type, ", ".join(allowed))

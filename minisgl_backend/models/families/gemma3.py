@@ -6,7 +6,7 @@ from minisgl_backend.layers.config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
 from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.keys import Keys, is_positive
 from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
 from minisgl_backend.weights.names import TensorNames
 
@@ -31,7 +31,11 @@ def _ropes(keys: Keys) -> dict[str, RopeConfig]:
         values = {**given, **{key: value for key, value in scaling.get(kind, {}).items() if value is not None}}
         own_theta = values.pop("rope_theta", thetas[kind])
         # Of this family max_position_embeddings is the length behind the scaling.
-        before = {"original_max_position_embeddings": positions / values["factor"]} if values.get("factor") else {}
+        before = (
+            {"original_max_position_embeddings": positions / values["factor"]}
+            if is_positive(values.get("factor"))
+            else {}
+        )
         ropes[kind] = make_rope(keys, {**before, **values}, own_theta, head_dim)
     return ropes
 

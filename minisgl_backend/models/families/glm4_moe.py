@@ -50,7 +50,7 @@ def routed_experts(
         refuse(
             "num_experts_per_tok", experts_per_token, f"1 to {most}, the experts in topk_group of the n_group groups"
         )
-    keys.choice("scoring_func", ("sigmoid",))
+    keys.choice("scoring_func", ("sigmoid", "noaux_tc"))  # the second in dots.llm1's files, for the same scores
     keys.choice("topk_method", ("noaux_tc",))
     size = keys.integer("moe_intermediate_size")
     return MoeConfig(

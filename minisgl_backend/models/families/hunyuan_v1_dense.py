@@ -5,7 +5,7 @@ from __future__ import annotations
 from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.keys import Keys, is_positive, refuse
 from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import Stored, TensorNames
 
@@ -38,8 +38,11 @@ def _rope(keys: Keys, head_dim: int) -> RopeConfig:
     alpha = given.get("alpha")
     if not alpha or given.get("rope_type", given.get("type")) != "dynamic":
         return read_rope(keys, head_dim)
-    theta = float(given.get("rope_theta") or keys.number("rope_theta", 10_000.0))
-    return RopeConfig(theta=theta * float(alpha) ** (head_dim / (head_dim - 2)))
+    theta = given.get("rope_theta") or keys.number("rope_theta", 10_000.0)
+    for key, value in (("rope_theta", theta), ("alpha", alpha)):
+        if not is_positive(value):
+            refuse(key, value, "a number above 0")
+    return RopeConfig(theta=theta * alpha ** (head_dim / (head_dim - 2)))
 
 
 def _check_released_keys(keys: Keys) -> None:

@@ -39,11 +39,10 @@ def read(keys: Keys) -> DecoderConfig:
 def _one(keys: Keys, key: str, default: int) -> int:
     """A number that is the same in all layers; the key may have a list with one entry per layer."""
     value = keys.get(key, default)
-    values = set(value) if isinstance(value, list) else {value}
-    if len(values) != 1 or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in values):
+    first, *others = value if isinstance(value, list) and value else [value]
+    if not isinstance(first, int) or isinstance(first, bool) or first < 1 or any(one != first for one in others):
         refuse(key, value, "an integer, 1 or more, the same in all layers")
-    (one,) = values
-    return int(one)
+    return first
 
 
 _SHARED = tuple(

@@ -49,7 +49,7 @@ def _check_released_keys(keys: Keys) -> None:
     keys.choice("shared_intermediate_size", (0,))
     keys.choice("layernorm_full_attention_beta", (1.0,))
     keys.choice("layernorm_mlp_beta", (1.0,))
-    types = keys.get("attn_type_list", [])
+    types = keys.sequence("attn_type_list")
     if any(kind != 1 for kind in types):
         refuse("attn_type_list", types, "1, full attention, for every layer")
     keys.without_effect("layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp")

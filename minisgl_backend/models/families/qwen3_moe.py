@@ -50,7 +50,7 @@ def experts(keys: Keys, size_key: str = "moe_intermediate_size") -> MoeConfig:
 
 def sparse_layers(keys: Keys) -> list[bool]:
     """Which layers have experts: every decoder_sparse_step-th, except those of mlp_only_layers."""
-    step, dense = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.sequence("mlp_only_layers")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.integer("num_hidden_layers"))]
 
 

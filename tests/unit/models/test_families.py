@@ -61,6 +61,47 @@ def test_the_default_config_is_read(architecture: str) -> None:
     assert model.unknown_keys == ()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("architectures", "LlamaForCausalLM", "a list of one name"),
+        ("layer_types", 3, "a list"),
+        ("rope_scaling", {"rope_type": ["yarn"]}, "default, linear, dynamic"),
+        ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}, "a number above 0"),
+        ("rope_theta", float("nan"), "a number above 0"),
+        ("mlp_only_layers", "none", "a list"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_words(key: str, value: Any, allowed: str) -> None:
+    config = default("Qwen3MoeForCausalLM", eos_token_id=2, rope_parameters=None)
+    with pytest.raises(ConfigError, match=f"allowed: {allowed}"):
+        ModelConfig.from_dicts({**config, key: value}, {})
+
+
+def test_dots_calls_the_scores_of_its_experts_by_the_methods_name() -> None:
+    """As the released files have it; transformers' class does not read the key."""
+    config = default("Dots1ForCausalLM", eos_token_id=2, first_k_dense_replace=1)
+    plain = ModelConfig.from_dicts(config, {})
+    assert ModelConfig.from_dicts({**config, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"}, {}) == plain
+    assert plain.mixture is not None
+    assert plain.mixture.router.scores == "sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "like"),
+    [
+        ("Gemma3nForCausalLM", "like Gemma3ForCausalLM, GemmaForCausalLM, Gemma4ForCausalLM; "),
+        ("DeepseekForCausalLM", "like DeepseekV3ForCausalLM, DeepseekV2ForCausalLM; "),
+        ("BloomForCausalLM", ""),
+        ("T5ForConditionalGeneration", ""),
+    ],
+)
+def test_architectures_with_a_name_alike_are_told(architecture: str, like: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dicts({"architectures": [architecture]}, {})
+    assert f"native families, {like}docs/models.md lists them" in str(caught.value)
+
+
 # Mistral 3's default text model has a theta that its class has not.
 @pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - {"Mistral3ForConditionalGeneration"}))
 def test_theta_of_a_config_without_rope_keys(architecture: str) -> None:
