@@ -65,6 +65,20 @@ def test_the_extras_exist(dockerfile: Path) -> None:
         assert re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE), extra
 
 
+def test_json_schemas_come_without_triton_on_the_cpu() -> None:
+    text = (FOLDER / "Dockerfile.cpu").read_text(encoding="utf-8")
+    assert re.search(
+        r"pip install --no-deps .*xgrammar.*&& python -c \"import xgrammar\"$", text, re.DOTALL | re.MULTILINE
+    )
+    asked, others = re.findall(r'python -c "(from importlib\.metadata [^"]*)"', text)
+    ours = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+    assert f'grammar = ["{ours}"]' in PYPROJECT
+    pytest.importorskip("xgrammar")
+    needed = subprocess.run([sys.executable, "-c", others], capture_output=True, text=True, check=True).stdout
+    assert any(line.startswith("torch") for line in needed.splitlines())
+    assert not any(line.startswith("triton") for line in needed.splitlines())
+
+
 def test_what_runs_is_a_command_line_of_ours(dockerfile: Path) -> None:
     text = dockerfile.read_text(encoding="utf-8")
     entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[-1])

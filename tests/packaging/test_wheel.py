@@ -67,6 +67,29 @@ def test_the_wheel_holds_all_that_is_served(distribution: Distribution) -> None:
     assert re.search(rf"^Version: {re.escape(minisgl_backend.__version__)}$", metadata, re.MULTILINE)
 
 
+def test_the_metadata_says_what_an_index_shows(distribution: Distribution) -> None:
+    with zipfile.ZipFile(distribution.wheel) as archive:
+        folder = f"minisgl_backend-{minisgl_backend.__version__}.dist-info"
+        told = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
+        licences = {name.removeprefix(f"{folder}/licenses/") for name in archive.namelist() if "/licenses/" in name}
+    assert told["License-Expression"] == "Apache-2.0 AND MIT AND BSD-3-Clause"
+    vendored = ROOT / "minisgl_backend" / "openai" / "page" / "files" / "vendor"
+    scripts = {path.name.split(".")[0] for path in vendored.glob("*.js")}
+    assert {Path(name).name.split(".")[0] for name in licences if "vendor" in name} == scripts, "of each its own"
+    assert "LICENSE" in licences
+    classifiers = told.get_all("Classifier", [])
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} <= set(classifiers)
+    assert not any(name.startswith("License ::") for name in classifiers), "the expression says it"
+    assert told["Description-Content-Type"].startswith("text/markdown")
+    text = told.get_payload()
+    assert isinstance(text, str)
+    assert text.startswith((ROOT / "README.md").read_text(encoding="utf-8")[:40])
+    links = re.findall(r"\]\(([^)]*)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == [], "they would lead nowhere"
+    assert "docs/chat.png" not in text
+
+
 def test_a_client_needs_no_torch(distribution: Distribution) -> None:
     """All that `pip install WHEEL[client]` brings, by the metadata of what is installed here. 24 MB were downloaded in
     November 2026, a third of it this wheel."""
