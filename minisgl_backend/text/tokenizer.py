@@ -118,15 +118,12 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
     files = TokenizerFiles(model_dir)
     runs_own_code = files.has_own_code and trust_remote_code
     backend = files.load() if files.has_tokenizer_json and not runs_own_code else None
-    options: dict[str, Any] = files.flags
-    loader: Any = AutoTokenizer
-    if backend is not None and files.suffice(trust_remote_code=trust_remote_code):
-        # Only the template and the names of tokens are read from it: an empty backend takes no time.
-        loader = PreTrainedTokenizerFast
-        options = {"tokenizer_object": Backend(BPE()), "added_tokens_decoder": {}, **files.named_tokens(backend)}
     try:
-        tokenizer = loader.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        tokenizer = _load(files, backend, trust_remote_code=trust_remote_code)
+        tokenizer.chat_template = files.chat_template(tokenizer.chat_template)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a value in the files leads to within transformers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if backend is None and any(files.folder.glob("*.model")):
             reason += "; the packages sentencepiece and tiktoken read such files as it has in place of tokenizer.json"
@@ -135,7 +132,27 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
         vars(tokenizer).update(_tokenizer=backend)
     elif files.has_tokenizer_json:
         _warn_of_another_tokenizer(tokenizer, files)
+    elif not files.has_vocabulary(tokenizer.vocab_files_names.values()):  # transformers makes one of a few tokens
+        needed = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
+        raise ConfigError(f"model {model_dir} has no tokenizer: {type(tokenizer).__name__} is made of {needed}")
     return tokenizer
+
+
+def _load(files: TokenizerFiles, backend: Backend | None, *, trust_remote_code: bool) -> Any:
+    named = {} if backend is None else files.named_tokens(backend)
+    if backend is None or not files.suffice(trust_remote_code=trust_remote_code):
+        loader: Any = AutoTokenizer
+        try:
+            tokenizer = loader.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code, **files.flags)
+            if tokenizer.all_special_ids is not None:  # some classes look for tokens that the file does not have
+                return tokenizer
+        except Exception:
+            if backend is None or files.has_own_code:
+                raise
+        log.info("%s: its class cannot be made of these files; tokenizer.json counts", files.folder)
+    # Only the template and the names of tokens are read from it: an empty backend takes no time.
+    options: Any = {"tokenizer_object": Backend(BPE()), "added_tokens_decoder": {}, **named}
+    return PreTrainedTokenizerFast.from_pretrained(str(files.folder), **options)
 
 
 def _warn_of_another_tokenizer(tokenizer: Any, files: TokenizerFiles) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +150,19 @@ class TokenizerFiles:
         self._set_ends(backend)
         return backend
 
+    def has_vocabulary(self, names: Iterable[str]) -> bool:
+        """Whether there is one of the files of which a class makes its vocabulary; a class may need none."""
+        return not names or any((self.folder / name).is_file() for name in (*names, _FILE))
+
+    def chat_template(self, found: Any) -> Any:
+        """`found`, transformers' own, or the one of a processor, which models of images and texts may have alone: a
+        text, or texts by name. None if there is none. Raises ConfigError."""
+        template = found or read_json_if_there(self.folder / "chat_template.json").get("chat_template")
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        if not all(isinstance(text, str) for text in texts):
+            self._refuse("chat_template", "a text, or texts by name", template)
+        return template or None
+
     def _check(self) -> None:
         """Raises ConfigError for tokens in another form than transformers writes."""
         listed = self.config.get("added_tokens_decoder") or {}
@@ -166,10 +179,14 @@ class TokenizerFiles:
             if self.config.get(key) and not _text(self.config[key]):
                 self._refuse(key, 'a text, {"content": TEXT} or null')
 
-    def _refuse(self, key: str, allowed: str) -> None:
-        raise ConfigError(
-            f"model {self.folder}: the tokenizer's {key} is {self.config[key]!r:.100}; allowed: {allowed}"
-        )
+        if not isinstance(self.config.get("tokenizer_class") or "", str):
+            self._refuse("tokenizer_class", "the name of a class, or null")
+        if not isinstance(self.config.get("model_max_length") or 0, (int, float)):
+            self._refuse("model_max_length", "a number of tokens, or null")
+
+    def _refuse(self, key: str, allowed: str, value: Any = None) -> None:
+        value = self.config.get(key) if value is None else value
+        raise ConfigError(f"model {self.folder}: the tokenizer's {key} is {value!r:.100}; allowed: {allowed}")
 
     def special_ids(self, backend: Tokenizer) -> frozenset[int]:
         """The ids of special tokens, and of those that have a role. `backend`: of `load`."""

@@ -326,6 +326,7 @@ def test_parts_keep_what_the_flags_do_not_name(tmp_path: Path) -> None:
         {"additional_special_tokens": [5]},
         {"extra_special_tokens": {"image_token": 5}},
         {"eos_token": 5},
+        {"model_max_length": "long"},
     ],
 )
 def test_tokens_in_another_form_are_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -333,3 +334,40 @@ def test_tokens_in_another_form_are_refused_by_name(tmp_path: Path, config: dict
     for load in (Tokenizer, load_vocabulary):
         with pytest.raises(ConfigError, match=f"{next(iter(config))} is .* allowed: "):
             load(folder)
+
+
+@pytest.mark.parametrize("name", ["T5Tokenizer", "GPTSw3Tokenizer", "MistralCommonBackend"])
+def test_a_class_that_cannot_be_made_of_the_folder_leaves_the_file(tmp_path: Path, name: str) -> None:
+    """It lacks a package, or is of another kind of vocabulary."""
+    tokenizer, plain = (Tokenizer(make(tmp_path / one, {"tokenizer_class": one})) for one in (name, "Unknown"))
+    assert tokenizer.encode("a b") == plain.encode("a b")
+    assert tokenizer.special_tokens == plain.special_tokens
+    assert tokenizer.info()["tokenizer_class"] == name
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path, name: str) -> None:
+    """transformers makes a tokenizer of a few tokens."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_bytes_need_no_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}', encoding="utf-8")
+    assert Tokenizer(tmp_path).encode("a", add_special_tokens=False) == [100]
+
+
+@pytest.mark.parametrize("config", [{"tokenizer_class": ["LlamaTokenizer"]}, {"chat_template": 7}])
+def test_names_and_templates_in_another_form_are_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(config))} is .* allowed: "):
+        Tokenizer(make(tmp_path, config))
+
+
+def test_a_processors_chat_template_counts_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    """Models of images and texts have it in a file of its own."""
+    folder, messages = make(tmp_path, {}), [{"role": "user", "content": "a"}]
+    (folder / "chat_template.json").write_text('{"chat_template": "P{{ messages[0].content }}"}', encoding="utf-8")
+    assert Tokenizer(folder).render(messages) == "Pa"
+    (folder / "chat_template.jinja").write_text("J{{ messages[0].content }}", encoding="utf-8")
+    assert Tokenizer(folder).render(messages) == "Ja"
