@@ -107,7 +107,8 @@ class ChatTemplate:
 
     def _formed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with roles, ids and contents as the template wants them."""
-        if "developer" not in self.source:
+        developers = any(message["role"] == "developer" for message in messages)
+        if developers and not self._shows_developers[messages[0]["role"] == "system"]:
             messages = developer_as_system(messages)
         if any("tool_calls" in message for message in messages):
             if _ASKS_FOR_SHORT_IDS.search(self.source):
@@ -133,6 +134,23 @@ class ChatTemplate:
         fewest = bisect.bisect_left(range(1, len(messages)), True, key=lambda count: is_refused(messages[:count])) + 1
         culprit = messages[fewest - 1]
         return f" (messages[{fewest - 1}], of role {shown(culprit['role'])}: {shown(culprit['content'])})"
+
+    @cached_property
+    def _shows_developers(self) -> tuple[bool, bool]:
+        """Whether the template knows that role, and renders it at the beginning, and behind the system's message. Some
+        name the role and drop or refuse its messages."""
+        if "developer" not in self.source:
+            return False, False
+        developer = {"role": "developer", "content": _PROBE}
+        begins = ([developer], [{"role": "system", "content": "x"}, developer])
+        first, second = (self._renders_probe([*begin, _PROBED[0]]) for begin in begins)
+        return first, second
+
+    def _renders_probe(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            return _PROBE in self._in_either_form(plain_messages(messages), {})
+        except _REFUSALS:
+            return False
 
     @cached_property
     def _wants_calls_without_content(self) -> bool:

@@ -263,6 +263,22 @@ def test_a_template_that_leaves_out_system_messages_is_warned_of_once(
     assert len([record for record in caplog.records if "leaves out" in record.getMessage()]) == is_lost
 
 
+def test_developers_are_heard_by_every_model_that_hears_the_system() -> None:
+    """Some templates name the role and drop its messages, others drop it behind one of the system."""
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        for begin in ("", "system S1, "):
+            try:
+                heard = "S2" in render(path.stem, said(f"{begin}system S2, user U1"))
+            except InvalidRequestError:  # without tools
+                continue
+            found = render(path.stem, said(f"{begin}developer S2, user U1"))
+            assert "S2" in found or not heard, (path.stem, begin)
+            assert ("S1" in found) or not begin, path.stem
+    for name in ("Cohere2MoE", "deepseek-ai-DeepSeek-V3.2", "Apertus-8B-Instruct"):
+        assert render(name, said("developer S1, user U1")) == render(name, said("system S1, user U1"))
+    assert "S1\n\nS2" in render("openai-gpt-oss-120b", said("system S1, developer S2, user U1"))
+
+
 @pytest.mark.parametrize(
     ("name", "turns", "told"),
     [
