@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before each further try; the last one for all that follow
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)  # before each further try; the last one for all that follow
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EFBIG)  # time does not mend these
 
