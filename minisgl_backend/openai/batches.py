@@ -10,14 +10,14 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.files import FileStore, page, read_json, write_json
+from minisgl_backend.openai.files import FileStore, page, paths_in, read_json, write_json
 from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest
 from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.storage import StorageRoute
@@ -91,9 +91,9 @@ class BatchStore:
             return None
         return found if isinstance(found, dict) and found.get("id") == path.stem and found.keys() >= _KEYS else None
 
-    def paths(self) -> Iterator[Path]:
+    def paths(self) -> Iterable[Path]:
         """The paths that may be batches."""
-        return self.folder.glob("batch_*.json")
+        return paths_in(self.folder, "batch_*.json")
 
     def all(self) -> list[Batch]:
         found = map(self.read, self.paths())

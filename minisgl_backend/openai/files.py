@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import json
 import logging
 import math
@@ -83,7 +84,7 @@ class FileStore:
 
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError if `size` more bytes would exceed the limit."""
-        used = sum(map(_size, self._folder.glob("file-*"))) + self._expected
+        used = sum(map(_size, paths_in(self._folder, "file-*"))) + self._expected
         if used + size > self._most_bytes and (gone := self.remove_expired()):
             used -= gone
         if used + size > self._most_bytes:
@@ -104,7 +105,7 @@ class FileStore:
 
     def remove_orphans(self, written: Collection[str]) -> None:
         """Removes remains of interrupted uploads and batches. `written`: ids of files still being written."""
-        for path in self._folder.glob("file-*.data"):
+        for path in paths_in(self._folder, "file-*.data"):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 is_old = time.time() - path.stat().st_mtime > _ORPHAN_SECONDS
                 if is_old and path.stem not in written and not path.with_suffix(".json").exists():
@@ -114,7 +115,7 @@ class FileStore:
     def remove_expired(self) -> int:
         """Returns the number of bytes removed."""
         gone = 0
-        for path in self._folder.glob("file-*.json"):
+        for path in paths_in(self._folder, "file-*.json"):
             if (told := self._read(path)) and _has_expired(told):
                 gone += _size(self.data(told["id"])) + _size(path)
                 self.delete(told["id"])
@@ -157,7 +158,7 @@ class FileStore:
         self.data(file_id).unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:
-        found = [self._metadata(path) for path in self._folder.glob("file-*.json")]
+        found = [self._metadata(path) for path in paths_in(self._folder, "file-*.json")]
         return sorted(filter(None, found), key=lambda file: (file["created_at"], file["id"]))
 
     def _metadata(self, path: Path) -> dict[str, Any] | None:
@@ -191,6 +192,14 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """What is in a folder, which may not be there yet. Raises OSError where pathlib's glob finds nothing in silence."""
+    try:
+        return [folder / name for name in os.listdir(folder) if fnmatch.fnmatch(name, pattern)]
+    except FileNotFoundError:
+        return []
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

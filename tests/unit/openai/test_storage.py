@@ -159,6 +159,8 @@ def test_each_route_says_what_is_wrong_with_the_folder(tmp_path: Path, monkeypat
     file, batch = f"file-{'0' * 32}", f"batch_{'0' * 32}"
     with scripted_app(tmp_path, monkeypatch, files_folder=str(tmp_path)) as app:
         for method, path in (
+            ("GET", "/v1/files"),
+            ("GET", "/v1/batches"),
             ("GET", f"/v1/files/{file}"),
             ("GET", f"/v1/files/{file}/content"),
             ("DELETE", f"/v1/files/{file}"),
