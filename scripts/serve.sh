@@ -21,4 +21,6 @@ for python in "$root/.venv/bin/python" "${PYTHON:-python3}" python3.12 python3.1
 done
 
 MINISGL_STARTS_SERVER=1 bash "$root/scripts/setup.sh" serve
+# What was installed is compiled when it is first imported, and kept: else each process of each start compiles it anew.
+export PYTHONDONTWRITEBYTECODE=
 exec "$root/.venv/bin/python" -m minisgl_backend.host.server_supervisor --repository "$root/model_repository" "$@"

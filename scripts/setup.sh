@@ -34,8 +34,8 @@ step() {
   rm -f "$output"
   return "$result"
 }
-# progress FILE: what pip or apt-get, whose words are in FILE, does now. On a terminal one line that changes every second;
-# elsewhere a line for each change, at most every 10 s and at least every 30 s.
+# progress FILE: what uv, pip or apt-get, whose words are in FILE, does now. On a terminal one line that changes every
+# second; elsewhere a line for each change, at most every 10 s and at least every 30 s.
 progress() {
   local now last='' said=0 started=$SECONDS every=${PROGRESS_SECONDS:-10}
   while sleep 1 && kill -0 $$ 2>/dev/null; do
@@ -47,6 +47,9 @@ progress() {
       /^ *Building wheel/                { what = "building " $0; sub(/building *Building wheels? for /, "building ", what) }
       /^ *Installing collected packages/ { what = "installing " NF - 3 (NF > 4 ? " packages" : " package") }
       /^Get:[0-9]+ /                     { what = "downloading " $5 }
+      /^Downloading [^ ]+ \([0-9.]+[KMG]iB\)$/ { what = "downloading " $2 " " $3 }
+      /^Resolved [0-9]+ packages /       { what = "fetching " $2 " packages" }
+      /^Prepared [0-9]+ packages /       { what = "installing " $2 " packages" }
       /^(Unpacking|Setting up) /         { what = tolower($1) " " ($1 == "Setting" ? $3 : $2) }
       END { print what (packages ? ", package " packages : "") }' "$1" 2>/dev/null) || now=''
     if [[ -t 2 ]]; then
@@ -136,31 +139,10 @@ if [[ $gpu == yes ]] && "$python" -c 'import sys, torch; sys.exit(torch.version.
 fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null || apt "python$version-venv" || apt python3-venv || die "Python's venv module is missing"
 if [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
-  step "making the environment .venv" "$python" -m venv --clear ${options[@]+"${options[@]}"} "$venv"
-  # The one that a Python brings takes up to three times as long to find out what belongs together.
-  step "updating pip" pip install --upgrade pip || say "warning: pip could not be updated; it may take longer"
+  step "making the environment .venv" "$python" -m venv --clear --without-pip ${options[@]+"${options[@]}"} "$venv"
 fi
 
-# --- torch
-# Never the registry's default build on a machine without a GPU: it brings gigabytes of CUDA libraries.
-cpu_torch() {
-  pip install --no-deps "torch==$tested_torch+cpu" ||
-    pip install --no-deps --no-index torch ||
-    pip install --no-deps --index-url "$torch_cpu_index" "torch==$tested_torch" ||
-    pip install --no-deps --index-url "$torch_cpu_index" torch ||
-    { [[ $(uname -m) != x86_64 ]] && pip install torch; }
-}
-if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
-  if [[ $gpu == yes ]]; then
-    step "installing torch for CUDA" pip install torch
-  else
-    # A local wheel or a configured index first, else PyTorch's own index.
-    step "installing torch for CPU" cpu_torch ||
-      die "no CPU build of torch: put a wheel where pip finds it (pip config set global.find-links DIR) or allow $torch_cpu_index"
-  fi
-fi
-
-# --- the package and its extras
+# --- what belongs to the package
 extras=client,engine,gguf,grammar,openai
 if [[ $mode == dev ]]; then extras+=,dev,docs; fi
 if [[ -z $container ]]; then
@@ -172,6 +154,56 @@ if [[ -z $container ]]; then
     extras+=,server
   fi
 fi
+
+# --- with uv, where pip can bring it and its settings can be handed on: a third of pip's time. Whatever fails is tried
+# again with pip, which then says why.
+uv() { "$venv/bin/uv" pip install --python "$venv/bin/python" "$@"; }
+uv_ready() {
+  # Of the packages of a Python outside the environment, uv knows nothing and would install torch anew.
+  [[ -z ${options[*]-} ]] && ! grep -qs '^include-system-site-packages = true' "$venv/pyvenv.cfg" || return
+  # The pip of the Python outside saves the time to make one here, where it is new enough to install elsewhere.
+  local pip_outside=("$python" -m pip --python "$venv/bin/python" install --quiet --retries 1)
+  "${pip_outside[@]}" uv || { own_pip && pip install --quiet --retries 1 uv; } || return
+  "$venv/bin/python" -m pip --version &>/dev/null && pip=$venv/bin/python || pip=$python
+  settings=$("$venv/bin/python" scripts/pip_settings.py "$pip") || return
+  eval "$settings"
+  # What is imported is compiled then, which is a third of all; by serve.sh always, by others where Python may.
+  if [[ -n ${PYTHONDONTWRITEBYTECODE:-} && -z ${MINISGL_STARTS_SERVER:-} && ! ${PIP_COMPILE:-1} =~ ^(0|no|off|false)$ ]]; then
+    export UV_COMPILE_BYTECODE=1
+  fi
+}
+own_pip() { pip --version &>/dev/null || "$venv/bin/python" -m ensurepip --default-pip >/dev/null; }
+# Torch and everything else at once.
+uv_install() {
+  local wanted=(pip -e ".[$extras]")
+  if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
+    if [[ $gpu == yes ]]; then
+      wanted+=(torch)
+    elif uv --dry-run --no-deps "torch==$tested_torch+cpu"; then
+      wanted+=("torch==$tested_torch+cpu")
+    elif ! uv --no-deps --no-index torch; then
+      wanted+=(--index "$torch_cpu_index" "torch==$tested_torch+cpu")
+    fi
+  fi
+  # xgrammar asks for triton, a gigabyte of compiler that only GPUs and tests have a use for.
+  if [[ $mode == serve && $gpu == no ]]; then
+    echo "triton; python_version < '3'" >"$venv/overrides.txt"
+    wanted+=(--override "$venv/overrides.txt")
+  fi
+  uv --upgrade-package pip "${wanted[@]}"
+}
+quietly() { "$@" &>/dev/null; }
+install() { if [[ $installer == uv ]]; then uv "$@"; else pip install "$@"; fi; }
+
+# --- with pip
+# Never the registry's default build on a machine without a GPU: it brings gigabytes of CUDA libraries.
+cpu_torch() {
+  pip install --no-deps "torch==$tested_torch+cpu" ||
+    pip install --no-deps --no-index torch ||
+    pip install --no-deps --index-url "$torch_cpu_index" "torch==$tested_torch" ||
+    pip install --no-deps --index-url "$torch_cpu_index" torch ||
+    { [[ $(uname -m) != x86_64 ]] && pip install torch; }
+}
 # xgrammar asks for triton, a gigabyte of compiler that only GPUs and tests have a use for.
 xgrammar_alone() {
   local requirements
@@ -185,21 +217,42 @@ END
   rm -f "$requirements"
   return $result
 }
-if [[ $mode == serve && $gpu == no ]]; then
-  step "installing the package with extras ${extras/grammar,/}" pip install -e ".[${extras/grammar,/}]"
-  step "installing xgrammar without triton" xgrammar_alone || step "installing the extra grammar" pip install -e ".[grammar]"
-else
-  step "installing the package with extras $extras" pip install -e ".[$extras]"
+pip_install() {
+  own_pip || die "Python's ensurepip module is missing"
+  # The one that a Python brings takes up to three times as long to find out what belongs together.
+  step "updating pip" pip install --upgrade pip || say "warning: pip could not be updated; it may take longer"
+  if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
+    if [[ $gpu == yes ]]; then
+      step "installing torch for CUDA" pip install torch
+    else
+      # A local wheel or a configured index first, else PyTorch's own index.
+      step "installing torch for CPU" cpu_torch ||
+        die "no CPU build of torch: put a wheel where pip finds it (pip config set global.find-links DIR) or allow $torch_cpu_index"
+    fi
+  fi
+  if [[ $mode == serve && $gpu == no ]]; then
+    step "installing the package with extras ${extras/grammar,/}" pip install -e ".[${extras/grammar,/}]"
+    step "installing xgrammar without triton" xgrammar_alone || step "installing the extra grammar" pip install -e ".[grammar]"
+  else
+    step "installing the package with extras $extras" pip install -e ".[$extras]"
+  fi
+}
+
+installer=uv
+if ! step "fetching uv" quietly uv_ready || ! step "installing torch and the package with extras $extras" uv_install; then
+  say "uv cannot install here; pip does"
+  installer=pip
+  pip_install
 fi
 if [[ $gpu == yes ]]; then
   # The kernels' CUDA 13 builds carry another name than the CUDA 12 ones.
   cuda=$("$venv/bin/python" -c 'import torch; print("cuda" if int((torch.version.cuda or "0").split(".")[0]) >= 13 else "cuda12")')
-  step "installing the GPU kernels (extra $cuda)" pip install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
+  step "installing the GPU kernels (extra $cuda)" install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
 fi
 
 # --- NumPy 2, which the server's wheel cannot bear: beside it, for tests of everything else
 if [[ $mode == dev && $extras == *server* ]]; then
-  step "installing NumPy 2 beside, for tests" pip install --upgrade --target "$venv/numpy2" --no-deps "numpy>=2" ||
+  step "installing NumPy 2 beside, for tests" install --upgrade --target "$venv/numpy2" --no-deps "numpy>=2" ||
     say "warning: tests with NumPy 2 are skipped"
 fi
 

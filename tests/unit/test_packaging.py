@@ -124,6 +124,29 @@ def test_setup_says_what_it_waits_for_and_shows_what_failed(tmp_path: Path) -> N
     assert done.stderr.endswith(f"Collecting torch==2.13.0\n  Downloading {wheel}\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("Resolved 83 packages in 2.11s", "fetching 83 packages"),
+        ("Resolved 83 packages in 2.11s\\nDownloading torch (182.3MiB)", "downloading torch (182.3MiB)"),
+        ("Downloading torch (182.3MiB)\\nPrepared 82 packages in 9s", "installing 82 packages"),
+    ],
+)
+def test_setup_reads_what_uv_says(tmp_path: Path, words: str, said: str) -> None:
+    output = tmp_path / "output"
+    output.write_text(words.replace("\\n", "\n") + "\n")
+    (progress,) = re.findall(r"^progress\(\) \{\n.*?^\}", (ROOT / "scripts/setup.sh").read_text(), re.M | re.S)
+    code = f"bold='' plain='' venv=\nsay() {{ echo \"$*\"; exit; }}\n{progress}\nprogress {output}"
+    done = subprocess.run(
+        ["bash", "-c", code],
+        env={"PATH": "/usr/bin:/bin", "PROGRESS_SECONDS": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().endswith(f"s: {said}")
+
+
 def test_importing_the_package_needs_nothing_installed() -> None:
     subprocess.run([sys.executable, "-S", "-c", "import minisgl_backend"], check=True, cwd=ROOT)
 
