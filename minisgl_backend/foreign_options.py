@@ -1,17 +1,19 @@
 """The equivalents here of other servers' options: for hints on the command line and in Python, and the tables
 of docs/moving.md.
 
-The names are those of vLLM 0.26, SGLang 0.5, Mini-SGLang and trtllm-serve 1.2, late in 2026. Standard library only.
+The names are those of vLLM 0.26, SGLang 0.5, Mini-SGLang, trtllm-serve 1.2, llama.cpp's server and Ollama, late in
+2026. Standard library only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
-_SIMILAR = 0.75  # least difflib ratio at which a name counts as a typing error
+_SIMILAR = 0.75  # least difflib ratio at which a name, or the one word of it that differs, counts as a typing error
+_ALMOST = 0.9  # the same for a name whose words are other ones
 
 
 @dataclass(frozen=True)
@@ -170,45 +172,164 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("--model-source", "none: a folder, or Hugging Face's hub"),
         _row("--expert-parallel-size", "none; several GPUs: `--tp`"),
     ),
+    "llama.cpp": (
+        _row("-m --model model_path", "`--model`, or the first argument: a .gguf file, or a model's folder"),
+        _row("-hf -hfr --hf-repo", "`--model` with an id of the hub; of a repository of GGUF files, the fetched file"),
+        _row("-hff --hf-file -mu --model-url", "none: fetch the file, and give its path"),
+        _row("-a --alias", "`--served-model-name`"),
+        _row("--host --api-key", "the same"),
+        _row("--port", "`--openai-port 9000`; 8000 is Triton's HTTP"),
+        _row("--ssl-cert-file", "`--ssl-certfile`"),
+        _row("--ssl-key-file", "`--ssl-keyfile`"),
+        _row("-c --ctx-size n_ctx", "`--max-seq-len-override`: of each request, not of all together"),
+        _row("-np --parallel", "`--max-running-requests`"),
+        _row("-cb --cont-batching -nocb --no-cont-batching", "always on"),
+        _row("-b --batch-size -ub --ubatch-size n_batch n_ubatch", "`--max-prefill-length`"),
+        _row("-n --predict --n-predict", "none: requests have `max_tokens`"),
+        _row("-t --threads -tb --threads-batch n_threads", "`OMP_NUM_THREADS`; all cores by default"),
+        _row(
+            "-ngl --gpu-layers --n-gpu-layers n_gpu_layers",
+            "none: all layers are on the GPU, or on the CPU where there is no GPU",
+        ),
+        _row("-sm --split-mode -ts --tensor-split", "`--tp`: over so many GPUs, in equal parts"),
+        _row("-mg --main-gpu -dev --device", "`CUDA_VISIBLE_DEVICES`"),
+        _row("-fa --flash-attn", "`--attn`; the best one for the machine by default"),
+        _row("-ctk --cache-type-k -ctv --cache-type-v", "`--kv-cache-dtype`: of keys and values alike"),
+        _row(
+            "--mlock --mmap --no-mmap -lm --load-mode --numa",
+            "none: weights are copied to where they are computed with",
+        ),
+        _row("--jinja --no-jinja", "always on: the model's own chat template"),
+        _row("--chat-template --chat-template-file", "none: the tokenizer's; edit the folder"),
+        _row("--reasoning-format", "`--reasoning-parser`"),
+        _row(
+            "--temp --temperature --top-k --top-p --min-p --repeat-penalty",
+            "none: requests have these fields; the model's defaults are in its generation_config.json",
+        ),
+        _row("-s --seed", "none: requests have their own `seed`"),
+        _row("--grammar --json-schema -j", "none: requests have `response_format`"),
+        _row("-md --model-draft --draft --draft-max", "`--speculative-config`: method `draft_model`"),
+        _row("--lora --lora-scaled", "none: LoRA is not served"),
+        _row("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale", "none: the file's, or config.json's"),
+        _row("-mm --mmproj", "none: text only"),
+        _row("--embedding --embeddings --reranking --rerank", "always on, for models that have them"),
+        _row("--metrics", "always on: port 8002"),
+        _row("-v --verbose", "`--verbose`: tritonserver's log; ours: `LOG_LEVEL`"),
+        _row("--log-verbose -lv --verbosity --log-disable", "`LOG_LEVEL`"),
+    ),
+    "Ollama": (
+        _row("OLLAMA_HOST", "`--host` and `--openai-port`, 127.0.0.1 and 9000 by default"),
+        _row("OLLAMA_CONTEXT_LENGTH num_ctx", "`--max-seq-len-override`"),
+        _row("OLLAMA_NUM_PARALLEL", "`--max-running-requests`"),
+        _row("OLLAMA_MAX_QUEUE", "`--max-waiting-requests`"),
+        _row("OLLAMA_MAX_LOADED_MODELS", "none: a server has one model"),
+        _row("OLLAMA_KEEP_ALIVE keep_alive", "none: the model stays loaded until the server ends"),
+        _row("OLLAMA_LOAD_TIMEOUT", "`--start-timeout`"),
+        _row("OLLAMA_MODELS", "`HF_HOME`; what `minisgl fetch` brings is in `XDG_CACHE_HOME`"),
+        _row("OLLAMA_ORIGINS", "`--allowed-origins`"),
+        _row("OLLAMA_FLASH_ATTENTION", "`--attn`; the best one for the machine by default"),
+        _row("OLLAMA_KV_CACHE_TYPE", "`--kv-cache-dtype`"),
+        _row("OLLAMA_DEBUG", "`LOG_LEVEL=DEBUG`"),
+        _row("num_batch", "`--max-prefill-length`"),
+        _row("num_gpu", "none: all layers are on the GPU, or on the CPU where there is no GPU"),
+        _row("num_thread", "`OMP_NUM_THREADS`; all cores by default"),
+        _row("num_predict", "none: requests have `max_tokens`"),
+        _row("repeat_penalty", "none: requests have `repetition_penalty`"),
+    ),
 }
 
 
-def explain_unknown(given: str, known: Sequence[str]) -> str:
+def is_foreign(given: str) -> bool:
+    """Whether another server has this option, `--name`, `-n` or `--name=value`, as typed."""
+    return any(_owners(given.partition("=")[0]))
+
+
+def explain_unknown(given: str, known: Sequence[str], others: Sequence[str] = ()) -> str:
     """One line about an unknown option: its equivalent here, or the option that was probably meant.
 
-    `given`: as typed, `--name` or `--name=value`; `known`: the existing options.
+    `given`: as typed, `--name` or `--name=value`; `known`: the existing options; `others`: further unknown ones beside
+    it, which tell whose command line it is.
     """
     name = given.partition("=")[0]
-    return _explained(name, known) or f"no such option: {name}; --help lists all"
+    return _explained(name, known, others) or f"no such option: {name}; --help lists all"
 
 
-def explain_unknown_argument(name: str, known: Sequence[str]) -> str:
+def explain_unknown_argument(name: str, known: Sequence[str], others: Sequence[str] = ()) -> str:
     """The same for a keyword argument, or a parameter of a file; `known`: the existing ones."""
     flags = [f"--{_plain(one)}" for one in known]
-    text = _explained(f"--{_plain(name)}", flags) or f"no such option: {name}; allowed: {', '.join(known)}"
+    text = _explained(f"--{_plain(name)}", flags, [f"--{_plain(one)}" for one in others])
+    text = text or f"no such option: {name}; allowed: {', '.join(known)}"
     return re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
-def _explained(name: str, known: Sequence[str]) -> str | None:
+def _explained(name: str, known: Sequence[str], others: Sequence[str]) -> str | None:
     plain = _plain(name)
-    owners = [
-        (server, row)
-        for server, rows in FOREIGN_OPTIONS.items()
-        for row in rows
-        if any(plain == _plain(flag) for flag in row.flags)
-    ]
-    if owners and plain not in known:
-        servers = " and ".join(f"{server}'s" for server, _ in owners)
-        return f"{name} is {servers}; here {owners[0][1].hint}"
     if plain in known:
         return f"no such option: {name}; did you mean {plain}?"
-    near = get_close_matches(plain, known, n=1, cutoff=_SIMILAR)
-    if near:
-        return f"no such option: {name}; did you mean {near[0]}?"
-    foreign = [flag for rows in FOREIGN_OPTIONS.values() for row in rows for flag in row.flags]
-    for flag in get_close_matches(name, foreign, n=1, cutoff=_SIMILAR):
-        return f"no such option: {name}; {explain_unknown(flag, known)}"
+    owners = dict(_owners(name))
+    if owners:
+        first = max(owners, key=lambda server: _votes(server, others))  # of several the first in the tables
+        servers = " and ".join(f"{server}'s" for server in owners)
+        return f"{name} is {servers}; here {owners[first].hint}"
+    for near in get_close_matches(plain, known, cutoff=_SIMILAR):
+        if not _has_another_word(plain, near):
+            return f"no such option: {name}; did you mean {near}?"
+    similar = [
+        (_votes(server, others), likeness, flag)
+        for server, rows in FOREIGN_OPTIONS.items()
+        for row in rows
+        for flag in row.flags
+        if (likeness := _likeness(name, flag))
+    ]
+    if similar:
+        _, _, flag = max(similar, key=lambda found: found[:2])
+        return f"no such option: {name}; {_explained(flag, known, others)}"
     return None
+
+
+def _owners(name: str) -> Iterator[tuple[str, ForeignOption]]:
+    """The servers that have this option, and its row."""
+    for server, rows in FOREIGN_OPTIONS.items():
+        for row in rows:
+            if any(_is_same(name, flag) for flag in row.flags):
+                yield server, row
+
+
+def _votes(server: str, others: Sequence[str]) -> int:
+    """How many of these options are this server's."""
+    return sum(server in dict(_owners(other.partition("=")[0])) for other in others)
+
+
+def _is_same(name: str, flag: str) -> bool:
+    """A setting, which is no flag there (num_ctx, OLLAMA_HOST), is one with dashes before it here."""
+    if not flag.startswith("-"):
+        name, flag = name.lstrip("-").lower(), flag.lower()
+    return _plain(name) == _plain(flag)
+
+
+def _likeness(name: str, flag: str) -> float:
+    """0 unless it may be a typing error: the same words but for one that is similar, or nearly the same in all."""
+    one, other = _words(name), _words(flag)
+    whole = SequenceMatcher(None, "-".join(one), "-".join(other)).ratio()
+    differing = _differing(one, other)
+    is_typo = len(differing) == 1 and SequenceMatcher(None, *differing[0]).ratio() >= _SIMILAR
+    return whole if is_typo or whole >= _ALMOST else 0.0
+
+
+def _has_another_word(name: str, flag: str) -> bool:
+    """Whether they differ in a whole word. Many options end alike: --ctx-size is not --page-size."""
+    one, other = _words(name), _words(flag)
+    differing = _differing(one, other)
+    return len(one) > 1 and len(differing) == 1 and SequenceMatcher(None, *differing[0]).ratio() < _SIMILAR
+
+
+def _differing(one: Sequence[str], other: Sequence[str]) -> list[tuple[str, str]]:
+    """The words that differ, of names with equally many."""
+    return [pair for pair in zip(one, other, strict=True) if pair[0] != pair[1]] if len(one) == len(other) else []
+
+
+def _words(flag: str) -> list[str]:
+    return _plain(flag).strip("-").lower().split("-")
 
 
 def _plain(flag: str) -> str:

@@ -61,7 +61,8 @@ class LLM:
         unknown = set(options) - set(OPTIONS)
         if unknown:
             known = [name for name, option in OPTIONS.items() if not option.internal]
-            raise ConfigError(explain_unknown_argument(min(unknown), known))
+            first, *others = sorted(unknown)
+            raise ConfigError(explain_unknown_argument(first, known, others))
         self.config = EngineConfig(model=model, **options)
         _refuse_what_needs_a_server(self.config)
         self._driver = InProcessEngine(self.config, environment or Environment.read())

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.foreign_options import explain_unknown
+from minisgl_backend.foreign_options import explain_unknown, is_foreign
 
 _MAPPINGS = frozenset({"speculative_config"})  # JSON objects, which may be written as YAML mappings
 _COMMAND_LINE_ONLY = ("--help", "--version", "--config")
@@ -27,10 +27,9 @@ class OptionParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         given = sys.argv[1:] if args is None else list(args)
-        # Before missing arguments: a mistyped --out is not reported as a required one.
-        self._refuse(
-            [one for one in given if one.startswith("--") and one.partition("=")[0] not in self._option_string_actions]
-        )
+        # Before missing arguments: a mistyped --out is not reported as a required one, nor -hf as -h.
+        strange = [one for one in given if one.partition("=")[0] not in self._option_string_actions]
+        self._refuse([one for one in strange if one.startswith("--") or (one.startswith("-") and is_foreign(one))])
         values, unknown = self.parse_known_args(given, namespace)
         self._refuse([one for one in unknown if one.startswith("-")])
         if unknown:
@@ -39,7 +38,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def _refuse(self, options: Sequence[str]) -> None:
         if options:
-            self.error(explain_unknown(options[0], self.option_names()))
+            self.error(explain_unknown(options[0], self.option_names(), options[1:]))
 
     def option_names(self) -> list[str]:
         """All options that --help shows."""

@@ -49,13 +49,19 @@ def test_a_metric_is_one(name: str) -> None:
     assert f'"{name}' in (ROOT / "minisgl_backend" / "serving" / "metrics.py").read_text(encoding="utf-8")
 
 
-HEADS = {"vLLM": "vllm serve", "SGLang": "sglang serve", "TensorRT-LLM": "trtllm-serve", "Mini-SGLang": "Mini-SGLang"}
+HEADS = {
+    "vLLM": "`vllm serve`",
+    "SGLang": "`sglang serve`",
+    "TensorRT-LLM": "`trtllm-serve`",
+    "Mini-SGLang": "Mini-SGLang",
+    "llama.cpp": "`llama-server`",
+    "Ollama": "Ollama",
+}
 
 
 @pytest.mark.parametrize(("server", "rows"), FOREIGN_OPTIONS.items())
 def test_the_tables_are_what_the_command_line_says(server: str, rows: tuple[ForeignOption, ...]) -> None:
-    head = HEADS[server] if server == "Mini-SGLang" else f"`{HEADS[server]}`"
-    table = [f"| {head} | here |", "| --- | --- |"]
+    table = [f"| {HEADS[server]} | here |", "| --- | --- |"]
     table += [f"| {', '.join(f'`{flag}`' for flag in row.flags)} | {row.here} |" for row in rows]
     assert "\n".join(table) + "\n\n" in PAGE.read_text(encoding="utf-8")
 

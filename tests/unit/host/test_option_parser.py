@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.foreign_options import explain_unknown
+from minisgl_backend.foreign_options import FOREIGN_OPTIONS, ForeignOption, explain_unknown
 from minisgl_backend.host.new_repository import init_parser
 from minisgl_backend.host.serve_options import open_ports_warning, parse_arguments, server_parser
+from minisgl_backend.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = server_parser("minisgl serve").option_names()
@@ -34,10 +35,67 @@ OURS = server_parser("minisgl serve").option_names()
         ("--enable-lora", "--enable-lora is vLLM's and SGLang's; here there is none: LoRA is not served"),
         ("--max-num-seqq", "no such option: --max-num-seqq; --max-num-seqs is vLLM's; here --max-running-requests"),
         ("--xyz", "no such option: --xyz; --help lists all"),
+        (
+            "--ctx-size=4096",
+            "--ctx-size is llama.cpp's; here --max-seq-len-override: of each request, not of all together",
+        ),
+        ("--ctx-sise", "no such option: --ctx-sise; --ctx-size is llama.cpp's; here --max-seq-len-override: of each"),
+        ("--gpu-layer", "no such option: --gpu-layer; --gpu-layers is llama.cpp's; here there is none: all layers"),
+        ("-ngl", "-ngl is llama.cpp's; here there is none: all layers are on the GPU"),
+        ("-np", "-np is llama.cpp's; here --max-running-requests"),
+        ("-fa", "-fa is llama.cpp's; here --attn"),
+        ("--num_ctx", "--num_ctx is Ollama's; here --max-seq-len-override"),
+        ("--OLLAMA_HOST", "--OLLAMA_HOST is Ollama's; here --host and --openai-port"),
+        # Another option's end alone is no likeness.
+        ("--cache-size", "no such option: --cache-size; --help lists all"),
+        ("--vocab-size", "no such option: --vocab-size; --help lists all"),
+        ("--ngl", "no such option: --ngl; -ngl is llama.cpp's; here there is none: all layers"),
+        ("--model-dir", "no such option: --model-dir; did you mean --model?"),
+        ("--pool-size", "no such option: --pool-size; --help lists all"),
     ],
 )
 def test_an_unknown_option_is_explained(given: str, said: str) -> None:
-    assert explain_unknown(given, OURS) == said
+    found = explain_unknown(given, OURS)
+    assert found.startswith(said) if "; " in said or said[0] == "-" else found == said
+
+
+@pytest.mark.parametrize(("server", "rows"), FOREIGN_OPTIONS.items())
+def test_every_option_of_a_server_is_answered_by_its_row(server: str, rows: tuple[ForeignOption, ...]) -> None:
+    """Where several servers have a name, the options beside it tell which one's is meant."""
+    (own,) = (
+        flag
+        for flag in ("--max-model-len", "--mem-fraction-static", "--max_num_tokens", "--graph", "-ngl", "num_gpu")
+        if any(flag in row.flags for row in rows)
+    )
+    for row in rows:
+        for flag in row.flags:
+            if flag not in OURS and flag.replace("_", "-") not in OURS:
+                said = explain_unknown(flag, OURS, [own])
+                assert said.endswith(f"; here {row.hint}"), said
+                assert f"{server}'s" in said
+
+
+def test_the_options_beside_a_mistyped_one_tell_whose_it_is() -> None:
+    assert explain_unknown("--tp-siz", OURS, ["--tp_size"]).startswith("no such option: --tp-siz; --tp")
+    assert "TensorRT-LLM's" in explain_unknown("--max-num-token", OURS, ["--max_batch_size", "--tp_size"])
+    assert "llama.cpp's" in explain_unknown("--thread", OURS, ["-ngl"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-hf", "owner/name"], ["model", "-c", "4096"], ["-m", "x.gguf"], ["-t", "4"], ["--jinja"], ["-v"]]
+)
+def test_options_of_one_letter_are_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments)
+    assert caught.value.code == 2
+    assert "is llama.cpp's; here" in capsys.readouterr().err
+
+
+def test_arguments_of_python_are_explained() -> None:
+    with pytest.raises(ConfigError, match=r"n_ctx is llama\.cpp's; here max_seq_len_override"):
+        LLM("demo", n_ctx=4096, n_gpu_layers=-1)
+    with pytest.raises(ConfigError, match=r"num_ctx is Ollama's; here max_seq_len_override"):
+        LLM("demo", num_ctx=4096)
 
 
 @pytest.mark.parametrize("arguments", [["--modle", "x"], ["folder", "--modle", "x"], ["--modle=x"]])
