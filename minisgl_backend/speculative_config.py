@@ -8,17 +8,54 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-METHODS = ("ngram", "draft_model", "eagle3", "mtp")
-# vLLM's other names of mtp, by the family of the model.
-_SAME = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "glm4_moe_lite_mtp": "mtp"}
-WITH_MODEL = ("draft_model", "eagle3")  # those that take `model`
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to propose tokens. What serves it is named, and imported when a start uses it."""
+
+    meaning: str  # what is proposed, in words
+    # MODULE:NAME. On the device: a class, see `runner.proposers.proposer.DeviceProposer`; on the host: a function from
+    # a SpeculativeConfig to a `speculation.proposer.Proposer`, in a module without torch.
+    proposer: str
+    on_device: bool = True
+    # On the device: its own steps bring it the tokens that it has not seen; else it sees them in the model's.
+    catches_up: bool = False
+    takes_model: bool = False  # the folder of a model, as `model`
+    aliases: tuple[str, ...] = ()  # vLLM's other names of it
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "ngram": Method(
+            meaning="what followed the last tokens when they were there before",
+            proposer="minisgl_backend.speculation.ngram:create_ngram_proposer",
+            on_device=False,
+        ),
+        "draft_model": Method(
+            meaning="what a smaller model says",
+            proposer="minisgl_backend.runner.proposers.draft_model:DraftModelProposer",
+            catches_up=True,
+            takes_model=True,
+        ),
+        "eagle3": Method(
+            meaning="what an EAGLE-3 head says",
+            proposer="minisgl_backend.runner.proposers.head:Eagle3Proposer",
+            takes_model=True,
+        ),
+        "mtp": Method(
+            meaning="what the checkpoint's own layer for further tokens says",
+            proposer="minisgl_backend.runner.proposers.head:MtpProposer",
+            aliases=("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+        ),
+    }
+)
 ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'
 MEANING = (
-    "a JSON object as vLLM spells it, `method` (ngram: what followed the last tokens when they were there before; "
-    "draft_model: what a smaller model says; eagle3: what an EAGLE-3 head says; mtp: what the "
-    "checkpoint's own layer for further tokens says), `model` (the folder of that model or head), "
+    f"a JSON object as vLLM spells it, `method` ({'; '.join(f'{name}: {row.meaning}' for name, row in METHODS.items())}"
+    "), `model` (the folder of that model or head), "
     "`num_speculative_tokens` (most "
     'drafts of a sequence in a step, or "auto"; how many it is, is measured, down to none where they do not pay), '
     "`prompt_lookup_max` and `prompt_lookup_min` (tokens that ngram compares)"
@@ -40,6 +77,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int  # of ngram: tokens that are compared at most, and at least
     prompt_lookup_min: int
 
+    @property
+    def row(self) -> Method:
+        """What METHODS says of `method`."""
+        return METHODS[self.method]
+
 
 def most_decode_entries(max_running: int, config: SpeculativeConfig | None) -> int:
     """Rows and drafts together that a step can have."""
@@ -59,15 +101,14 @@ def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
     for key in given:
         if key not in _KEYS:
             raise ValueError(f"it has the unknown key {key!r}; allowed: {', '.join(_KEYS)}")
-    method = given.get("method")
-    if isinstance(method, str):
-        method = _SAME.get(method, method)
-    if method not in METHODS:
-        raise ValueError(f"its method is {method!r}; allowed: {', '.join(METHODS)}")
-    model = given.get("model")
-    if method not in WITH_MODEL and model is not None:
+    name, model = given.get("method"), given.get("model")
+    method = next((one for one, row in METHODS.items() if name in (one, *row.aliases)), None)
+    if method is None:
+        raise ValueError(f"its method is {name!r}; allowed: {', '.join(METHODS)}")
+    takes_model = METHODS[method].takes_model
+    if not takes_model and model is not None:
         raise ValueError(f"its model is {model!r}; allowed with the method {method}: unset")
-    if method in WITH_MODEL and not (isinstance(model, str) and model):
+    if takes_model and not (isinstance(model, str) and model):
         raise ValueError(f"its model is {model!r}; allowed with the method {method}: the folder of a model")
     drafts = given.get("num_speculative_tokens", "auto")
     if drafts != "auto":

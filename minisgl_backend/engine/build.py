@@ -43,8 +43,7 @@ from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH, TILE_TOKENS
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.speculation.create import create_proposer
-from minisgl_backend.speculation.proposer import DeviceProposals
+from minisgl_backend.speculation.proposer import DeviceProposals, create_proposer
 from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
 from minisgl_backend.text.tokenizer_file import TokenizerFiles

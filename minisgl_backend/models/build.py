@@ -56,12 +56,8 @@ def build_model(
     `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
     missing, unexpected, in two files or of another shape than config.json says.
     """
-    tp = tp or TensorParallel.single()
-    config.check_tensor_parallel(tp.size)
-    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
-    formats, plain = quantization or config.quantization, select_plain_kernels(ops, device)
-    methods = WeightMethods(formats, plain, dtype=dtype, device=device)
-    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    formats = quantization or config.quantization
+    layer_context = layer_context_of(config, formats, dtype=dtype, device=device, tp=tp, ops=ops)
     checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):
         config = dataclasses.replace(config, tie_word_embeddings=False)
@@ -74,6 +70,23 @@ def build_model(
         _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None), others)
     model.derive_weights()
     return model
+
+
+def layer_context_of(
+    config: ModelConfig,
+    formats: QuantizationConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel | None = None,
+    ops: Ops | None = None,
+) -> LayerContext:
+    """The context of a whole model on one rank. Raises ConfigError unless it splits over the ranks."""
+    tp = tp or TensorParallel.single()
+    config.check_tensor_parallel(tp.size)
+    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
+    methods = WeightMethods(formats, select_plain_kernels(ops, device), dtype=dtype, device=device)
+    return LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
 
 
 def scores_of(config: ModelConfig) -> Scores:

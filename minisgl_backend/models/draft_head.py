@@ -8,7 +8,7 @@ first, its own hidden state replaces the model's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,11 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.weights import WeightedLayer
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.loader import load_weights
+from minisgl_backend.weights.method import process_weights_after_loading
+from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.parts import WeightPart, check_filled
 
 
 class DraftHead(nn.Module, ABC):
@@ -65,9 +69,31 @@ class DraftHead(nn.Module, ABC):
         layers = (module for module in self.modules() if isinstance(module, WeightedLayer))
         return [part for layer in layers for part in layer.weight_parts()]
 
-    def fill_with_noise(self) -> None:
-        """Dummy weights in place of a checkpoint's, the same at every start."""
-        generator = torch.Generator(device=next(self.parameters()).device).manual_seed(0)
-        for module in self.modules():
-            if isinstance(module, WeightedLayer):
-                module.fill_with_noise(generator)
+    def load(self, checkpoint: Checkpoint | None, names: TensorNames, is_redundant: Callable[[str], bool]) -> None:
+        """Called once, then it is ready to run; the last two arguments as of `load_weights`. None: dummy weights, the
+        same at every start.
+
+        Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
+        """
+        parts, device = self.weight_parts(), next(self.parameters()).device
+        check_filled(parts, self.named_parameters())
+        if checkpoint is None:
+            generator = torch.Generator(device=device).manual_seed(0)
+            for module in self.modules():
+                if isinstance(module, WeightedLayer):
+                    module.fill_with_noise(generator)
+        else:
+            load_weights(
+                parts,
+                names,
+                checkpoint,
+                device,
+                lambda done, total: None,
+                model=self.config.architecture,
+                is_redundant=is_redundant,
+            )
+        self.derive_weights()
+
+    def derive_weights(self) -> None:
+        """What follows from the weights once all are loaded."""
+        process_weights_after_loading(self)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.attention import SelfAttention
 from minisgl_backend.layers.config import AttentionConfig, MlpConfig
@@ -22,14 +21,13 @@ from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.models.build import layer_context_of
 from minisgl_backend.models.draft_head import DraftHead
 from minisgl_backend.models.eagle3 import NUM_STATES, Eagle3Config
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
-from minisgl_backend.weights.loader import load_weights
-from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, process_weights_after_loading
-from minisgl_backend.weights.methods import WeightMethods
-from minisgl_backend.weights.parts import WeightPart, check_filled
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
+from minisgl_backend.weights.parts import WeightPart
 
 _EMBEDDING, _VOCABULARY = "embed_tokens.weight", "d2t"
 _DRAFTED = "t2d"  # mask of the target's tokens that can be drafted: redundant, d2t has the ids
@@ -154,8 +152,7 @@ class Eagle3Head(DraftHead):
                 module.prepare([module], batch_sizes, 0 if module is self.lm_head.method else longest)
 
     def derive_weights(self) -> None:
-        """Called once, when all weights are loaded."""
-        process_weights_after_loading(self)
+        super().derive_weights()
         if self.vocabulary is not None:
             self.vocabulary.derive(self.config.vocab_size)
 
@@ -175,28 +172,11 @@ def build_eagle3_head(
 
     Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
     """
-    tp = tp or TensorParallel.single()
-    config.check_tensor_parallel(tp.size)
-    ops = select_ops(device, config.hidden_size, dtype, is_mixture=False)
-    methods = WeightMethods(config.quantization, select_plain_kernels(ops, device), dtype=dtype, device=device)
-    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    layer_context = layer_context_of(config, config.quantization, dtype=dtype, device=device, tp=tp)
     checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     shared = None if checkpoint is not None and _EMBEDDING in checkpoint else embedding
     head = Eagle3Head(config, layer_context, max_seq_len, shared).eval()
-    check_filled(head.weight_parts(), head.named_parameters())
-    if checkpoint is None:
-        head.fill_with_noise()
-    else:
-        load_weights(
-            head.weight_parts(),
-            config.tensor_names,
-            checkpoint,
-            device,
-            lambda done, total: None,
-            model=config.architecture,
-            is_redundant=lambda name: name in (_VOCABULARY, _DRAFTED),
-        )
-    head.derive_weights()
+    head.load(checkpoint, config.tensor_names, lambda name: name in (_VOCABULARY, _DRAFTED))
     return head
 
 

@@ -14,25 +14,19 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.norm import make_norm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext
-from minisgl_backend.models.build import is_redundant
+from minisgl_backend.models.build import is_redundant, layer_context_of
 from minisgl_backend.models.decoder import CausalLM, decoder_layer
 from minisgl_backend.models.draft_head import DraftHead
 from minisgl_backend.models.mtp import MtpConfig
-from minisgl_backend.process.progress import Progress
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
-from minisgl_backend.weights.loader import load_weights
-from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, process_weights_after_loading
-from minisgl_backend.weights.methods import WeightMethods
-from minisgl_backend.weights.parts import check_filled
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 
 
 class MtpHead(DraftHead):
@@ -77,8 +71,7 @@ class MtpHead(DraftHead):
                 module.prepare([module], batch_sizes, longest if module in of_prompts else 0)
 
     def derive_weights(self) -> None:
-        """Called once, when all weights are loaded."""
-        process_weights_after_loading(self)
+        super().derive_weights()
         self.layer.derive_weights()
 
     def _projected(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -97,31 +90,17 @@ def build_mtp_head(
     max_seq_len: int,
     tp: TensorParallel | None = None,
     dummy_weights: bool = False,
-    on_progress: Progress | None = None,
 ) -> MtpHead:
     """The head of one rank, ready to run, from the folder of `model`, which is ready.
 
     Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
     """
-    tp = tp or TensorParallel.single()
-    is_mixture = isinstance(config.draft_layer.mlp, MoeConfig)
-    ops, formats = select_ops(device, config.hidden_size, dtype, is_mixture=is_mixture), config.quantization
-    methods = WeightMethods(formats, select_plain_kernels(ops, device), dtype=dtype, device=device)
-    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    formats, names = config.quantization, config.tensor_names
+    layer_context = layer_context_of(config, formats, dtype=dtype, device=device, tp=tp)
     head = MtpHead(config, layer_context, max_seq_len, model).eval()
-    check_filled(head.weight_parts(), head.named_parameters())
-    if dummy_weights:
-        head.fill_with_noise()
-    else:
-        names = config.tensor_names
-        load_weights(
-            head.weight_parts(),
-            replace(names, left_out=()),
-            Checkpoint(Path(model_dir), names),
-            device,
-            on_progress or (lambda done, total: None),
-            model=config.architecture,
-            is_redundant=lambda name: name.startswith(names.left_out) or is_redundant(name, config, formats),
-        )
-    head.derive_weights()
+    head.load(
+        None if dummy_weights else Checkpoint(Path(model_dir), names),
+        replace(names, left_out=()),
+        lambda name: name.startswith(names.left_out) or is_redundant(name, config, formats),
+    )
     return head

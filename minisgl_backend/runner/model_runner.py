@@ -102,7 +102,7 @@ class ModelRunner:
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
             if proposer is not None:  # before the model's captures, which may include `observe`
-                proposer.bind(pool.part(num_layers, len(proposer.spec.page_parts)), self._builder)
+                proposer.bind(pool.part(num_layers, len(proposer.kv_layouts)), self._builder)
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:

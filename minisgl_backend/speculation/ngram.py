@@ -10,6 +10,7 @@ import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Int32Array, Int64Array
 from minisgl_backend.speculation.proposer import Proposer
+from minisgl_backend.speculative_config import SpeculativeConfig
 
 WINDOW = 1 << 15  # tokens that an index knows, the latest ones; a power of two
 SMALLEST = 1 << 10
@@ -41,6 +42,10 @@ class NgramProposer(Proposer):
         period = len(token_ids) - start
         found = token_ids[start : start + most]
         return found.copy() if period >= most else np.resize(found, most)
+
+
+def create_ngram_proposer(config: SpeculativeConfig) -> NgramProposer:
+    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
 class _Index:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.lazy_import import load_attribute
+from minisgl_backend.speculative_config import SpeculativeConfig
 
 
 class Proposer(ABC):
@@ -43,3 +45,11 @@ class DeviceProposals(Proposer):
     def propose(self, row: int, uid: int, token_ids: Int32Array, most: int) -> Int32Array:
         known = self._rows.get(row)
         return known[2][:most] if known is not None and known[:2] == (uid, len(token_ids)) else NO_INT32
+
+
+def create_proposer(config: SpeculativeConfig | None) -> Proposer | None:
+    """The host's proposer, or its side of the device's; None where there is no speculation."""
+    if config is None:
+        return None
+    row = config.row
+    return DeviceProposals(catches_up=row.catches_up) if row.on_device else load_attribute(row.proposer)(config)

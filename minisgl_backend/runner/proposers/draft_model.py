@@ -11,54 +11,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.attention.pair import PairPlan
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import EagerContext
-from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.json_files import read_json_if_there
 from minisgl_backend.runner.batch import BatchBuilder, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
-from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.runner.step_tensors import StepTensors
-from minisgl_backend.sampling.sampler import Sampler
-from minisgl_backend.tensor_parallel import TensorParallel
 
 
 class DraftModelProposer(DeviceProposer):
     """A step is a pass over the proposing rows' last tokens and all tokens that it has not seen, then one pass for each
     further token. Passes that only decode are captured."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionPair,
-        table: RowTable,
-        sampler: Sampler,
-        tp: TensorParallel,
-    ) -> None:
-        """`attention`: of its own layers; `table` and `sampler`: the target's."""
-        super().__init__(attention.spec)
-        self._model = model
-        self._attention = attention
-        self._table = table
-        self._sampler = sampler
-        self._tp = tp
-        self._graphs: GraphRunner | None = None
-        self._last_token = model.config.vocab_size - 1
+    def __init__(self, context: ProposerContext) -> None:
+        draft = context.draft
+        self._model = context.load_model(draft.model, draft.model_dir)
+        self._attention = context.draft_attention()
+        super().__init__(self._attention.spec)
+        self._table, self._sample = context.table, context.sample
+        self._last_token = draft.model.vocab_size - 1
 
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        return () if self._graphs is None else self._graphs.sizes
+    @classmethod
+    def read_draft_model(cls, config: EngineConfig, folder: Path, target: ModelConfig, target_dir: Path) -> ModelConfig:
+        model = load_model_config(folder, "native")
+        _check_vocabulary(folder, model, target, target_dir)
+        return model
 
     def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
         self._builder = builder
-        self._model.bind_attention(self.spec, pool)
+        self._model.bind_attention(self._attention.spec, pool)
 
     def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
         self._model.prepare(() if graphs is None else graphs.sizes, longest_prefill)
@@ -91,11 +87,6 @@ class DraftModelProposer(DeviceProposer):
 
     def parameters(self) -> Iterable[torch.Tensor]:
         return self._model.parameters()
-
-    def close(self) -> None:
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
 
     def _first_pass(self, step: StepTensors, decode: DecodeInputs) -> torch.Tensor:
         """The tokens after the rows' last ones, int32 [2, num_proposing or more]."""
@@ -158,9 +149,30 @@ class DraftModelProposer(DeviceProposer):
         )
         return self._model.forward(token_ids, positions, ctx)
 
-    def _sample(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if self._tp.rank == 0:
-            token_ids = self._sampler.sample_plain(logits, rows, lengths)
-        else:
-            token_ids = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)
-        return self._tp.share_tokens(token_ids)
+
+def _check_vocabulary(folder: Path, model: ModelConfig, target: ModelConfig, target_dir: Path) -> None:
+    """Raises ConfigError unless its tokens are the target's."""
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"it has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}; allowed: "
+            "a model with the same tokenizer and vocabulary"
+        )
+    if folder == target_dir:
+        return
+    own, others = _tokens(folder), _tokens(target_dir)
+    if own is None or others is None or own == others:
+        return
+    token = min((token for token in own.keys() | others.keys() if own.get(token) != others.get(token)), key=str)
+    raise ConfigError(
+        f"it has another tokenizer than the target: {token!r} is token {own.get(token)} of it and "
+        f"{others.get(token)} of the target; allowed: a model with the same tokenizer and vocabulary"
+    )
+
+
+def _tokens(folder: Path) -> dict[str, Any] | None:
+    """Ids by token from tokenizer.json; None where it has no vocabulary."""
+    tokenizer = read_json_if_there(folder / "tokenizer.json")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return {**vocabulary, **{one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}}

@@ -13,24 +13,32 @@ It samples as the model will, with the row's temperature and the noise of the po
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.attention.pair import PairPlan
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.draft_head import DraftHead
+from minisgl_backend.models.eagle3 import Eagle3Config
+from minisgl_backend.models.eagle3_head import build_eagle3_head
+from minisgl_backend.models.mtp import MtpConfig
+from minisgl_backend.models.mtp_head import build_mtp_head
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
-from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.step_tensors import StepTensors
-from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.speculative_config import MOST_DRAFTS
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.files import Checkpoint
 
 KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: any of a step's may be the last accepted one
 
@@ -39,25 +47,13 @@ class HeadProposer(DeviceProposer):
     """A step is one pass for each proposed token. All passes are replays of one captured graph, which follow each other
     without the host."""
 
-    def __init__(
-        self,
-        head: DraftHead,
-        aux_layers: tuple[int, ...],
-        attention: AttentionPair,
-        table: RowTable,
-        sampler: Sampler,
-        tp: TensorParallel,
-    ) -> None:
-        """`aux_layers`: of the target, see `AuxStates`; `attention`: of the head's layer; `table` and `sampler`: the
-        target's."""
-        super().__init__(attention.spec)
+    def __init__(self, context: ProposerContext, head: DraftHead, aux_layers: tuple[int, ...]) -> None:
+        """`aux_layers`: of the target, see `AuxStates`."""
         self._head, self._aux_layers = head, aux_layers
-        self._attention = attention
-        self._table = table
-        self._sampler = sampler
-        self._tp = tp
-        self._graphs: GraphRunner | None = None
-        spec, size = attention.spec, head.config.hidden_size
+        self._attention = context.draft_attention()
+        super().__init__(self._attention.spec)
+        self._table, self._sample = context.table, context.sample
+        table, spec, size = context.table, self._attention.spec, head.config.hidden_size
         # For the last tokens of each row, by position modulo KEPT: combined states, and their slots. The slot tells
         # whether a state belongs to this row's sequence, whose cached prefix other sequences have computed.
         self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
@@ -65,13 +61,9 @@ class HeadProposer(DeviceProposer):
         self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # previous pass
         self._offsets = torch.arange(MOST_DRAFTS, dtype=torch.int32, device=spec.device)[:, None]
 
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        return () if self._graphs is None else self._graphs.sizes
-
     def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
         self._builder = builder
-        self._head.bind_attention(self.spec, pool)
+        self._head.bind_attention(self._attention.spec, pool)
 
     def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
         self._head.prepare(() if graphs is None else graphs.sizes, longest_prefill)
@@ -80,7 +72,7 @@ class HeadProposer(DeviceProposer):
             self._graphs = graphs
 
     def aux_states(self, num_tokens: int) -> AuxStates:
-        spec = self.spec
+        spec = self._attention.spec
         out = torch.zeros(num_tokens, self._head.states_size, dtype=spec.dtype, device=spec.device)
         return AuxStates(layers=self._aux_layers, out=out)
 
@@ -124,11 +116,6 @@ class HeadProposer(DeviceProposer):
     def parameters(self) -> Iterable[torch.Tensor]:
         return self._head.parameters()
 
-    def close(self) -> None:
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
-
     def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> None:
         """One draft for each of these entries, including padding; rows and lengths as in the staging buffer."""
         decode = self._builder.decode_inputs(rows, lengths)
@@ -151,12 +138,44 @@ class HeadProposer(DeviceProposer):
         chain.copy_(states)
         logits = self._head.spread(drafted)
         lengths.add_(1)  # also of padding, which has as many tokens as the shortest possible row
-        if self._tp.rank == 0:
-            sampled = self._sampler.sample_plain(logits, rows, lengths)
-            # NaN logits may give any token id; the target's embedding only has rows for its vocabulary.
-            sampled.clamp_(0, self._head.config.vocab_size - 1)
-        else:
-            sampled = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)
-        self._tp.share_tokens(sampled)
+        # NaN logits may give any token id; the target's embedding only has rows for its vocabulary.
+        sampled = self._sample(logits, rows, lengths).clamp_(0, self._head.config.vocab_size - 1)
         self._table.write_tokens(rows, lengths, sampled[0])
         return DecodeOutputs(logits, sampled)
+
+
+class Eagle3Proposer(HeadProposer):
+    """A published head in a folder of its own, which reads three of the target's hidden states."""
+
+    def __init__(self, context: ProposerContext) -> None:
+        config, target = context.draft.model, context.target
+        assert isinstance(config, Eagle3Config), "as `read_draft_model` reads it"
+        assert isinstance(target, CausalLM), "other targets are refused before"
+        head = build_eagle3_head(config, embedding=target.model.embed_tokens, **context.head_options())
+        super().__init__(context, head, config.states_of(target.config))
+
+    @classmethod
+    def read_draft_model(cls, config: EngineConfig, folder: Path, target: ModelConfig, target_dir: Path) -> ModelConfig:
+        head = Eagle3Config.load(folder)
+        head.states_of(target)
+        # Its config tells the positions of its training: it drafts beyond them.
+        return replace(head, max_position=target.max_position, default_length=None)
+
+
+class MtpProposer(HeadProposer):
+    """A layer of the target's checkpoint, which reads the target's hidden states behind the final norm."""
+
+    def __init__(self, context: ProposerContext) -> None:
+        config, target = context.draft.model, context.target
+        assert isinstance(config, MtpConfig), "as `read_draft_model` reads it"
+        assert isinstance(target, CausalLM), "other targets are refused before"
+        head = build_mtp_head(config, model=target, **context.head_options())
+        super().__init__(context, head, (target.config.num_layers,))
+
+    @classmethod
+    def read_draft_model(cls, config: EngineConfig, folder: Path, target: ModelConfig, target_dir: Path) -> ModelConfig:
+        head = MtpConfig.of(target, target.quantization.with_option(config.quantization))
+        if not config.dummy_weights:
+            head.check_stored(Checkpoint(folder, target.tensor_names).names())
+        # Drafted are all positions that the target has.
+        return replace(head, default_length=None)

@@ -7,7 +7,8 @@ every other plan, and the proposed tokens are known on the host, where grammars 
 The keys and values of its layers are in the model's pool, after the model's layers: a page holds those of both, so that
 leases, prefix cache and preemption serve both. A token has the same slot in all layers.
 
-Its layers get the keys and values of earlier tokens in one of two ways, by method (`speculation.create.PROPOSERS`):
+Its layers, where it has any, get the keys and values of earlier tokens in one of two ways, by its row of
+`speculative_config.METHODS` (`catches_up`):
 
 * it catches up: its own steps include the tokens that it has not seen (`StepPlan.prefill`, and decode entries after the
   proposing ones): prompts, cached prefixes, and tokens that were sampled while it was off;
@@ -19,12 +20,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import GraphRunner
 from minisgl_backend.runner.step_tensors import StepTensors
@@ -32,25 +36,35 @@ from minisgl_backend.runner.step_tensors import StepTensors
 
 class DeviceProposer(ABC):
     """One per rank; all ranks call the same methods in the same order. Its proposals may be wrong: they only affect
-    speed."""
+    speed. A class that a row of `speculative_config.METHODS` names is constructed from a `ProposerContext`."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        """`spec`: of its layers in the pool. Sequences, pages and rows are those of the model."""
-        self.spec = spec
+    def __init__(self, spec: AttentionSpec | None = None) -> None:
+        """`spec`: of its layers in the pool; None: it has none. Sequences, pages and rows are those of the model."""
+        self.kv_layouts = () if spec is None else spec.kv_layouts
+        self._graphs: GraphRunner | None = None  # its captured passes; set by `prepare`
+
+    @classmethod
+    def read_draft_model(
+        cls, config: EngineConfig, folder: Path, target: ModelConfig, target_dir: Path
+    ) -> ModelConfig | None:
+        """The config of the model that its layers are, read before anything is loaded; None: it has no layers in the
+        pool. `folder`: that of the option's `model`; the target's for methods that take none.
+
+        Raises ConfigError for a model that does not fit the target, in words that follow "cannot propose: ".
+        """
+        return None
 
     @property
-    @abstractmethod
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode entries, ascending, for which the first pass of its steps is captured; smaller ones are
         padded."""
+        return () if self._graphs is None else self._graphs.sizes
 
-    @abstractmethod
-    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
+    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:  # noqa: B027
         """Binds its layers to this pool, which has the layers of `spec` only, and its steps to this builder. May be
         called again with others."""
 
-    @abstractmethod
-    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
+    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:  # noqa: B027
         """Chooses kernels, for steps with up to `longest_prefill` unseen tokens, and captures its passes in `graphs`,
         where given. Called once, after `bind`."""
 
@@ -72,9 +86,12 @@ class DeviceProposer(ABC):
         """Called after the model has computed these tokens, int32 [num_tokens] each, and before the proposer's own
         steps; also inside captured passes. states: of `aux_states`, [num_tokens, len(layers) * hidden_size]."""
 
-    @abstractmethod
     def parameters(self) -> Iterable[torch.Tensor]:
         """Its weights on this rank, without those that it shares with the model."""
+        return ()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Frees the captured graphs. They may hold collectives, so this comes before the process group is destroyed."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()

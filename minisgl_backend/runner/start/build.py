@@ -26,7 +26,6 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import (
@@ -37,12 +36,12 @@ from minisgl_backend.runner.graphs.whole import (
     graph_sizes,
 )
 from minisgl_backend.runner.model_runner import Model, ModelRunner
-from minisgl_backend.runner.proposers.create import ProposerContext, create_device_proposer
+from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
-from minisgl_backend.runner.start.draft import draft_spec, keeping_for
+from minisgl_backend.runner.start.draft import draft_spec, keeping_for, proposer_class
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.second_layouts import add_second_layouts, room_for_second_layouts
@@ -200,18 +199,20 @@ def _load(
     sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
     workspace = sampling_workspace(table.max_rows, vocab_size, device)
     sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
-    proposer = create_device_proposer(
-        ProposerContext(
-            runtime=runtime,
-            device=device,
-            table=table,
-            sampler=sampler,
-            tp=tp,
-            target=model,
-            load_model=lambda draft, folder, tp: _build_native(runtime, draft, folder, device, tp, progress),
+    proposer = None
+    if (proposes := proposer_class(config.speculation)) is not None:
+        proposer = proposes(
+            ProposerContext(  # type: ignore[arg-type]  # which classes of the table take
+                runtime=runtime,
+                device=device,
+                table=table,
+                sampler=sampler,
+                tp=(own_tp := tp.without_shared_memory()),
+                target=model,
+                load_model=lambda draft, folder: _build_native(runtime, draft, folder, device, own_tp, progress),
+            )
         )
-    )
-    layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.spec.kv_layouts))
+    layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.kv_layouts))
     page_parts = (*spec.page_parts, *range(len(spec.kv_layouts), len(layouts)))
     if device.type == "cuda" and isinstance(model, torch.nn.Module):
         add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, layouts, free_at_start)))
@@ -275,7 +276,8 @@ def _build_native(
         quantization=quantization,
         dummy_weights=runtime.config.dummy_weights,
         on_progress=progress.weights,
-        uses_draft_layer=runtime.draft is not None and isinstance(runtime.draft.model, MtpConfig),
+        uses_draft_layer=runtime.draft is not None
+        and runtime.draft.model.tensor_names.within in model_config.draft_prefixes,
     )
 
 
@@ -310,7 +312,7 @@ def _captures(
 def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRunner | None:
     """For the passes of a proposer on the device: the model's sizes up to those of steps with drafts."""
     own = tuple(size for size in sizes if size <= DRAFT_ENTRIES)
-    if runtime.draft is None or not own:
+    if proposer_class(runtime.config.speculation) is None or not own:
         return None
     return EagerGraphRunner(own, own) if runtime.eager_graphs else CudaGraphRunner(own, draft_sizes=own)
 
