@@ -22,6 +22,12 @@ _KEYS = {  # key after the architecture's name -> key of config.json
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_BY_LAYER = frozenset(  # keys whose value may be a list, with one of each layer
+    {
+        *("attention.head_count", "attention.head_count_kv", "feed_forward_length", "expert_feed_forward_length"),
+        "attention.sliding_window_pattern",
+    }
+)
 _NO_HEAD_DIM = ("phi3", "qwen2", "qwen2moe")  # their families derive it
 # As in llama.cpp, for the largest models, which it recognises by their number of layers: scores are scaled as if heads
 # had that size.
@@ -122,10 +128,9 @@ class _Values:
         """None where it is absent. All but the type of a scaling are numbers, or lists of them. Raises ConfigError."""
         value = self.header.metadata.get(f"{self.name}.{key}")
         kinds: tuple[type, ...] = (str,) if key == "rope.scaling.type" else (int, float)
-        if value is not None and not all(
-            isinstance(one, kinds) for one in (value if isinstance(value, list) else [value])
-        ):
-            self.refuse(key, "a text" if str in kinds else "numbers")
+        listed = isinstance(value, list) and key in _BY_LAYER
+        if value is not None and not all(isinstance(one, kinds) for one in (value if listed else [value])):
+            self.refuse(key, "a text" if str in kinds else "numbers" if key in _BY_LAYER else "a number")
         return value
 
     def need(self, key: str) -> Any:

@@ -37,7 +37,7 @@ def _classifier(family: Family) -> Family:
     """`score` replaces the output projection: transformers' GenericForSequenceClassification."""
 
     def read(keys: Keys) -> DecoderConfig:
-        labels = keys.mapping("id2label") or {0: "", 1: ""}
+        labels = keys.mapping("id2label") or {"0": "", "1": ""}
         num_labels = keys.integer("num_labels", len(labels))
         return replace(family.read(keys), num_labels=num_labels, generates=False)
 

@@ -119,6 +119,19 @@ def test_each_key_that_llama_cpp_reads(architecture: str, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("value", [["a"], [1.5, 1.5], [], [2, 1], "a"])
+def test_a_value_of_another_type_is_refused_by_name(
+    architecture: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lists are for values of each layer; some of these are such."""
+    for key in {**OF_EVERY_ONE, **OF_SOME.get(architecture, {})}:
+        what = outcome(architecture, key, value, caplog)
+        assert what in ("refused", "nothing", "read"), key
+        if key in ("block_count", "pooling_type", "rope.freq_base", "rope.scaling.attn_factor", "rope.dimension_count"):
+            assert what == "refused", key
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_keys_of_other_architectures_are_told(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     for key, value in OF_OTHERS.items():
         assert outcome(architecture, key, value, caplog) == "told", key
@@ -210,7 +223,7 @@ def test_factor_of_cosines_and_sines(changes: dict[str, Any], factor: float | No
         ({"rope.scaling.type": "linear"}, "rope.scaling.type is 'linear', but there is no qwen3.rope.scaling.factor"),
         ({"rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', but there is no qwen3.rope.scaling.factor"),
         ({"rope.scaling.type": "longrope"}, "is 'longrope', but there are no tensors rope_factors_long.weight and"),
-        ({"rope.scaling.factor": "4"}, "qwen3.rope.scaling.factor is '4'; allowed: numbers"),
+        ({"rope.scaling.factor": "4"}, "qwen3.rope.scaling.factor is '4'; allowed: a number"),
         ({"rope.scaling.type": 2}, "qwen3.rope.scaling.type is 2; allowed: a text"),
         ({"attention.head_count": 0}, "qwen3.attention.head_count is 0; allowed: more than 0"),
         ({"attention.head_count": [4, 2]}, r"qwen3.attention.head_count is \[4, 2\]; allowed: the same in all layers"),
