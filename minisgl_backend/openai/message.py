@@ -35,12 +35,15 @@ class MessageParser:
         *,
         parallel: bool = True,
         told: Told = "as written",
+        apart: bool = True,
     ) -> None:
-        """`parallel`: false drops the second call and all that follows. `told`: when the parts of a call are."""
+        """`parallel`: false drops the second call and all that follows. `told`: when the parts of a call are. `apart`:
+        false makes thoughts content, in which no call is looked for."""
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
         self._told = told
+        self._apart = apart
         self._is_over = False  # a second call has begun that is dropped
         self._held: list[Part] = []  # from the first call on that is not told yet
         self._has_broken = False  # a call that was told turned out to be none
@@ -62,7 +65,8 @@ class MessageParser:
         if self._tools is not None:
             parts = []
             for piece in pieces:
-                parts += self._tools.feed(piece.text) if piece.kind == "content" else [piece]
+                thought = piece if self._apart else piece._replace(kind="content")
+                parts += self._tools.feed(piece.text) if piece.kind == "content" else [thought]
             if ended is not None:
                 parts += self._tools.finish(ended)
         if ended == STOP_TEXT:
@@ -153,7 +157,7 @@ def message_parsers(
                 calls = CallListParser([function.name for function in request.callable_functions])
             elif thoughts is None and calls is None:
                 return None
-        found.append(MessageParser(thoughts, calls, parallel=parallel, told=told))
+        found.append(MessageParser(thoughts, calls, parallel=parallel, told=told, apart=answer_format.apart))
     return found
 
 

@@ -72,24 +72,33 @@ class ServedModel:
         ]
 
     async def answer_format(
-        self, functions: Functions | None, *, thoughts: bool, is_guided: bool, forced: bool = False
+        self,
+        functions: Functions | None,
+        *,
+        thoughts: bool,
+        is_guided: bool,
+        forced: bool = False,
+        apart: bool = True,
     ) -> AnswerFormat:
         """How to parse an answer. Raises ApiError if the format of the model's calls is unknown.
 
-        `functions`: those that the model may call, if any; `thoughts`: whether to separate the reasoning; `is_guided`:
-        a grammar applies from the first token on, so the answer cannot continue reasoning that the prompt opened.
+        `functions`: those that the model may call, if any; `thoughts`: whether to tell the reasoning from the rest,
+        `apart`: and to say it apart; `is_guided`: a grammar applies from the first token on, so the answer cannot
+        continue reasoning that the prompt opened.
         `forced`: one of the functions must be called, in the model's own format if a grammar can enforce any schema
         there.
         """
         calls = None if functions is None else await self._calls(forced=forced)
         row = await self._thoughts() if thoughts else None
+        if row is not None and row.both is not None and not apart:
+            row = None  # its parser of calls knows thoughts
         if calls is None:
-            return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
+            return AnswerFormat(None, row, functions or {}, is_guided=is_guided, apart=apart)
         info = await self.info()
         strict = calls.strict_form(info.chat_template, info.added_tokens)
         if forced and not (strict is not None and strict.keeps_schemas):
-            return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
-        return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided)
+            return AnswerFormat(None, row, functions or {}, is_guided=is_guided, apart=apart)
+        return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided, apart=apart)
 
     async def thinking(self, body: Sampling) -> dict[str, Any]:
         """Sampling options of a request that limits the reasoning.
@@ -132,7 +141,9 @@ class AnswerFormat:
         strict: StrictCall | None = None,
         *,
         is_guided: bool,
+        apart: bool = True,
     ) -> None:
+        self.apart = apart  # thoughts are told apart from the content
         self._calls = calls
         self._strict = strict
         self._thoughts = thoughts
@@ -148,7 +159,8 @@ class AnswerFormat:
     def depends_on_prompt(self) -> bool:
         """Whether the prompt determines how the answer begins."""
         row = self._thoughts
-        return row is not None and row.tags is not None and not row.always_thinks and not self._is_guided
+        is_known = row is None or row.tags is None or (row.always_thinks and self.apart)
+        return not is_known and not self._is_guided
 
     @property
     def makes_calls(self) -> bool:
@@ -175,7 +187,8 @@ class AnswerFormat:
             return None
         if row.both is not None:
             return row.new_both(self._functions)
-        return row.new_thoughts(inside=row.opens(prompt_tail) and not self._is_guided)
+        opens = row.opens(prompt_tail) if self.apart else row.is_opened_by(prompt_tail)
+        return row.new_thoughts(inside=opens and not self._is_guided, apart=self.apart)
 
     def new_calls(self) -> ToolParser | None:
         """A parser for one choice; None if there can be no calls, or the parser of the reasoning finds them."""

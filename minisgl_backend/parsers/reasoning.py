@@ -13,11 +13,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """One choice of one answer. White space around the reasoning is dropped."""
+    """One choice of one answer."""
 
-    def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE)) -> None:
-        """`inside`: the answer begins within the reasoning (the prompt opens it), with or without the opening tag."""
+    def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE), apart: bool = True) -> None:
+        """`inside`: the answer begins within the reasoning (the prompt opens it), with or without the opening tag.
+        `apart`: without the tags and the white space around it; otherwise all as it was written."""
         self._inside = inside
+        self._apart = apart
         self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._held = ""
@@ -51,7 +53,7 @@ class ReasoningParser:
         if self._state == "start":
             self._state = "reasoning" if self._inside else "content"
         kind: Literal["reasoning", "content"] = "reasoning" if self._state == "reasoning" else "content"
-        text = self._held.rstrip() if kind == "reasoning" else self._held
+        text = self._held.rstrip() if kind == "reasoning" and self._apart else self._held
         self._take(kind, text, parts)
         self._held = ""
         return parts
@@ -60,22 +62,24 @@ class ReasoningParser:
         """Decides what the answer begins with; False while that is undecided."""
         stripped = self._held.lstrip()
         if stripped.startswith(self._open):
-            self._held = stripped[len(self._open) :]
-            self._state, self._at_begin = "reasoning", True
+            if self._apart:
+                self._held = stripped[len(self._open) :]
+            self._state, self._at_begin = "reasoning", self._apart
             self.has_thought = True
             return True
         if self._open.startswith(stripped):
             return False
         self._state = "reasoning" if self._inside else "content"
-        self._at_begin = self.has_thought = self._inside
+        self.has_thought, self._at_begin = self._inside, self._inside and self._apart
         return True
 
     def _reason(self, parts: list[Part]) -> None:
         end = self._held.find(self._close)
         if end >= 0:
-            self._take("reasoning", self._held[:end].rstrip(), parts)
-            self._held = self._held[end + len(self._close) :]
-            self._state, self._at_begin = "content", True
+            behind = end + len(self._close)
+            self._take("reasoning", self._held[:end].rstrip() if self._apart else self._held[:behind], parts)
+            self._held = self._held[behind:]
+            self._state, self._at_begin = "content", self._apart
             return
         keep = partial_suffix(self._held, self._close)
         safe = self._held[: len(self._held) - keep].rstrip()

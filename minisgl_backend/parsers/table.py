@@ -82,13 +82,17 @@ class Format:
 
     def opens(self, prompt_tail: str) -> bool:
         """Whether an answer to a prompt that ends like this begins within the reasoning."""
-        return self.always_thinks or (self.tags is not None and prompt_tail.rstrip().endswith(self.tags[0]))
+        return self.always_thinks or self.is_opened_by(prompt_tail)
 
-    def new_thoughts(self, *, inside: bool) -> ThoughtParser:
-        """`inside`: the prompt has opened the reasoning."""
+    def is_opened_by(self, prompt_tail: str) -> bool:
+        """Whether the prompt's end opens the reasoning."""
+        return self.tags is not None and prompt_tail.rstrip().endswith(self.tags[0])
+
+    def new_thoughts(self, *, inside: bool, apart: bool = True) -> ThoughtParser:
+        """`inside`: the prompt has opened the reasoning. `apart`: see ReasoningParser."""
         if self.tags is None:
             raise ValueError(f"{self.name} has no thoughts of its own")
-        return ReasoningParser(inside=inside, tags=self.tags)
+        return ReasoningParser(inside=inside, tags=self.tags, apart=apart)
 
     def new_calls(self, functions: Functions) -> ToolParser:
         """The parser of calls, or the one that parses `both`."""

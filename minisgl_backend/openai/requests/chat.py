@@ -115,6 +115,11 @@ class ChatRequest(Generating):
         return self.separate_reasoning is not False and not self.continue_final_message
 
     @property
+    def thoughts_hide_calls(self) -> bool:
+        """Whether thoughts that stay in the content have to be known: a call that they quote is none."""
+        return self.separate_reasoning is False and bool(self.callable_functions) and not self.continue_final_message
+
+    @property
     def thinking_budget(self) -> int | None:
         named = super().thinking_budget
         if self.thinking_token_budget is not None:

@@ -233,3 +233,32 @@ def test_functions_with_any_name_may_be_strict_and_forced(parser: str, name: str
         tag = strict_chat(parser, name, True, **fields)["guided_decoding"]["structural_tag"]
         written = json.dumps(name, ensure_ascii=False) if parser == "auto" else f"{name}("
         assert json.dumps(written)[1:-1] in tag
+
+
+@pytest.mark.parametrize(("tail", "opening"), [("<think>\n", ""), ("assistant\n", "\n<think>\n")])
+@pytest.mark.parametrize("reasoning_parser", ["qwen3", "deepseek_r1"])
+def test_a_call_in_thoughts_that_stay_in_the_content_is_text(tail: str, opening: str, reasoning_parser: str) -> None:
+    settings = EndpointSettings(port=0, tool_call_parser="hermes", reasoning_parser=reasoning_parser)
+
+    async def begin() -> Any:
+        endpoint = Endpoint(settings)
+        server: Any = Rendering("", tail)
+        endpoint.triton, endpoint.model = server, ServedModel(server, settings)
+        given: Any = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "separate_reasoning": False}
+        body = ChatRequest.model_validate(given)
+        return (await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
+
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    thoughts = f"{opening}I could call {call}, but \n</think>"
+    for text, content, num_calls in (
+        (f"{thoughts}\n\nNo.", f"{thoughts}\n\nNo.", 0),
+        (f"{thoughts}\n\n{call}", thoughts, 1),
+        (f"{opening or 'H'}m", f"{opening or 'H'}m", 0),
+    ):
+        for pieces in ([text], list(text)):
+            (parser,) = asyncio.run(begin())
+            found = [part for piece in pieces for part in parser.feed(Delta(0, piece, 1, None, ()))]
+            found += parser.feed(Delta(0, "", 0, "stop", ()))
+            assert "".join(part.text for part in found if part.kind == "content") == content
+            assert [part.kind for part in found].count("call") == num_calls
+            assert "reasoning" not in [part.kind for part in found]
