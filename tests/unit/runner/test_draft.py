@@ -13,12 +13,16 @@ import torch
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.draft import draft_spec, keeping_for
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.speculation.proposer import DeviceProposals, create_proposer
+from minisgl_backend.speculative_config import METHODS, Method, read_speculative_config
 
 DEMO = find_model_dir("demo")
 CPU = MachineFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
@@ -35,6 +39,20 @@ def model(folder: Path, **changes: Any) -> Path:
     config = json.loads((DEMO / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.parametrize(("name", "row"), METHODS.items())
+def test_a_row_names_what_serves_it(name: str, row: Method) -> None:
+    given = {"method": row.aliases[-1] if row.aliases else name} | ({"model": "x"} if row.takes_model else {})
+    config = read_speculative_config(given)
+    assert (config.method, config.row) == (name, row)
+    on_host, found = create_proposer(config), load_attribute(row.proposer)
+    assert (
+        isinstance(on_host, DeviceProposals)
+        == row.on_device
+        == (isinstance(found, type) and issubclass(found, DeviceProposer))
+    )
+    assert not row.on_device or on_host.catches_up == row.catches_up  # type: ignore[union-attr]
 
 
 def test_it_shares_what_the_target_has(tmp_path: Path) -> None:
