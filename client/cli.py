@@ -13,9 +13,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 import minisgl_backend
 from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
@@ -25,7 +23,7 @@ from .chat.command import ChatLoop
 from .chat.conversation import Chat, OpenStream
 from .client import Client
 from .connection import Protocol, parse_url
-from .console import errors_in_one_line, fail, print_table, progress, remark, say_error, write_answer
+from .console import errors_in_one_line, fail, print_table, progress, remark, say_error, without_controls, write_answer
 from .embed_command import embed
 from .errors import NO_CHAT_TEMPLATE, InvalidRequest, Unavailable
 from .local import add_local_commands
@@ -33,6 +31,7 @@ from .openai_client import OpenAIClient
 from .request import Message, SamplingOptions
 from .results import Result
 from .server_options import ApiKey, ModelOfEither, OpenAIUrl
+from .status import metrics_table, status_lines
 
 app = typer.Typer(
     help="Serve a model; talk to a running server.",
@@ -196,13 +195,16 @@ def status(
     metrics_url: Annotated[
         str | None, typer.Option(help="Default: MINISGL_METRICS_URL, else http://HOST:8002/metrics.")
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All figures as a table.")] = False,
 ) -> None:
-    """Whether the server and the model are ready, and the server's key metrics. Exit status 1: not ready."""
+    """Whether the server and the model are ready, and how they fare. Exit status 1: not ready."""
     with errors_in_one_line(), _connect(url, protocol, model, None, metrics_url) as client:
         live, ready = client.is_live(), client.is_ready()
-        typer.echo(f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}")
+        first = f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}"
         if live:
-            _print_metrics(client, model)
+            _print_metrics(client, model, first, every)
+        else:
+            typer.echo(first)
         if not ready:
             raise typer.Exit(1)
 
@@ -369,23 +371,17 @@ def _print_summary(result: Result, seconds: float) -> None:
         typer.echo("the model ended at once, without a word; another prompt, --chat or --raw may help", err=True)
 
 
-def _print_metrics(client: Client, model: str) -> None:
+def _print_metrics(client: Client, model: str, first: str, as_table: bool) -> None:
     """The server may be ready although its metrics are off or unreachable."""
     try:
-        print_table(_metrics_table(client, model))
+        metrics = client.metrics()
     except Unavailable as error:
+        typer.echo(first)
         say_error(escape(str(error)))
-
-
-def _metrics_table(client: Client, model: str) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("metric", overflow="fold")
-    table.add_column("labels", overflow="fold")
-    table.add_column("value", justify="right")
-    for sample in client.metrics().samples:
-        of_model = sample.name.startswith("nv_inference_request_") and sample.labels.get("model") == model
-        ours = sample.name.startswith("minisgl") and not sample.name.endswith("_bucket")
-        if ours or (of_model and not sample.name.endswith("_us")):
-            labels = ", ".join(f"{name}={value}" for name, value in sample.labels.items() if name != "version")
-            table.add_row(sample.name, labels, f"{sample.value:,g}")
-    return table
+        return
+    if as_table:
+        typer.echo(first)
+        print_table(metrics_table(metrics, model))
+    else:
+        for line in status_lines(metrics, first, time.time()):
+            typer.echo(without_controls(line))

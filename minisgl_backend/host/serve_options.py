@@ -33,6 +33,7 @@ from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_de
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
 from minisgl_backend.installation import model_repository
+from minisgl_backend.models.fetchable import NotFetched
 from minisgl_backend.process.node_options import fill_in, read_secret
 
 ANSWERED = 3  # exit code of this module as a program: help or the version was printed, and that is all
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the arguments are right, 2 they are wrong, ANSWERED there is nothing more to do."""
     try:
         parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    except YamlMissing:  # read again once everything is installed
+    except (YamlMissing, NotFetched):  # read again once everything is installed, `minisgl fetch` too
         return 0
     except ConfigError as error:
         say(f"error: {error}")

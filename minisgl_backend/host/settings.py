@@ -12,6 +12,7 @@ from types import MappingProxyType
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import DEMO, find_model_dir
+from minisgl_backend.weights.gguf_index import name_of
 
 # Here and in `host.repository` by regexes, not by protobuf's text format: that needs the message's description, which
 # comes with tritonclient, while Triton's Python and `minisgl init` do without. It would also drop comments.
@@ -45,6 +46,11 @@ def read_parameters(config: str) -> Mapping[str, str]:
 def is_demo(config: EngineConfig, repository: Path) -> bool:
     """Whether the model is the one that comes with the project."""
     return Path(config.model) == demo_dir(repository)
+
+
+def model_name(config: EngineConfig, repository: Path) -> str:
+    """What the model is called where no name was chosen."""
+    return DEMO if is_demo(config, repository) else name_of(Path(config.model))
 
 
 def demo_dir(repository: Path) -> Path:

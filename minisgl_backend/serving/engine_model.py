@@ -20,7 +20,7 @@ from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.server_watch import start_watch
-from minisgl_backend.host.settings import read_engine_config
+from minisgl_backend.host.settings import model_name, read_engine_config
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
 from minisgl_backend.process.spawn import log_to_stderr
@@ -63,7 +63,7 @@ class TritonPythonModel:
         except MinisglError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         _LOGGER.debug("front %d is attached to the engine cores %s", front, self._front.client.core_pids)
-        self._metrics = MetricsReporter(self._front, is_leader=front == 0)
+        self._metrics = MetricsReporter(self._front, is_leader=front == 0, model=model_name(config, repository))
         self._metrics.start()
 
     def execute(self, requests: list[Any]) -> None:

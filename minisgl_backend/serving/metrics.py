@@ -20,6 +20,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend import __version__
 from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
@@ -61,6 +62,8 @@ _GAUGES = (
 )
 _USAGE = _Series("minisgl_kv_cache_usage_ratio", "KV pages that sequences hold, of all; 0 to 1", "")
 _UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
+_INFO = _Series("minisgl_info", "1; what is served, in labels", "")
+_START_TIME = _Series("minisgl_start_time_seconds", "When the model was ready, in seconds since 1970", "")
 _CORE_UP = _Series("minisgl_core_up", "1 while this engine core answers, else 0", "")
 _CORE_REQUESTS = "minisgl_core_requests"
 _CORE_REQUESTS_HELP = "Sequences of this engine core by state"
@@ -119,7 +122,8 @@ class MetricsReporter:
     Totals are written before gauges: once the gauges show that nothing runs, everything is counted.
     """
 
-    def __init__(self, front: EngineFront, *, is_leader: bool) -> None:
+    def __init__(self, front: EngineFront, *, is_leader: bool, model: str) -> None:
+        """`model`: what it is called."""
         self._front = front
         self._families: dict[str, Any] = {}
         self._stopping = threading.Event()
@@ -129,7 +133,7 @@ class MetricsReporter:
                 if self._stopping.wait(REPORT_PAUSE_S) or time.monotonic() - front.responder.last_sent > IDLE_AFTER_S:
                     return
 
-        self._engine = _EngineMetrics(self._families, pause, front.client.num_cores) if is_leader else None
+        self._engine = _EngineMetrics(self._families, pause, front, model) if is_leader else None
         latency = front.responder.latency
         self._latency = [
             (_HistogramMetric(name, help, histogram.bounds, pause), histogram)
@@ -181,8 +185,18 @@ class MetricsReporter:
 
 
 class _EngineMetrics:
-    def __init__(self, families: dict[str, Any], pause: Pause, num_cores: int) -> None:
+    def __init__(self, families: dict[str, Any], pause: Pause, front: EngineFront, model: str) -> None:
         self._pause = pause
+        num_cores = front.client.num_cores
+        lengths = [welcome.max_seq_len for welcome in front.client.welcomes if welcome is not None]
+        labels = {"model": model, "version": __version__, "max_model_len": str(min(lengths)) if lengths else ""}
+        gauge = pb_utils.MetricFamily.GAUGE
+        self._facts = [
+            _metric(families, replace(_INFO, labels=tuple(labels.items())), gauge),
+            _metric(families, _START_TIME, gauge),
+        ]
+        for metric, value in zip(self._facts, (1.0, float(int(time.time()))), strict=True):
+            metric.set(value)
         self._gauges = {series: _metric(families, series, pb_utils.MetricFamily.GAUGE) for series in _GAUGES}
         self._counters = {
             series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS

@@ -18,17 +18,15 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
-from minisgl_backend.host.settings import is_demo, read_engine_config
+from minisgl_backend.host.settings import is_demo, model_name, read_engine_config
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
-from minisgl_backend.models.folder import DEMO
 from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.absent import absent_torch
 from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
-from minisgl_backend.weights.gguf_index import name_of
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
@@ -63,7 +61,7 @@ class TritonPythonModel:
         self._wire = Codec()
         self._tokenizer = tokenizer
         self._info = {
-            "model": DEMO if is_demo(config, repository) else name_of(Path(config.model)),
+            "model": model_name(config, repository),
             "max_model_len": settings.max_seq_len,
             "vocab_size": settings.vocab_size,
             "chat_template": tokenizer.chat_template,

@@ -69,13 +69,14 @@ def fresh_clone(tmp_path: Path) -> Path:
         (("--typo",), 2, "--typo"),
         (("/no/such/model",), 2, "/no/such/model"),
         (("--page-size", "16"), 7, "setup serve"),
+        (("smollm2",), 7, "setup serve"),
     ],
 )
 def test_options_are_answered_before_anything_is_installed(
     fresh_clone: Path, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     command = ["bash", str(fresh_clone / "scripts" / "serve.sh"), *arguments]
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "XDG_CACHE_HOME": str(fresh_clone)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
     assert ("setup" in done.stdout) == (code == 7)

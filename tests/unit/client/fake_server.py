@@ -23,6 +23,23 @@ METRICS = """# HELP nv_inference_request_success Number of successful requests
 nv_inference_request_success{model="ensemble",version="1"} 7
 nv_inference_request_success{model="engine",version="1"} 3
 minisgl_pages_leased{model="engine"} 1.5e1
+minisgl_info{model="smollm2",version="0.1.0",max_model_len="8192"} 1
+minisgl_start_time_seconds 1.7e9
+minisgl_engine_up 1
+minisgl_requests_running 2
+minisgl_requests_waiting 1
+minisgl_requests_finished_total 7
+minisgl_requests_cancelled_total 3
+minisgl_generated_tokens_total 1224
+minisgl_prompt_tokens_total 400
+minisgl_cached_tokens_total 300
+minisgl_time_to_first_token_seconds_sum 2
+minisgl_time_to_first_token_seconds_count 4
+minisgl_inter_token_seconds_sum 50
+minisgl_inter_token_seconds_count 200
+minisgl_kv_pages{state="total"} 2911
+minisgl_kv_pages{state="leased"} 5
+minisgl_kv_pages{state="cached"} 19
 odd{text="a \\"b\\", c\\\\d"} NaN
 """
 

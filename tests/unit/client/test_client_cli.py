@@ -18,7 +18,9 @@ import minisgl_backend
 from client import Client, Unavailable, cli
 from client.cli import app
 from client.console import write_answer
+from client.metrics import parse_metrics
 from client.results import Choice, Result
+from client.status import status_lines
 from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
@@ -235,10 +237,34 @@ def test_ctrl_c_stops_the_answer(url: str, record: Record, command: str) -> None
 def test_status(url: str, http_url: str) -> None:
     done = run("status", "--url", url, "--metrics-url", f"{http_url}/metrics")
     assert done.exit_code == 0
-    assert "ensemble: ready" in done.stdout
+    assert done.stdout.splitlines() == [
+        "server: live; ensemble: ready; smollm2 on minisgl 0.1.0",
+        f"engine: up, for {done.stdout.partition('for ')[2].partition(',')[0]}, context of 8,192 tokens, 0 restarts",
+        "requests: 2 running, 1 waiting, 7 finished, 3 cancelled, 0 failed",
+        "averages: first token after 0.50 s, then 4.0 tokens/s a sequence, 1,224 tokens generated",
+        "cache: 5 of 2,911 pages in use, 19 kept, 75% of 400 prompt tokens came from it, 0 preemptions",
+    ]
+    done = run("status", "--all", "--url", url, "--metrics-url", f"{http_url}/metrics")
+    assert done.stdout.startswith("server: live; ensemble: ready\n")
     assert "minisgl_pages_leased" in done.stdout
     assert run("status", "--url", url, "--model", "other", "--metrics-url", f"{http_url}/metrics").exit_code == 1
     assert run("status", "--url", "127.0.0.1:1").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-3, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7200, "2 h 0 min"), (200000, "2 d 7 h")]
+)
+def test_status_tells_what_a_server_has_and_no_more(seconds: float, said: str) -> None:
+    """An older or idle server has fewer figures."""
+    assert list(status_lines(parse_metrics(""), "first", 0.0)) == [
+        "first",
+        "engine: down, 0 restarts",
+        "requests: 0 running, 0 waiting, 0 finished, 0 cancelled, 0 failed",
+        "averages: 0 tokens generated",
+        "cache: no prompt yet, 0 preemptions",
+    ]
+    page = parse_metrics("minisgl_engine_up 1\nminisgl_start_time_seconds 1000000\n")
+    assert list(status_lines(page, "first", 1000000 + seconds))[1] == f"engine: up, for {said}, 0 restarts"
 
 
 def test_status_of_a_server_without_metrics(url: str) -> None:

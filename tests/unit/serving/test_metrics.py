@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import minisgl_backend
 from minisgl_backend.delivery.responder import LatencyRecorder
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
 from minisgl_backend.ipc.messages import HistogramCounts, Stats
@@ -73,8 +75,9 @@ def reporter(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     responder = SimpleNamespace(last_sent=0.0, latency=LatencyRecorder())
-    front = SimpleNamespace(responder=responder, client=SimpleNamespace(num_cores=2))
-    yield importlib.import_module(name).MetricsReporter(front, is_leader=True)
+    welcomes = [SimpleNamespace(max_seq_len=4096), SimpleNamespace(max_seq_len=2048)]
+    front = SimpleNamespace(responder=responder, client=SimpleNamespace(num_cores=2, welcomes=welcomes))
+    yield importlib.import_module(name).MetricsReporter(front, is_leader=True, model="a/model")
     sys.modules.pop(name, None)
 
 
@@ -86,6 +89,13 @@ def test_nothing_is_left_of_the_metrics(reporter: Any, page: Page) -> None:
     reporter.stop()
     assert page.metrics == []
     assert page.families == []
+
+
+def test_what_is_served_and_since_when(reporter: Any, page: Page) -> None:
+    assert page.values["minisgl_info", "a/model", minisgl_backend.__version__, "2048"] == 1
+    assert abs(page.values["minisgl_start_time_seconds",] - time.time()) < 60
+    reporter.start()
+    reporter.stop()
 
 
 def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
