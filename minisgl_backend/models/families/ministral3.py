@@ -13,6 +13,7 @@ from minisgl_backend.models.rope import max_positions, read_rope
 _BETA = "llama_4_scaling_beta"
 _ROPE = {
     "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
     "beta_fast": 32.0,
@@ -47,5 +48,5 @@ def _growth(keys: Keys) -> QueryGrowth:
 FAMILY = Family(
     model_type="ministral3",
     read=read,
-    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0, "rope_parameters": _ROPE},
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _ROPE},
 )

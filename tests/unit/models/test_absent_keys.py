@@ -30,6 +30,8 @@ _LEFT_OUT = {
     ("DeepseekV3Config", "num_key_value_heads"): "latents have as many as there are heads, whatever the class says",
     ("Glm4MoeLiteConfig", "num_key_value_heads"): "as in DeepSeek V3",
     ("YoutuConfig", "num_key_value_heads"): "as in DeepSeek V3",
+    ("Gemma4TextConfig", "rope_parameters.full_attention.rope_type"): "stands in every model",
+    ("Gemma4Config", "rope_parameters.full_attention.rope_type"): "as above",
     ("Qwen3VLMoeConfig", "tie_word_embeddings"): "counts in the outer config alone",
 }
 
@@ -41,6 +43,14 @@ def decoder(config: Mapping[str, Any]) -> dict[str, Any] | str:
     except ConfigError as error:
         return str(error)
     return {field.name: getattr(found, field.name) for field in fields(DecoderConfig)}
+
+
+def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Of each key, and of those of a rope."""
+    for key, value in values.items():
+        yield (key,)
+        if isinstance(value, dict) and key in ("rope_parameters", "full_attention", "sliding_attention"):
+            yield from ((key, *path) for path in _paths(value))
 
 
 def wrong_defaults(config_class: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -55,13 +65,17 @@ def wrong_defaults(config_class: Any, config: dict[str, Any], monkeypatch: pytes
     inner = "text_config" if "text_config" in config else None
     assert isinstance(decoder(config), dict)
     text = config[inner] if inner else config
-    for key in sorted(text.keys() - unread - {*_NAMES}):
+    for path in _paths({key: text[key] for key in sorted(text.keys() - unread - {*_NAMES})}):
+        key = ".".join(path)
         if key.endswith("_token_id") or (config_class.__name__, key) in _LEFT_OUT:
             continue
         absent = copy.deepcopy(config)
-        del (absent[inner] if inner else absent)[key]
+        outer = absent[inner] if inner else absent
+        for name in path[:-1]:
+            outer = outer[name]
+        del outer[path[-1]]
         served = decoder(absent)
-        if isinstance(served, str) and served.startswith("config.json has no "):
+        if isinstance(served, str) and (served.startswith("config.json has no ") or path[-1] in served):
             continue  # required, and a model has it
         try:
             meant = config_class.from_dict(copy.deepcopy(absent)).to_json_string(use_diff=False)
