@@ -107,7 +107,7 @@ def _module_kind(module: Any) -> str:
 
 def _kind(path: Path, config: Mapping[str, Any]) -> PoolingKind:
     modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in _KINDS:
-        raise ConfigError(f"{path}: the pooling is {', '.join(map(str, modes))}; allowed: one of {', '.join(_KINDS)}")
-    return _KINDS[modes[0]]
+    names = [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
+    if len(names) != 1 or names[0] not in _KINDS:
+        raise ConfigError(f"{path}: the pooling is {', '.join(names)}; allowed: one of {', '.join(_KINDS)}")
+    return _KINDS[names[0]]

@@ -184,6 +184,8 @@ def test_sentence_transformers_agrees(tmp_path: Path) -> None:
         (["Transformer", "Pooling"], {"pooling_mode": "mean"}, ("mean", False, True, "")),
         (["Transformer", "Pooling"], {"pooling_mode_cls_token": True}, ("cls", False, True, "")),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, ("last", True, False, "the pooling is max")),
+        (["Transformer", "Pooling"], {"pooling_mode": 3}, ("last", True, False, "the pooling is 3; allowed: one of")),
+        (["Transformer", "Pooling"], {"pooling_mode": [["cls"]]}, ("last", True, False, "the pooling is [")),
         (["Transformer", "Pooling", "Dense"], {"pooling_mode": "mean"}, ("last", True, False, "has a module")),
     ],
 )
