@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from minisgl_backend.parsers.headers import MAX_HEADER, NameFinder
 from minisgl_backend.parsers.json_reader import JsonReader
-from minisgl_backend.parsers.parts import STOP, Part, content, partial_suffix
+from minisgl_backend.parsers.parts import STOP, Part, WhiteSpace, content, partial_suffix
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -38,6 +38,7 @@ class HarmonyParser:
         """`functions`: name -> JSON schema of the arguments; calls of other functions are content."""
         self._names = NameFinder(functions)
         self._held = ""
+        self._space = WhiteSpace()
         self._state: Literal["header", "body", "object", "damaged"] = "header"
         self._kind: _Kind = "content"
         self._name = ""
@@ -57,10 +58,16 @@ class HarmonyParser:
         return self._state == "body" and self._kind == "reasoning"
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
-        return self._read(is_last=False)
+        held = self._space.joined(self._held, text)
+        if held is None:
+            return []
+        self._held = held
+        parts = self._read(is_last=False)
+        self._space.wait(self._held, self._state in ("header", "body"))
+        return parts
 
     def finish(self, reason: str) -> list[Part]:
+        self._held = self._space.joined(self._held, "") or ""
         if self._state == "header" and (bare := self._held.strip()):
             is_header = bare.startswith(_BEGINS) and "<|" in bare  # not a text that merely begins like one
             if not is_header:

@@ -48,6 +48,27 @@ class ThoughtParser(ToolParser, Protocol):
         ...
 
 
+class WhiteSpace:
+    """Pieces of white space that decide nothing are joined once something follows: models write endless runs of it."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._waits = False
+
+    def joined(self, held: str, text: str) -> str | None:
+        """`held` and all that came behind it, or None if that is to wait."""
+        if self._waits and text.isspace():
+            self._pieces.append(text)
+            return None
+        found = "".join((held, *self._pieces, text))
+        self._pieces.clear()
+        return found
+
+    def wait(self, held: str, decides_nothing: bool) -> None:
+        """`decides_nothing`: further white space behind `held`, if that is all white space."""
+        self._waits = decides_nothing and not held.strip()
+
+
 def content(text: str) -> list[Part]:
     """The text as a part; none if it is empty."""
     return [Part("content", text)] if text else []

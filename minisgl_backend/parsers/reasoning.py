@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from minisgl_backend.parsers.parts import Part, partial_suffix
+from minisgl_backend.parsers.parts import Part, WhiteSpace, partial_suffix
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -23,6 +23,7 @@ class ReasoningParser:
         self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._held = ""
+        self._space = WhiteSpace()
         self._at_begin = False  # white space at the start of a part is dropped
         self.has_thought = False  # the answer began with reasoning
 
@@ -36,19 +37,23 @@ class ReasoningParser:
         return self._state == "reasoning"
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
+        held = self._space.joined(self._held, text)
+        if held is None:
+            return []
+        self._held = held
         parts: list[Part] = []
-        if self._state == "start" and not self._begin():
-            return parts
-        if self._state == "reasoning":
-            self._reason(parts)
-        if self._state == "content":
-            self._take("content", self._held, parts)
-            self._held = ""
+        if self._state != "start" or self._begin():
+            if self._state == "reasoning":
+                self._reason(parts)
+            if self._state == "content":
+                self._take("content", self._held, parts)
+                self._held = ""
+        self._space.wait(self._held, self._state != "content")
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back, at the end of the answer."""
+        self._held = self._space.joined(self._held, "") or ""
         parts: list[Part] = []
         if self._state == "start":
             self._state = "reasoning" if self._inside else "content"

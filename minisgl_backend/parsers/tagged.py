@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, NameFinder, skip_space
 from minisgl_backend.parsers.json_calls import Calls
 from minisgl_backend.parsers.json_reader import SPACE, JsonReader
-from minisgl_backend.parsers.parts import STOP, Part, content, partial_suffix
+from minisgl_backend.parsers.parts import STOP, Part, WhiteSpace, content, partial_suffix
 
 # The call goes on; it was read to its end; the tag did not begin one; one is damaged, so that the rest is content.
 Outcome = Literal["more", "read", "none", "damaged"]
@@ -32,6 +32,7 @@ class TaggedParser:
         self._around = ""  # tags around the first call, which are content with it if it is none
         self.reason = STOP  # why the answer ended
         self._held = ""
+        self._space = WhiteSpace()
         self._state: Literal["text", "call", "damaged"] = "text"
 
     @property
@@ -39,16 +40,21 @@ class TaggedParser:
         return self._state == "damaged"
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
+        held = self._space.joined(self._held, text)
+        if held is None:
+            return []
+        self._held = held
         parts: list[Part] = []
         while self._step(parts, is_last=False):
             pass
+        self._space.wait(self._held, self._state == "text")
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back. A call without its closing tag counts if it is complete and the answer ended by
         itself."""
         self.reason = reason
+        self._held = self._space.joined(self._held, "") or ""
         parts: list[Part] = []
         while self._step(parts, is_last=True):
             pass

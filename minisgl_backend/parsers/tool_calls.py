@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from minisgl_backend.parsers.json_calls import Calls
 from minisgl_backend.parsers.json_reader import SPACE, JsonReader
-from minisgl_backend.parsers.parts import Part, content, partial_suffix
+from minisgl_backend.parsers.parts import Part, WhiteSpace, content, partial_suffix
 
 
 class HermesParser:
@@ -21,20 +21,26 @@ class HermesParser:
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the request's functions."""
         self._held = ""
+        self._space = WhiteSpace()
         self._calls = Calls(names)
         self._opening = ""  # a tag that has not begun a call yet, and the white space before that
         self._closing = False  # after a call, before its closing tag
         self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
+        held = self._space.joined(self._held, text)
+        if held is None:
+            return []
+        self._held = held
         parts: list[Part] = []
         while self._held and self._step(parts):
             pass
+        self._space.wait(self._held, not (self._calls.is_open or self.is_damaged))
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back. A call that was never emitted is content."""
+        self._held = self._space.joined(self._held, "") or ""
         parts: list[Part] = []
         if self._calls.is_open:
             self.is_damaged = self._calls.finish(parts) == "damaged"
@@ -101,18 +107,24 @@ class LlamaParser:
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the request's functions."""
         self._held = ""
+        self._space = WhiteSpace()
         self._calls = Calls(names, needs_arguments=True)
         self._is_text = False
         self.is_damaged = False
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
+        held = self._space.joined(self._held, text)
+        if held is None:
+            return []
+        self._held = held
         parts: list[Part] = []
         while self._held and self._step(parts):
             pass
+        self._space.wait(self._held, not (self._calls.is_open or self._is_text))
         return parts
 
     def finish(self, reason: str) -> list[Part]:
+        self._held = self._space.joined(self._held, "") or ""
         parts: list[Part] = []
         if self._calls.is_open:
             self.is_damaged = self._calls.finish(parts) == "damaged"

@@ -249,3 +249,13 @@ def test_which_template_gets_which_parsers() -> None:
     assert {key: sorted(names) for key, names in found.items()} == {
         key: sorted(names.split()) for key, names in CHOSEN.items()
     }
+
+
+@pytest.mark.parametrize("written", sorted(WRITERS))
+def test_white_space_that_comes_in_pieces_is_kept_and_decides_nothing(written: str) -> None:
+    name, write = WRITERS[written]
+    call = write(CALLS[2:3])
+    for before, behind in (("", "b"), ("", call), ("a", "b"), ("a", call), (call, "b"), (call, call), (call, "")):
+        pieces = [before, " ", "\n", "", "\t\n", behind]
+        for reason in ("stop", "length"):
+            assert run(new_parser(name), pieces, reason) == run(new_parser(name), ["".join(pieces)], reason)
