@@ -35,7 +35,7 @@ from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.models.folder import find_model_dir, shown_name
 from minisgl_backend.process.liveness import Heartbeat
 from minisgl_backend.runner.stand_ins.null import NullRunner
 from minisgl_backend.runner.stand_ins.scripted import ScriptedRunner
@@ -47,7 +47,6 @@ from minisgl_backend.speculation.proposer import DeviceProposals, create_propose
 from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
 from minisgl_backend.text.tokenizer_file import TokenizerFiles
-from minisgl_backend.weights.gguf_index import name_of
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +242,7 @@ def _resolve(
     few = runtime.few_rows
     few_rows = "" if few is None else f" ({few})"
     return runtime, (
-        f"{name_of(Path(config.model))} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
+        f"{shown_name(config.model)} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
         f"attention {runtime.prefill_backend},{runtime.decode_backend}{few_rows}, "
         f"pages of {runtime.page_size} tokens"
     )

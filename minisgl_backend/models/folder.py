@@ -9,7 +9,7 @@ from pathlib import Path
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.fetchable import NotFetched, fetched_folder, find_fetchable
-from minisgl_backend.weights.gguf_index import gguf_files, is_gguf, only_gguf
+from minisgl_backend.weights.gguf_index import gguf_files, is_gguf, name_of, only_gguf
 
 DEMO = "demo"
 # Models that come with the project -> their folders.
@@ -67,6 +67,14 @@ def is_local(model: str) -> bool:
     except NotFetched:
         return False
     return path.is_dir() or is_gguf(path)
+
+
+def shown_name(model: str) -> str:
+    """What the option `model` is called in a log, where it may have become a folder's path."""
+    for name, folder in _OWN.items():
+        if Path(model) == model_repository() / "engine" / folder:
+            return name
+    return name_of(Path(model))
 
 
 def fingerprint(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models import folder as folder_module
-from minisgl_backend.models.folder import find_model_dir, fingerprint
+from minisgl_backend.models.folder import find_model_dir, fingerprint, shown_name
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -20,6 +20,13 @@ def test_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "folder"), [("demo", "demo_model"), ("demo-eagle3", "demo_eagle3")])
 def test_the_demo_model_and_its_head_are_found_beside_the_package(name: str, folder: str) -> None:
     assert find_model_dir(name).parts[-3:] == ("model_repository", "engine", folder)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-eagle3", "Owner/Name", "/a/folder"])
+def test_a_log_names_what_was_given(name: str) -> None:
+    assert shown_name(name) == name
+    if name.startswith("demo"):
+        assert shown_name(str(find_model_dir(name))) == name
 
 
 def test_a_missing_demo_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
