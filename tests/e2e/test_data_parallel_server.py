@@ -59,21 +59,28 @@ def test_one_dies_and_the_streams_of_the_other_go_on(served: Served) -> None:
             except ClientError as error:
                 results.append(error)
 
-        pids = [served.core(core) for core in (LIVING, DEAD)]  # before: on a busy machine it takes as long as an answer
-        threads = [threading.Thread(target=read) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        started.wait(60)
-        os.kill(pids[DEAD], signal.SIGKILL)
-        for thread in threads:
-            thread.join()
-        told = [result for result in results if isinstance(result, ClientError)]
+        # On a busy machine the streams of one core may have ended before all others have begun: once more then.
+        for kills in range(1, 4):
+            results.clear()
+            pids = [served.core(core) for core in (LIVING, DEAD)]  # before: it may take as long as an answer
+            threads = [threading.Thread(target=read) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            started.wait(60)
+            os.kill(pids[DEAD], signal.SIGKILL)
+            for thread in threads:
+                thread.join()
+            told = [result for result in results if isinstance(result, ClientError)]
+            if told:
+                break
+            served.wait(lambda kills=kills: served.value("minisgl_engine_restarts_total") == kills, BACK_SECONDS)
+            served.wait(lambda: served.value("minisgl_core_up", core=str(DEAD)) == 1, BACK_SECONDS)
         assert 1 <= len(told) <= 7, "both cores had some"
         assert all(isinstance(error, Unavailable) and "starts again by itself" in str(error) for error in told)
         assert [result for result in results if isinstance(result, str)] == [right] * (8 - len(told))
         assert served.ready(), "one core is enough to serve"
         assert client.generate(COUNT, max_tokens=500, temperature=0).text == right
-        served.wait(lambda: served.value("minisgl_engine_restarts_total") == 1, BACK_SECONDS)
+        served.wait(lambda: served.value("minisgl_engine_restarts_total") == kills, BACK_SECONDS)
         served.wait(lambda: served.value("minisgl_core_up", core=str(DEAD)) == 1, BACK_SECONDS)
         assert served.core(LIVING) == pids[LIVING]
         assert served.core(DEAD) != pids[DEAD]

@@ -90,7 +90,7 @@ def test_a_placeholder_that_nobody_filled_in_is_refused_by_name() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"'num_page'.*num_pages"):
+    with pytest.raises(ConfigError, match=r"num_page; did you mean num_pages"):
         EngineConfig.from_parameters({"num_page": "5"})
 
 

@@ -147,6 +147,7 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(grammar_process, "SERIALIZED_FROM_S", seconds)
+    monkeypatch.setattr(grammar_process, "SERIALIZE_S_PER_BYTE", 0.0)
     tokenizer = compilers.load_tokenizer()
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'

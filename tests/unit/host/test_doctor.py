@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -166,12 +165,17 @@ def test_packages(
 
 
 def test_a_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(doctor, "parse_arguments", lambda _: parse_arguments(["--grpc-port", str(port)]))
-        found = by_name(list(doctor._ports()))
+    listens = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen();"
+    # A process of its own: the one that runs the tests may have started servers of this project.
+    code = f"{listens} print(s.getsockname()[1], flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            port = other.stdout.readline().strip()
+            monkeypatch.setattr(doctor, "parse_arguments", lambda _: parse_arguments(["--grpc-port", port]))
+            found = by_name(list(doctor._ports()))
+        finally:
+            other.kill()
     assert found["ports grpc"].state == PROBLEM
     assert f"--grpc-port is {port}, which cannot be had" in found["ports grpc"].text
 

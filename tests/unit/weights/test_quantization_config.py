@@ -120,7 +120,7 @@ NOT_SERVED: list[tuple[Any, str]] = [
         ({"quant_method": name, "bits": 4}, METHOD.format(name))
         for name in (
             "bitsandbytes", "exl2", "exl3", "hqq", "aqlm", "quip", "torchao", "quanto", "fbgemm_fp8", "eetq", "vptq",
-            "spqr", "higgs", "bitnet", "fp_quant", "auto-round", "quark", "moe_wna16", "ipex", "sinq",
+            "spqr", "higgs", "bitnet", "fp_quant", "quark", "moe_wna16", "ipex", "sinq",
         )
     ),
     ({"bits": 4}, r"quant_method is null; allowed: .*compressed-tensors"),
