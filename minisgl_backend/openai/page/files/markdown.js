@@ -12,6 +12,7 @@ const DIRECTED = "p, ul, ol, blockquote, h1, h2, h3, h4, h5, h6, table";
 const PIECE = 6_000, LARGEST_BLOCK = 48_000, EMPHASIS_MARKS = 400;
 const DEEP = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){25}/m;
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^\n`]*)\n/;
+const STEP_BLOCKS = 50;  // between two looks at the clock
 const FRAME_MS = 40, WAIT_BY_COST = 8;  // at most a ninth of the time goes into a block that still grows
 // Marks that turn text around (a name «exe.png» into «gnp.exe»), and what would be no line break on every system.
 const UNSEEN = /[\r\0\u202a-\u202e\u2066-\u2069]/g;
@@ -132,9 +133,10 @@ export class Answer {
     if (!/^[^\n]*\|/.test(this.rest)) this.head = "";
     for (let size = PIECE; ; size *= 4) {
       const source = (this.head + this.rest).slice(0, size), isAll = source.length === this.head.length + this.rest.length;
-      const {done, growing, head = ""} = pieces(source, isAll, isAll && isWhole) ||
-        (size < LARGEST_BLOCK ? {} : {done: [plainToken(source)], growing: []});
-      if (!done) continue;
+      const found = pieces(source, isAll, isAll && isWhole);
+      if (!found && size < LARGEST_BLOCK) continue;
+      let {done, growing, head = ""} = found || {done: [plainToken(source)], growing: []};
+      if (done.length > STEP_BLOCKS) { done = done.slice(0, STEP_BLOCKS); growing = []; }
       const length = done.reduce((sum, token) => sum + token.raw.length, 0);
       if (length) {
         this.#finish(done.map(token => block(token, this.head, true)));
