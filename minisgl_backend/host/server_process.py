@@ -145,7 +145,7 @@ class ServerProcess:
     def has_chat_template(self) -> bool:
         """True if the served model has one: it can be sent messages."""
         body = {
-            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [""]}],
+            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [""]}],
             "outputs": [{"name": "model_info"}],
         }
         reply = self._request("v2/models/tokenizer/infer", timeout=5.0, post=body)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from minisgl_backend.host.server_process import ServerProcess
 from tests.e2e.wire import Server, Tensor, batched, plain
 
 pytestmark = pytest.mark.e2e
@@ -20,6 +22,12 @@ def test_one_question_one_answer(server: Server) -> None:
     assert "42" in answer["text_output"]
     assert "What is" not in answer["text_output"]
     assert not {"finish_reason", "num_output_tokens", "logprobs", "context_logits"} & set(answer)
+
+
+def test_the_supervisor_learns_whether_there_is_a_chat_template(server: Server) -> None:
+    supervised = ServerProcess.__new__(ServerProcess)
+    supervised.__dict__.update(_settings=SimpleNamespace(address=f"127.0.0.1:{server.http}"), _control_key="")
+    assert supervised.has_chat_template()
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server: Server) -> None:
