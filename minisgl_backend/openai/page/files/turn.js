@@ -10,7 +10,7 @@ export class TurnView {
   constructor(turn, page) {
     this.turn = turn;
     this.page = page;
-    this.run = null;  // of the answer that comes: {began, thoughtMs}
+    this.run = null;  // of the answer that comes: {began}
     this.box = element("div", "turn");
     this.question = element("div", "message user");
     this.thoughts = element("details", "thoughts");
@@ -30,7 +30,7 @@ export class TurnView {
   // The answer comes now, or goes on.
   begin() {
     this.answer.reset();
-    this.run = {began: performance.now(), thoughtMs: 0};
+    this.run = {began: performance.now()};
     this.ticks = setInterval(() => this.showWaiting(), TICK_MS);
     this.update(true);
   }
@@ -81,7 +81,6 @@ export class TurnView {
   showWaiting() {
     const {thoughts, answer, calls} = this.turn, thinks = this.run && thoughts && !answer && !calls.length;
     const seconds = this.run ? Math.floor((performance.now() - this.run.began) / 1000) : 0;
-    if (this.run && thoughts) this.run.thoughtMs ||= thinks ? 0 : performance.now() - this.run.began;
     this.thoughts.firstChild.textContent = thinks ? `thinking … ${seconds} s` : "thoughts";
     this.thoughts.classList.toggle("moving", Boolean(thinks));
     this.waiting.hidden = !this.run || Boolean(thoughts || answer || calls.length);
