@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
 
-from minisgl_backend.openai.answers import Answer, Header
-from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.error_shapes import anthropic_error
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.message import MessageParser, new_call_id
-from minisgl_backend.openai.requests.anthropic import WORDS, CountTokensRequest, MessagesRequest
-from minisgl_backend.openai.requests.chat import ChatRequest
-from minisgl_backend.openai.sse import encode, named_event
+from minisgl_backend.openai.sse import named_event
 from minisgl_backend.openai.triton import Delta, Generation
 from minisgl_backend.parsers.parts import Part
-
-if TYPE_CHECKING:
-    from minisgl_backend.openai.app import Endpoint
 
 Event = dict[str, Any]
 
@@ -218,41 +211,3 @@ class MessagesAnswer:
             "cache_read_input_tokens": cached,
             "output_tokens": self._generation.num_output_tokens,
         }
-
-
-def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
-    @app.post("/v1/messages")
-    async def messages(request: Request, body: MessagesRequest) -> Response:
-        body.check()
-        context = context_of(request, body)
-        chat, names = _chat(body, endpoint)
-        stops = body.stop_sequences or ()
-
-        async def start() -> tuple[Answer, Sequence[Generation]]:
-            header = Header(f"msg_{context.request_id}", int(time.time()), await endpoint.model.resolve(body.model))
-            added_tokens = (await endpoint.model.info()).added_tokens if stops else ()
-            generation, parsers = await endpoint.start_chat(chat, context, names, figures=True)
-            answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, stops, added_tokens)
-            return answer, [generation]
-
-        return await endpoint.respond(request, start, MessagesAnswer, stream=bool(body.stream), context=context)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest) -> Response:
-        body.check()
-        await endpoint.model.resolve(body.model)
-        chat, names = _chat(body, endpoint)
-        counted = {"input_tokens": await endpoint.count_prompt_tokens(chat, names)}
-        return Response(encode(counted), media_type="application/json")
-
-
-def _chat(body: CountTokensRequest, endpoint: Endpoint) -> tuple[ChatRequest, dict[str, str]]:
-    """The chat, and the client's names of fields that the server knows by another name."""
-    try:
-        chat = body.as_chat()
-        chat.check()
-    except ApiError as error:
-        raise error.renamed(WORDS) from None
-    endpoint.note_left_out(body.left_out)
-    names = {name: WORDS.get(called, called) for name, called in chat.names().items()}
-    return chat, {**WORDS, **names}

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import chat_logprobs, said
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
-from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, encode, event, event_prefix
+from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 

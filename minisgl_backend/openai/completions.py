@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from minisgl_backend.openai.requests.completions import CompletionRequest
-from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, encode, event, event_prefix
+from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 _MERGED = 64  # deltas of several prompts that may wait to be sent

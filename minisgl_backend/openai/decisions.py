@@ -7,14 +7,9 @@ The prefix cache holds the input from the first question on; no token is generat
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
-
-from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.decisions import (
     ChoiceQuestion,
@@ -23,43 +18,14 @@ from minisgl_backend.openai.requests.decisions import (
     Question,
     shown,
 )
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.vectors import Vectors, numbers
-
-if TYPE_CHECKING:
-    from minisgl_backend.openai.app import Endpoint
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MOST_TEXT = 32_000_000  # of the input, which every prompt repeats on its way to the tokenizer
 _SYSTEM = "You judge an input. Answer each question with one of its options alone."
 
 
-def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
-    @app.post("/v1/decisions")
-    async def decisions(request: Request, body: DecisionRequest) -> Response:
-        body.check()
-        name = await endpoint.admit(body.model)
-        context = context_of(request, body)
-        names = {
-            "messages": "input",
-            "choices": "questions",
-            "template": "chat_template_kwargs",
-            "suffixes": "questions",
-        }
-        questions = [_Asked(question) for question in body.questions]
-        found = await endpoint.vectors(request, _request(body, questions), context, names)
-        answer = {
-            "id": f"decision-{context.request_id}",
-            "object": "decision",
-            "created_at": int(time.time()),
-            "model": name,
-            "answers": _answers(questions, found.rows),
-            "usage": _usage(found),
-        }
-        return Response(encode(answer), media_type="application/json", headers={"x-request-id": context.request_id})
-
-
-class _Asked:
+class LetteredQuestion:
     """The prompts of one question: the whole question; if it has more options than there are letters, also one prompt
     for each first letter, followed by the choice of the second one."""
 
@@ -125,7 +91,7 @@ class _Asked:
         return {**head, "score": score, "probabilities": levels, "confidence": confidence}
 
 
-def _request(body: DecisionRequest, questions: Sequence[_Asked]) -> dict[str, Any]:
+def to_fields(body: DecisionRequest, questions: Sequence[LetteredQuestion]) -> dict[str, Any]:
     """The request to the model `embedding`. Raises ApiError if it would be too large."""
     text, count = body.text, sum(len(one.suffixes) for one in questions)
     if len(text) * count > MOST_TEXT:
@@ -146,7 +112,7 @@ def _request(body: DecisionRequest, questions: Sequence[_Asked]) -> dict[str, An
     }
 
 
-def _answers(questions: Sequence[_Asked], rows: Sequence[bytes]) -> list[dict[str, Any]]:
+def answers_of(questions: Sequence[LetteredQuestion], rows: Sequence[bytes]) -> list[dict[str, Any]]:
     answers, first = [], 0
     for question in questions:
         count = len(question.suffixes)
@@ -167,7 +133,7 @@ def _softmax(logprobs: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _usage(found: Vectors) -> dict[str, Any]:
+def usage_of(found: Vectors) -> dict[str, Any]:
     tokens = sum(found.prompt_lengths)
     return {
         "input_tokens": tokens,

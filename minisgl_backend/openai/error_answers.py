@@ -13,16 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minisgl_backend.openai.context import request_id_of
+from minisgl_backend.openai.encoding import json_response
 from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.limits import TOO_LARGE
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.storage import storage_error
 from minisgl_backend.openai.validation import from_validation
 
 log = logging.getLogger(__name__)
 
-LEFT = 499  # nginx's status for a client that has left; only logged
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has left; only logged
 
 
 def add_error_answers(app: FastAPI) -> None:
@@ -37,13 +37,13 @@ def add_error_answers(app: FastAPI) -> None:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {**error.headers, "x-request-id": request_id_of(request)}
-    body = shaped(error, request.url.path, request_id_of(request))
-    return Response(encode(body), error.status, headers, media_type="application/json")
+    request_id = request_id_of(request)
+    headers = {**error.headers, "x-request-id": request_id}
+    return json_response(shaped(error, request.url.path, request_id), error.status, headers)
 
 
 async def _answer_client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=LEFT)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _answer_unforeseen(request: Request, error: Exception) -> Response:

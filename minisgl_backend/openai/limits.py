@@ -7,24 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_backend.openai.content_encoding import ENCODINGS, DecodeError, Decoder, encodings_of
+from minisgl_backend.openai.encoding import json_response
 from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.in_process import INSIDE
-from minisgl_backend.openai.page import PAGE_FILES
-from minisgl_backend.openai.sse import encode
 
 TOO_LARGE = "body_too_large"
 UNSUPPORTED = "unsupported_content_encoding"
-
-_OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # these do not use the model
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(f"{PAGE_FILES}/")
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
@@ -32,9 +24,7 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
     headers = {**error.headers, **({"connection": "close"} if close else {})}
     if error.status == 415:
         headers["accept-encoding"] = ", ".join(ENCODINGS)
-    body = shaped(error, scope["path"])
-    response = Response(encode(body), error.status, headers, media_type="application/json")
-    await response(scope, receive, send)
+    await json_response(shaped(error, scope["path"]), error.status, headers)(scope, receive, send)
 
 
 class BodyLimit:
@@ -126,13 +116,16 @@ def _too_large(most: int) -> ApiError:
 class ApiKeys:
     """Responds 401 to requests without a valid key, except for paths that do not use the model."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str] = ()) -> None:
+        """`open_paths`: those without a key; one that ends in /* stands for all below it."""
         self._app = app
+        self._open = frozenset(open_paths)
+        self._open_below = tuple(path.removesuffix("*") for path in open_paths if path.endswith("/*"))
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS"
-        is_open = is_open or INSIDE in scope
+        is_open = scope["type"] != "http" or scope["method"] == "OPTIONS" or INSIDE in scope
+        is_open = is_open or scope["path"] in self._open or scope["path"].startswith(self._open_below)
         given = "" if is_open else _given_key(Headers(scope=scope))
         number = 0 if is_open else self._find(given)
         if number:

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs, said
 from minisgl_backend.openai.message import MessageParser, new_call_id
 from minisgl_backend.openai.requests.responses import ResponsesRequest
-from minisgl_backend.openai.sse import KEEP_ALIVE, encode, named_event
+from minisgl_backend.openai.sse import KEEP_ALIVE, named_event
 from minisgl_backend.openai.triton import Delta, Generation
 from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import CLOSE

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minisgl_backend.openai.answers import PendingAnswer, StreamSigns
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.leaving import ClientWatch
-
-if TYPE_CHECKING:
-    from minisgl_backend.openai.answers import PendingAnswer, StreamSigns
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events skip
 SILENT_SECONDS = 5.0  # the longest that a stream says nothing; proxies give up after 15 to 60
-_encode = msgspec.json.Encoder().encode
-# The ends of lines that JSON takes as they are: others are control characters, which it escapes.
-_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
-
-
-def encode(value: Any) -> bytes:
-    """JSON in one line, also for readers that end lines where Unicode does, as Python's `str.splitlines` does."""
-    data = _encode(value)
-    if not data.isascii():
-        for end, escaped in _LINE_ENDS.items():
-            data = data.replace(end, escaped)
-    return data
 
 
 def event(value: Any) -> bytes:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-if TYPE_CHECKING:
-    from minisgl_backend.openai.triton import Generation
-
+CHAT = "chat"  # the operation of paths for which no other one is told
 MAX_QUEUED = 2048
 MAX_BATCH = 512
 EXPORT_EVERY_MS = 2000
@@ -30,13 +28,14 @@ _PHASES = (
     ("decode", "first_token_time_ns", "last_token_time_ns"),
 )
 
-# gen_ai.operation.name by path; all others are chats.
-_OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    **{f"/v1/{name}": name for name in ("rerank", "score", "decisions")},
-    **{"/embed": "embeddings", "/rerank": "rerank", "/v2/rerank": "rerank", "/score": "score"},
-}
+
+class Served(Protocol):
+    """What the server tells of a generation that has ended."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int | None  # None: unknown
+    perf_metrics: dict[str, int]  # nanoseconds, by name
 
 
 class Tracing:
@@ -65,13 +64,13 @@ class Tracing:
         self._tracer = self._provider.get_tracer("minisgl_backend.openai")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, path: str, headers: Headers) -> RequestTrace:
-        """Begins the span of a request, in the trace named by its headers, if any."""
+    def begin(self, path: str, headers: Headers, operation: str = CHAT) -> RequestTrace:
+        """Begins the span of a request, in the trace named by its headers, if any. `operation`: by OpenTelemetry's
+        names."""
         from opentelemetry.trace import SpanKind
 
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = self._propagator.extract(carrier)
-        operation = _OPERATIONS.get(path, "chat")
         attributes = {"http.request.method": "POST", "url.path": path, "gen_ai.operation.name": operation}
         span = self._tracer.start_span(f"POST {path}", parent, SpanKind.SERVER, attributes)
         return RequestTrace(self._tracer, span, self._propagator)
@@ -106,7 +105,7 @@ class RequestTrace:
         if model is not None:
             self._span.set_attribute("gen_ai.request.model", model)
 
-    def note_answer(self, generations: Sequence[Generation]) -> None:
+    def note_answer(self, generations: Sequence[Served]) -> None:
         """Records what the server did, once it is finished."""
         self._span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_output_tokens for one in generations))
         cached = [one.num_cached_tokens for one in generations if one.num_cached_tokens is not None]
@@ -136,16 +135,19 @@ class RequestTrace:
 class TraceRequests:
     """Traces requests that use the model, from their first byte to the last byte of the response."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: Tracing, operations: Mapping[str, str] = {}) -> None:
+        """`operations`: gen_ai.operation.name by path; all others below /v1/ are chats."""
         self._app = app
         self._tracing = tracing
+        self._operations = operations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] != "http" or scope["method"] != "POST" or not (path.startswith("/v1/") or path in _OPERATIONS):
+        operation = self._operations.get(path, CHAT if path.startswith("/v1/") else None)
+        if scope["type"] != "http" or scope["method"] != "POST" or operation is None:
             await self._app(scope, receive, send)
             return
-        trace = self._tracing.begin(path, Headers(scope=scope))
+        trace = self._tracing.begin(path, Headers(scope=scope), operation)
         scope.setdefault("state", {})["trace"] = trace
         status = 0
 

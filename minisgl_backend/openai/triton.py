@@ -14,7 +14,7 @@ import logging
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,10 +23,8 @@ from tritonclient.grpc import service_pb2
 
 from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
 from minisgl_backend.openai.requests.base import is_unicode
+from minisgl_backend.openai.tracing import RequestTrace
 from minisgl_backend.remote_errors import ClientError, from_message, from_status
-
-if TYPE_CHECKING:
-    from minisgl_backend.openai.tracing import RequestTrace
 
 _INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _UNARY = "/inference.GRPCInferenceService/ModelInfer"
@@ -263,10 +261,15 @@ class TritonServer:
         return self._infer(message.SerializeToString(), metadata=context.metadata or None)
 
     async def tokenize(
-        self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}
+        self,
+        prompt: Prompt,
+        outputs: Sequence[str],
+        names: Mapping[str, str],
+        add_special_tokens: bool | None = None,
     ) -> dict[str, Any]:
         """The tokenizer's outputs for a prompt: `input_ids` (ints), `prompt_text`, `token_texts`. Raises ApiError."""
-        message = _message("tokenizer", prompt, sampling, "", names)
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        message = _message("tokenizer", prompt, special, "", names)
         for name in outputs:
             message.outputs.add(name=name)
         return await self._ask_tokenizer(message, names)

@@ -34,7 +34,7 @@ class Pooled(Model):
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
 
-    def _asked(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         if not is_unicode(self.cache_salt):
             raise invalid("cache_salt", "cache_salt holds a lone surrogate; allowed: Unicode")
         values = {
@@ -55,7 +55,7 @@ class EmbeddingRequest(Pooled):
     normalize: bool | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
 
-    def asked(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         given: Sequence[Any] = [self.input] if isinstance(self.input, str) else self.input
         if not given:
@@ -69,7 +69,7 @@ class EmbeddingRequest(Pooled):
             raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
         values = {"dimensions": self.dimensions, "normalize": self.normalize, "pooling": self.pooling}
         values = {key: value for key, value in values.items() if value is not None}
-        return {name: given, **values, **self._asked()}
+        return {name: given, **values, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         """The server's name of a field -> the client's."""
@@ -99,7 +99,7 @@ class RerankRequest(Pooled):
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-    def asked(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         for name, value in (("query", self.query), ("documents", self.texts), ("instruction", self.instruction)):
             if not is_unicode(value):
@@ -107,7 +107,7 @@ class RerankRequest(Pooled):
         values = {"instruction": self.instruction, "most_document_tokens": self.max_tokens_per_doc}
         values["raw_scores"] = True if self.use_activation is False else None
         values = {key: value for key, value in values.items() if value is not None}
-        return {"queries": [self.query], "documents": self.texts, **values, **self._asked()}
+        return {"queries": [self.query], "documents": self.texts, **values, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         return {"queries": "query", "most_document_tokens": "max_tokens_per_doc"}
@@ -121,7 +121,7 @@ class ScoreRequest(Pooled):
     instruction: str | None = None
     use_activation: bool | None = None
 
-    def asked(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
@@ -132,7 +132,7 @@ class ScoreRequest(Pooled):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
         values: dict[str, Any] = {} if self.instruction is None else {"instruction": self.instruction}
         values |= {"raw_scores": True} if self.use_activation is False else {}
-        return {"queries": first, "documents": second, **values, **self._asked()}
+        return {"queries": first, "documents": second, **values, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         return {"queries": "text_1", "documents": "text_2"}

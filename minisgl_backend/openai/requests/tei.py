@@ -40,11 +40,11 @@ class TeiEmbedRequest(TeiRequest):
     normalize: bool | None = None  # absent: true, whatever the model's own way is
     dimensions: Dimensions | None = None
 
-    def asked(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         values: dict[str, Any] = {"normalize": self.normalize is not False, "dimensions": self.dimensions}
         try:
-            return EmbeddingRequest.model_construct(input=self.inputs, **values | self._common()).asked()
+            return EmbeddingRequest.model_construct(input=self.inputs, **values | self._common()).to_fields()
         except ApiError as error:
             raise error.renamed({"input": "inputs"}) from None
 
@@ -62,11 +62,11 @@ class TeiRerankRequest(TeiRequest):
     return_text: bool | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None  # beyond TEI, as clients of several services send it; 0: all
 
-    def asked(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         values: dict[str, Any] = {"documents": self.texts, "use_activation": not self.raw_scores}
         try:
-            return RerankRequest.model_construct(query=self.query, **values | self._common()).asked()
+            return RerankRequest.model_construct(query=self.query, **values | self._common()).to_fields()
         except ApiError as error:
             raise error.renamed({"documents": "texts"}) from None
 

@@ -22,7 +22,8 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.served import free_ports
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai import app as endpoint_app
+from minisgl_backend.openai.app import create_app
+from minisgl_backend.openai.routes.table import FAMILIES, Family
 from minisgl_backend.openai.triton import Generation, ModelInfo, Prompt, RequestContext
 
 PATIENCE_SECONDS = 60.0
@@ -162,14 +163,14 @@ def scripted_app(
     answer: Callable[[Prompt], Said] = lambda prompt: Said(),
     **values: Any,
 ) -> Iterator[ScriptedApp]:
-    """`values`: settings of the endpoint."""
+    """`values`: settings of the endpoint, and `families` of routes."""
+    families: Sequence[Family] = values.pop("families", FAMILIES)
     server = ScriptedServer(answer)
-    monkeypatch.setattr(endpoint_app, "TritonServer", lambda *_, **__: server)
+    monkeypatch.setattr("minisgl_backend.openai.endpoint.TritonServer", lambda *_, **__: server)
     settings = {"served_model_names": ("demo",), "reasoning_parser": "none", "state_folder": str(folder), **values}
     (port,) = free_ports(1)
-    runner = uvicorn.Server(
-        uvicorn.Config(endpoint_app.create_app(EndpointSettings(**settings)), port=port, log_level="error", ws="none")
-    )
+    app = create_app(EndpointSettings(**settings), families)
+    runner = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none"))
     thread = threading.Thread(target=runner.run)
     thread.start()
     try:

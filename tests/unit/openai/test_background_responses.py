@@ -34,7 +34,7 @@ def answer(prompt: Prompt) -> Said:
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedApp]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minisgl_backend.openai.response_routes._REFUSAL_SECONDS", 0.2)
+        patch.setattr("minisgl_backend.openai.routes.responses._REFUSAL_SECONDS", 0.2)
         with scripted_app(tmp_path_factory.mktemp("background"), patch, answer) as found:
             yield found
 

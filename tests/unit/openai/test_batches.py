@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.openai.batch_runner import BatchRunner, BatchWork, Post
-from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
+from minisgl_backend.openai.batches.batch_runner import BatchRunner, BatchWork, Post
+from minisgl_backend.openai.batches.batches import ENDED, Batch, BatchStore
+from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.files import FileStore
 from minisgl_backend.openai.in_process import post
 from minisgl_backend.openai.requests.batches import BatchRequest
 from minisgl_backend.request import MAX_PRIORITY
@@ -134,7 +134,7 @@ def test_after_a_crash_each_line_stands_once(tmp_path: Path) -> None:
 
 
 def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.openai.batch_runner._AGAIN_SECONDS", (0.0,))
+    monkeypatch.setattr("minisgl_backend.openai.batches.batch_runner._RETRY_PAUSES", (0.0,))
     answers = iter([429, 503, 200])
 
     async def full_at_first(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
@@ -161,7 +161,7 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_lines_on_their_way_end_with_a_batch_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.openai.batch_runner._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("minisgl_backend.openai.batches.batch_runner.POLL_INTERVAL", 0.01)
     folder, left = Folder(tmp_path), []
     batch = folder.add(line("a"), line("b"))
 
@@ -241,7 +241,7 @@ def test_files_that_are_no_batches_are_left_alone(tmp_path: Path, caplog: pytest
 
 
 def test_a_runner_survives_what_nobody_has_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.openai.batch_runner._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("minisgl_backend.openai.batches.batch_runner._PAUSE_SECONDS", 0.0)
     folder, faults = Folder(tmp_path), iter([ValueError("odd")])
     batch = folder.add(line("a"))
 
@@ -287,7 +287,7 @@ def test_files_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch", 3600)
     assert folder.files.get(file["id"])["expires_at"] == file["created_at"] + 3600
     now = file["created_at"] + 3601
-    monkeypatch.setattr("minisgl_backend.openai.files.time.time", lambda: now)
+    monkeypatch.setattr("minisgl_backend.openai.batches.files.time.time", lambda: now)
     assert (folder.files.find(file["id"]), folder.files.all()) == (None, [kept])
     folder.files.check_room(1000)  # which it makes
     assert not folder.files.data(file["id"]).exists()

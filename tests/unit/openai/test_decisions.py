@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from minisgl_backend.openai.decisions import MOST_TEXT, _answers, _Asked, _request
+from minisgl_backend.openai.decisions import MOST_TEXT, LetteredQuestion, answers_of, to_fields
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.decisions import DecisionRequest
 
@@ -27,7 +27,7 @@ def row(*shares: float) -> bytes:
 def test_questions_have_the_input_in_common() -> None:
     levels = [{"label": "low"}, {"label": "high", "description": "a lot"}]
     body = request(PREDICATE, {"type": "score", "instructions": "How much?", "levels": levels})
-    asked = _request(body, [_Asked(one) for one in body.questions])
+    asked = to_fields(body, [LetteredQuestion(one) for one in body.questions])
     contents = [messages[-1]["content"] for messages in asked["messages"]]
     assert contents[0] == "An input.\n\nWas it late?\nAnswer yes or no."
     assert contents[1].startswith("An input.\n\nHow much?\nA) low\nB) high: a lot\n")
@@ -38,10 +38,10 @@ def test_questions_have_the_input_in_common() -> None:
 def test_a_long_input_is_not_repeated_without_bound() -> None:
     body = request(*[PREDICATE] * 10, text="x" * (MOST_TEXT // 10 + 1))
     with pytest.raises(ApiError, match="10 prompts"):
-        _request(body, [_Asked(one) for one in body.questions])
+        to_fields(body, [LetteredQuestion(one) for one in body.questions])
 
 
-def test_answers() -> None:
+def testanswers_of() -> None:
     choices = [{"value": "true"}, {"value": True}, {"value": "x"}]
     levels = [{"label": "low"}, {"label": "middle"}, {"label": "high"}]
     body = request(
@@ -51,7 +51,7 @@ def test_answers() -> None:
     )
     # A row may be wider than its question, and its words are not all that the model could say.
     rows = [row(0.06, 0.02, 1.0), row(0.1, 0.3, 0.1), row(0.1, 0.1, 0.2)]
-    predicate, choice, score = _answers([_Asked(one) for one in body.questions], rows)
+    predicate, choice, score = answers_of([LetteredQuestion(one) for one in body.questions], rows)
     assert predicate == {"type": "predicate", "name": "late", "probability": pytest.approx(0.75)}
     assert (choice["choice"], choice["confidence"]) == (True, pytest.approx(0.6))
     assert [one["value"] for one in choice["probabilities"]] == ["true", True, "x"]
@@ -63,10 +63,10 @@ def test_more_options_than_letters() -> None:
     """The first letter's probability times the second's, each group asked for behind its own letter."""
     choices = [{"value": f"n{index}"} for index in range(30)]
     body = request({"type": "choice", "instructions": "Which?", "choices": choices})
-    question = _Asked(body.questions[0])
+    question = LetteredQuestion(body.questions[0])
     assert (question.labels[0], question.labels[25], question.labels[29]) == ("AA", "AZ", "BD")
     assert (question.suffixes, [len(words) for words in question.words]) == (["", "A", "B"], [2, 26, 4])
-    (answer,) = _answers([question], [row(0.25, 0.75), row(*[1 / 26] * 26), row(0.1, 0.2, 0.3, 0.4)])
+    (answer,) = answers_of([question], [row(0.25, 0.75), row(*[1 / 26] * 26), row(0.1, 0.2, 0.3, 0.4)])
     assert (answer["choice"], answer["confidence"]) == ("n29", pytest.approx(0.3))
     assert sum(one["probability"] for one in answer["probabilities"]) == pytest.approx(1.0)
 

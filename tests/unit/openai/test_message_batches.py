@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from minisgl_backend.openai.batches import BatchStore
-from minisgl_backend.openai.files import FileStore
-from minisgl_backend.openai.message_results import write_results
+from minisgl_backend.openai.batches.batches import BatchStore
+from minisgl_backend.openai.batches.files import FileStore
+from minisgl_backend.openai.batches.message_results import write_results
 from minisgl_backend.openai.requests.batches import message_lines
 from minisgl_backend.openai.triton import Prompt
 from tests.unit.openai.scripted_app import PATIENCE_SECONDS, Said, ScriptedApp, scripted_app
@@ -37,7 +37,7 @@ def answer(prompt: Prompt) -> Said:
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedApp]:
     folder = tmp_path_factory.mktemp("batches")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minisgl_backend.openai.batch_runner._LOOK_SECONDS", 0.05)
+        patch.setattr("minisgl_backend.openai.batches.batch_runner.POLL_INTERVAL", 0.05)
         values = {"files_folder": str(folder / "files"), "tool_call_parser": "hermes", "max_body_bytes": 10_000}
         with scripted_app(folder, patch, answer, **values) as found:
             yield found

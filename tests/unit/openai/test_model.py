@@ -11,7 +11,7 @@ import pytest
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai import model as model_module
-from minisgl_backend.openai.app import Endpoint
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.model import ServedModel
 from minisgl_backend.openai.requests.chat import ChatRequest

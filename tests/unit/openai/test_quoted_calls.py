@@ -12,8 +12,8 @@ import pytest
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
-from minisgl_backend.openai.app import Endpoint
 from minisgl_backend.openai.chat import ChatAnswer
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.model import ServedModel
 from minisgl_backend.openai.requests.chat import ChatRequest

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.response_routes import Kept
 from minisgl_backend.openai.response_store import ResponseStore
+from minisgl_backend.openai.routes.responses import Kept
 
 ITEMS: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "hello"}]
 

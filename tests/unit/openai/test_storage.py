@@ -14,10 +14,10 @@ from typing import IO, Any, Final
 
 import pytest
 
-from minisgl_backend.openai.batch_runner import BatchRunner
-from minisgl_backend.openai.batches import ENDED, BatchStore
+from minisgl_backend.openai.batches.batch_runner import BatchRunner
+from minisgl_backend.openai.batches.batches import ENDED, BatchStore
+from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.files import FileStore
 from minisgl_backend.openai.requests.batches import BatchRequest
 from minisgl_backend.openai.storage import storage_error
 from tests.unit.openai.scripted_app import ScriptedApp, scripted_app

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
+from minisgl_backend.openai.routes.pooling import OPERATIONS
 from minisgl_backend.openai.tracing import MAX_QUEUED, RequestTrace, TraceRequests, Tracing
 from minisgl_backend.openai.vectors import VectorCall, Vectors
 
@@ -106,7 +107,7 @@ def test_requests_that_are_pooled_have_spans_with_their_tokens(path: str, operat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VectorCall, "result", result)
         patch.setattr(VectorCall, "__init__", lambda *_: None)
-        with TestClient(TraceRequests(app, tracing), base_url="http://localhost") as client:
+        with TestClient(TraceRequests(app, tracing, OPERATIONS), base_url="http://localhost") as client:
             answer = client.post(path, json=body.get(path, {"query": "a", "documents": ["b"]}))
     assert answer.status_code == 200, answer.text
     tracing.close()

@@ -15,15 +15,16 @@ from starlette.requests import Request
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
-from minisgl_backend.openai.app import Endpoint, create_app
+from minisgl_backend.openai.app import create_app
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer
+from minisgl_backend.openai.encoding import encode
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import ResponseAnswer
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.triton import Delta, ModelInfo, RequestContext
 from tests.unit.openai.jumping_clock import run
 
@@ -242,7 +243,7 @@ def posted(
     **fields: Any,
 ) -> list[Sent]:
     """All that the application sends to a streaming request."""
-    monkeypatch.setattr("minisgl_backend.openai.app.TritonServer", lambda *_, **__: server)
+    monkeypatch.setattr("minisgl_backend.openai.endpoint.TritonServer", lambda *_, **__: server)
     body = json.dumps({**BODIES[path], "stream": True, "temperature": 0.5, **fields}).encode()
     settings = EndpointSettings(max_files_bytes=0, state_folder=state_folder)
 

@@ -11,25 +11,23 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Answer, Header, Source
 from minisgl_backend.openai.context import context_of, request_id_of
+from minisgl_backend.openai.encoding import json_response
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.paging import check_order, page_behind
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
 from minisgl_backend.openai.response_events import KeptEvents
 from minisgl_backend.openai.response_store import ResponseStore, StoredResponse
 from minisgl_backend.openai.responses import ResponseAnswer, begun_response
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.storage import storage_error
 from minisgl_backend.openai.triton import Generation, RequestContext
-
-if TYPE_CHECKING:
-    from minisgl_backend.openai.app import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ class Responses:
 
             if body.stream:
                 return await self._stream(request, KeptEvents(store, header.id), begin)
-            return _json(await begin())
+            return json_response(await begin())
         keep = None if store is None else Kept(store, items).keep
 
         async def start() -> tuple[Answer, Sequence[Source]]:
@@ -287,8 +285,8 @@ class Kept:
         return False
 
 
-def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> None:
-    store = None
+def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
+    store, settings = None, endpoint.settings
     if settings.response_store_bytes and settings.state_folder:
         store = ResponseStore(Path(settings.state_folder, "responses.sqlite"), settings.response_store_bytes)
     responses = Responses(endpoint, store)
@@ -305,28 +303,23 @@ def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> 
             return await responses.find_events(request, response_id, -1 if starting_after is None else starting_after)
         if starting_after is not None:
             raise invalid("starting_after", "starting_after is given; allowed: only with stream=true")
-        return _json((await responses.find(response_id)).response)
+        return json_response((await responses.find(response_id)).response)
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str, limit: int = 20, order: str = "desc", after: str = "") -> Response:
         if not 1 <= limit <= _MOST_LISTED:
             raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MOST_LISTED}")
-        if order not in ("asc", "desc"):
-            raise invalid("order", f"order is {order[:60]!r}; allowed: asc, desc")
+        check_order(order)
         found = (await responses.find(response_id)).items
-        items = found if order == "asc" else found[::-1]
-        start = next((number + 1 for number, item in enumerate(items) if item["id"] == after), 0)
-        page = items[start : start + limit]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return _json({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+        return json_response(page_behind(found if order == "asc" else found[::-1], after, limit))
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
-        return _json(await responses.cancel(response_id))
+        return json_response(await responses.cancel(response_id))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
-        return _json(await responses.delete(response_id))
+        return json_response(await responses.delete(response_id))
 
 
 def _named(item: dict[str, Any]) -> dict[str, Any]:
@@ -341,7 +334,3 @@ def _renamed_errors() -> Iterator[None]:
         yield
     except ApiError as error:
         raise error.renamed(WORDS) from None
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")

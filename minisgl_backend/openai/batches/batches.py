@@ -1,4 +1,4 @@
-"""/v1/batches: the state of each batch, and its routes. `batch_runner` computes them.
+"""The state of each batch. `batch_runner` computes them.
 
 Only the runner writes BATCH.json once it exists; a request to cancel is a separate file next to it, so that any worker
 can accept it.
@@ -6,7 +6,6 @@ can accept it.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 import uuid
@@ -14,18 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
-
+from minisgl_backend.openai.batches.files import FileStore, paths_in, read_json, write_json
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.files import FileStore, page, paths_in, read_json, write_json
 from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest
-from minisgl_backend.openai.sse import encode
-from minisgl_backend.openai.storage import StorageRoute
 
 WINDOW_SECONDS = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
 _ID = re.compile(r"batch_[0-9a-f]{32}")
-_MOST_LISTED = 100
 _MOST_BATCHES = 10_000  # kept at most; the oldest ones that have ended make room
 _KEYS = {"status", "endpoint", "input_file_id", "created_at", "expires_at", "request_counts", "_output", "_errors"}
 _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
@@ -144,35 +138,3 @@ class BatchStore:
 def is_of_messages(batch: Batch) -> bool:
     """Whether it belongs to Anthropic's API."""
     return bool(batch["endpoint"] == MESSAGES)
-
-
-def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
-    router = APIRouter(route_class=StorageRoute)
-
-    @router.post("/v1/batches")
-    async def create(body: BatchRequest) -> Response:
-        files.get(body.input_file_id, "input_file_id", 400)
-        files.check_room()
-        return _json(batches.shown(await asyncio.to_thread(batches.add, body)))
-
-    @router.get("/v1/batches")
-    async def listed(request: Request) -> Response:
-        found = await asyncio.to_thread(batches.all)
-        shown = [batches.shown(batch) for batch in found if not is_of_messages(batch)]
-        return _json(page(shown, request, most=_MOST_LISTED, default=20))
-
-    @router.get("/v1/batches/{batch_id}")
-    async def find(batch_id: str) -> Response:
-        return _json(batches.shown(batches.get(batch_id)))
-
-    @router.post("/v1/batches/{batch_id}/cancel")
-    async def cancel(batch_id: str) -> Response:
-        batch = batches.get(batch_id)
-        batches.cancel(batch)
-        return _json(batches.shown(batch))
-
-    app.include_router(router)
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")

@@ -5,54 +5,52 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.encoding import json_response
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl_backend.openai.requests.tei import AnyRerankRequest, TeiEmbedRequest, TeiRerankRequest
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.vectors import Vectors, numbers
 
-if TYPE_CHECKING:
-    from minisgl_backend.openai.app import Endpoint
-
 COHERE_PATH = "/v2/rerank"
+OPERATIONS = {  # by OpenTelemetry's names
+    **dict.fromkeys(("/v1/embeddings", "/embed"), "embeddings"),
+    **dict.fromkeys(("/v1/rerank", "/rerank", COHERE_PATH), "rerank"),
+    **dict.fromkeys(("/v1/score", "/score"), "score"),
+}
+_Body = EmbeddingRequest | RerankRequest | ScoreRequest | TeiEmbedRequest | TeiRerankRequest
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-        name = await endpoint.admit(body.model)
-        context = context_of(request, body)
-        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        name, request_id, found = await _vectors(endpoint, request, body)
         data = [
             {"object": "embedding", "index": index, "embedding": _shown(row, body.encoding_format)}
             for index, row in enumerate(found.rows)
         ]
-        return _answer({"object": "list", "data": data, "model": name, "usage": found.usage}, context.request_id)
+        return _answer({"object": "list", "data": data, "model": name, "usage": found.usage}, request_id)
 
     @app.post("/embed")
     async def embed(request: Request, body: TeiEmbedRequest) -> Response:
-        await endpoint.admit(body.model)
-        context = context_of(request, body)
-        found = await endpoint.vectors(request, body.asked(), context, body.names())
-        return _answer([numbers(row) for row in found.rows], context.request_id)
+        _, request_id, found = await _vectors(endpoint, request, body)
+        return _answer([numbers(row) for row in found.rows], request_id)
 
     @app.post("/v1/rerank")
     @app.post("/rerank")
     @app.post(COHERE_PATH)
     async def rerank(request: Request, body: AnyRerankRequest) -> Response:
-        name = await endpoint.admit(body.model)
-        context = context_of(request, body)
-        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        name, request_id, found = await _vectors(endpoint, request, body)
         if isinstance(body, TeiRerankRequest):
-            return _answer(_tei_ranked(body, found), context.request_id)
+            return _answer(_tei_ranked(body, found), request_id)
         is_cohere = request.url.path == COHERE_PATH
         answer = {
-            "id": f"rerank-{context.request_id}",
+            "id": f"rerank-{request_id}",
             "model": name,
             "usage": found.usage,
             "results": _ranked(body, found, with_documents=not is_cohere),
@@ -60,17 +58,22 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         if is_cohere:
             tokens = {"input_tokens": found.usage["prompt_tokens"], "output_tokens": 0}
             answer["meta"] = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": tokens}
-        return _answer(answer, context.request_id)
+        return _answer(answer, request_id)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def score(request: Request, body: ScoreRequest) -> Response:
-        name = await endpoint.admit(body.model)
-        context = context_of(request, body)
-        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        name, request_id, found = await _vectors(endpoint, request, body)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.scores)]
-        head = {"id": f"score-{context.request_id}", "object": "list", "created": int(time.time()), "model": name}
-        return _answer({**head, "data": data, "usage": found.usage}, context.request_id)
+        head = {"id": f"score-{request_id}", "object": "list", "created": int(time.time()), "model": name}
+        return _answer({**head, "data": data, "usage": found.usage}, request_id)
+
+
+async def _vectors(endpoint: Endpoint, request: Request, body: _Body) -> tuple[str, str, Vectors]:
+    """(the model's name, the request's id, the answer). Raises ApiError, ClientLeft."""
+    name = await endpoint.admit(body.model)
+    context = context_of(request, body)
+    return name, context.request_id, await endpoint.vectors(request, body.to_fields(), context, body.names())
 
 
 def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:
@@ -100,4 +103,4 @@ def _best(scores: Sequence[float], most: int | None) -> list[int]:
 
 
 def _answer(value: Any, request_id: str) -> Response:
-    return Response(encode(value), media_type="application/json", headers={"x-request-id": request_id})
+    return json_response(value, headers={"x-request-id": request_id})

@@ -1,4 +1,4 @@
-"""/v1/files: the input and output of batches, in a folder that outlives the server and is shared by all workers.
+"""The input and output of batches, in a folder that outlives the server and is shared by all workers.
 
 Each file is stored as two: ID.data with its bytes, and ID.json with its metadata, written last. For clients, a file
 without metadata does not exist yet.
@@ -6,7 +6,6 @@ without metadata does not exist yet.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fnmatch
 import json
@@ -21,26 +20,15 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.datastructures import UploadFile
-from starlette.responses import FileResponse
-
-from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.requests.base import is_unicode
-from minisgl_backend.openai.requests.batches import MAX_LIFETIME, MIN_LIFETIME
-from minisgl_backend.openai.sse import encode
-from minisgl_backend.openai.storage import StorageRoute, storage_error
+from minisgl_backend.openai.encoding import encode
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.storage import storage_error
 
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 200 << 20  # per upload, OpenAI's own limit
-PATH = "/v1/files"
-_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # form fields
 _ID = re.compile(r"file-[0-9a-f]{32}")
-_RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
-_PURPOSES = ("batch",)
 _TOLD = frozenset(("id", "bytes", "created_at", "filename", "purpose"))
-_MOST_LISTED = 10_000
 _COPY_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0  # since the last write to a file that clients do not see
 
@@ -224,115 +212,3 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # what was written of it takes space from those that wait for some
             temporary.unlink()
         raise
-
-
-def page(items: Sequence[dict[str, Any]], request: Request, *, most: int, default: int) -> dict[str, Any]:
-    """OpenAI's list: `limit`, `after` and `order` of the query; newest first. `items`: oldest first."""
-    query = request.query_params
-    text = query.get("limit", str(default))
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
-        raise invalid("limit", f"limit is {text[:60]!r}; allowed: 1 to {most}")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid("order", f"order is {order[:60]!r}; allowed: asc, desc")
-    ordered = list(items) if order == "asc" else list(items)[::-1]
-    start = 0
-    if (after := query.get("after")) is not None:
-        places = [number for number, item in enumerate(ordered) if item["id"] == after]
-        if not places:
-            raise invalid("after", f"after is {after[:100]!r}, which is not in the list")
-        start = places[0] + 1
-    shown = ordered[start : start + int(text)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, **ends, "has_more": start + int(text) < len(ordered)}
-
-
-def add_routes(app: FastAPI, files: FileStore) -> None:
-    router = APIRouter(route_class=StorageRoute)
-
-    @router.post(PATH)
-    async def upload(request: Request) -> Response:
-        length = request.headers.get("content-length", "")
-        with files.expect(int(length[:18]) if length.isdecimal() else None):
-            await asyncio.to_thread(files.check_room)
-            file, purpose, lifetime = await _form(request)
-        size = file.size or 0
-        if not size:
-            raise invalid("file", "file is empty; allowed: at least one line")
-        name = file.filename or "upload.jsonl"
-        if not is_unicode(name):
-            raise invalid("file", "file has a name that is no Unicode; allowed: Unicode")
-        return _json(await asyncio.to_thread(files.add, file.file, size, name, purpose, lifetime))
-
-    @router.get(PATH)
-    async def listed(request: Request) -> Response:
-        purpose = request.query_params.get("purpose")
-        found = await asyncio.to_thread(files.all)
-        found = [file for file in found if purpose in (None, file["purpose"])]
-        return _json(page(found, request, most=_MOST_LISTED, default=_MOST_LISTED))
-
-    @router.get(PATH + "/{file_id}")
-    async def find(file_id: str) -> Response:
-        return _json(files.get(file_id))
-
-    @router.get(PATH + "/{file_id}/content")
-    async def content(request: Request, file_id: str) -> Response:
-        _settle_range(request, files.get(file_id)["bytes"])
-        return FileResponse(files.data(file_id), media_type="application/octet-stream")
-
-    @router.delete(PATH + "/{file_id}")
-    async def delete(file_id: str) -> Response:
-        files.get(file_id)
-        await asyncio.to_thread(files.delete, file_id)
-        return _json({"id": file_id, "object": "file", "deleted": True})
-
-    app.include_router(router)
-
-
-async def _form(request: Request) -> tuple[UploadFile, str, int | None]:
-    """(file, purpose, seconds until it expires)."""
-    try:
-        form = await request.form(max_files=1, max_fields=8)
-    except AssertionError:  # how Starlette reports the missing package
-        raise ApiError(
-            501, "uploads need the package python-multipart: pip install 'minisgl-backend[openai]'"
-        ) from None
-    unknown = set(form) - {"file", "purpose", _ANCHOR, _SECONDS}
-    if unknown:
-        raise invalid(min(unknown), f"{min(unknown)[:60]} is unknown; allowed: file, purpose, {_ANCHOR}, {_SECONDS}")
-    file, purpose = form.get("file"), form.get("purpose")
-    if not isinstance(file, UploadFile):
-        raise invalid("file", "file is missing; allowed: a file in multipart/form-data")
-    if purpose not in _PURPOSES:
-        raise invalid("purpose", f"purpose is {str(purpose)[:60]!r}; allowed: {', '.join(_PURPOSES)}")
-    return file, str(purpose), _lifetime(form.get(_ANCHOR), form.get(_SECONDS))
-
-
-def _lifetime(anchor: Any, seconds: Any) -> int | None:
-    if anchor is None and seconds is None:
-        return None
-    if anchor != "created_at":
-        raise invalid(_ANCHOR, f"{_ANCHOR} is {str(anchor)[:60]!r}; allowed: created_at")
-    if not isinstance(seconds, str) or not (seconds.isascii() and seconds.isdecimal() and len(seconds) < 10):
-        raise invalid(_SECONDS, f"{_SECONDS} is {str(seconds)[:60]!r}; allowed: {MIN_LIFETIME} to {MAX_LIFETIME}")
-    if not MIN_LIFETIME <= int(seconds) <= MAX_LIFETIME:
-        raise invalid(_SECONDS, f"{_SECONDS} is {seconds}; allowed: {MIN_LIFETIME} to {MAX_LIFETIME}")
-    return int(seconds)
-
-
-def _settle_range(request: Request, size: int) -> None:
-    """Raises ApiError for a range that begins after the end of a file of `size` bytes. An invalid range, or several of
-    them, is ignored, so that the whole file is returned (RFC 9110, section 14.2)."""
-    text = request.headers.get("range")
-    if text is None:
-        return
-    found = _RANGE.fullmatch(text)
-    begin, end = (0, size) if found is None else (int(found[1] or 0), int(found[2] or size))
-    if begin >= size:
-        raise ApiError(416, f"Range is {text[:60]!r}; allowed: within the {size} bytes of the file", param="Range")
-    if found is None or (found[1] and end < begin):
-        request.scope["headers"] = [one for one in request.scope["headers"] if one[0] != b"range"]
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")

@@ -1,23 +1,18 @@
-"""/v1/messages/batches: Anthropic's batches. They are kept, and computed, as those of /v1/batches."""
+"""Anthropic's batches. They are kept, and computed, as those of /v1/batches."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
-from minisgl_backend.openai.batches import ENDED, Batch, BatchStore, is_of_messages
+from minisgl_backend.openai.batches.batches import ENDED, Batch, BatchStore, is_of_messages
+from minisgl_backend.openai.batches.files import FileStore
+from minisgl_backend.openai.batches.message_results import no_counts, unseen_files
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.files import FileStore
-from minisgl_backend.openai.message_results import no_counts, unseen_files
 from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest, message_lines
-from minisgl_backend.openai.sse import encode
-from minisgl_backend.openai.storage import StorageRoute
 
 PATH = f"{MESSAGES}/batches"
 _PREFIX = "msg"  # before the id that the batch is kept by
@@ -115,48 +110,6 @@ class MessageBatches:
         }
 
 
-def add_routes(app: FastAPI, kept: MessageBatches) -> None:
-    router = APIRouter(route_class=StorageRoute)
-
-    def shown(request: Request, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-        return [kept.shown(batch, str(request.base_url)) for batch in batches]
-
-    @router.post(PATH)
-    async def create(request: Request) -> Response:
-        batch = await asyncio.to_thread(kept.create, await request.body())
-        return _json(shown(request, [batch])[0])
-
-    @router.get(PATH)
-    async def listed(
-        request: Request, limit: int = 20, after_id: str | None = None, before_id: str | None = None
-    ) -> Response:
-        found = await asyncio.to_thread(kept.page, limit, after_id, before_id)
-        return _json({**found, "data": shown(request, found["data"])})
-
-    @router.get(PATH + "/{batch_id}")
-    async def find(request: Request, batch_id: str) -> Response:
-        return _json(shown(request, [kept.get(batch_id)])[0])
-
-    @router.post(PATH + "/{batch_id}/cancel")
-    async def cancel(request: Request, batch_id: str) -> Response:
-        return _json(shown(request, [kept.cancel(batch_id)])[0])
-
-    @router.get(PATH + "/{batch_id}/results")
-    async def results(batch_id: str) -> Response:
-        return kept.results(batch_id)
-
-    @router.delete(PATH + "/{batch_id}")
-    async def delete(batch_id: str) -> Response:
-        await asyncio.to_thread(kept.delete, batch_id)
-        return _json({"id": batch_id, "type": "message_batch_deleted"})
-
-    app.include_router(router)
-
-
 def _time(seconds: int) -> str:
     """RFC 3339."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")

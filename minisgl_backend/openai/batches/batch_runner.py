@@ -21,13 +21,19 @@ from typing import IO, Any
 
 import msgspec
 
-from minisgl_backend.openai.batch_lines import custom_ids_in, lines_left, validate_lines
-from minisgl_backend.openai.batches import ENDED, Batch, BatchStore, is_of_messages
+from minisgl_backend.openai.batches.batch_lines import custom_ids_in, lines_left, validate_lines
+from minisgl_backend.openai.batches.batches import ENDED, Batch, BatchStore, is_of_messages
+from minisgl_backend.openai.batches.files import FileStore
+from minisgl_backend.openai.batches.message_results import (
+    LineAnswer,
+    message_result,
+    remove_parts,
+    unseen_files,
+    write_results,
+)
+from minisgl_backend.openai.encoding import encode
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.files import FileStore
-from minisgl_backend.openai.message_results import LineAnswer, message_result, remove_parts, unseen_files, write_results
 from minisgl_backend.openai.requests.batches import Line
-from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.storage import off_loop, pause_seconds, until_written
 from minisgl_backend.request import MAX_PRIORITY
 
@@ -35,12 +41,12 @@ log = logging.getLogger(__name__)
 
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # path, body, request id -> status, body
 
-_LOOK_SECONDS = 0.5  # between checks for a batch, or for the lock
+POLL_INTERVAL = 0.5  # seconds between checks for a batch, or for the lock
 _PAUSE_SECONDS = 5.0  # after an unforeseen error
 _TIDY_SECONDS = 3600.0  # between checks for files that nothing will finish
-_TOLD_SECONDS = 1.0  # between updates of the counts that clients see
-_AGAIN = (408, 429, 503)  # the server is full, or will come back
-_AGAIN_SECONDS = (0.5, 1.0, 2.0, 5.0)
+PROGRESS_INTERVAL = 1.0  # seconds between updates of the counts that clients see
+RETRY_STATUS = (408, 429, 503)  # the server is full, or will come back
+_RETRY_PAUSES = (0.5, 1.0, 2.0, 5.0)  # seconds
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window has passed"}
 
 
@@ -75,7 +81,7 @@ class BatchRunner:
             except Exception:
                 log.exception("batches in %s cannot go on", self._batches.folder)
                 await asyncio.sleep(_PAUSE_SECONDS)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def _run_locked(self) -> None:
         """Returns at once if another worker has the lock."""
@@ -90,7 +96,7 @@ class BatchRunner:
                 if time.monotonic() - self._tidied_at > _TIDY_SECONDS:
                     self._tidied_at = time.monotonic()
                     await off_loop(self._tidy)
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(POLL_INTERVAL)
 
     async def _compute_or_fail(self, batch: Batch) -> None:
         try:
@@ -224,12 +230,12 @@ class BatchWork:
             if answer is None:
                 return None
             status, text = answer
-            if status not in _AGAIN:
+            if status not in RETRY_STATUS:
                 json.loads(text)
                 return LineAnswer(status, request_id, text)
             if self._end() is not None:
                 return None
-            await asyncio.sleep(_AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)])
+            await asyncio.sleep(_RETRY_PAUSES[min(tries, len(_RETRY_PAUSES) - 1)])
             tries += 1
 
     async def _posted(self, url: str, body: bytes, request_id: str) -> tuple[int, bytes] | None:
@@ -237,7 +243,7 @@ class BatchWork:
         task = asyncio.ensure_future(self._post(url, body, request_id))
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_LOOK_SECONDS)
+                await asyncio.wait([task], timeout=POLL_INTERVAL)
                 if not task.done() and self._end() == "cancelled":
                     return None
             return task.result()
@@ -257,7 +263,7 @@ class BatchWork:
 
     async def _tell(self) -> None:
         async with self._writing:
-            if time.monotonic() - self._told_at > _TOLD_SECONDS:
+            if time.monotonic() - self._told_at > PROGRESS_INTERVAL:
                 await until_written(_named(self._batch), self._write)
                 self._told_at = time.monotonic()
 

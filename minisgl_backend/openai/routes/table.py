@@ -1,0 +1,64 @@
+"""The table of the endpoint's routes: a row for each file of them.
+
+A new file of routes needs a row here and nothing else (docs/adding_an_endpoint.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI
+
+from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.openai import page
+from minisgl_backend.openai.batches.files import MAX_FILE_BYTES
+from minisgl_backend.openai.batches.message_batches import PATH as MESSAGE_BATCHES
+from minisgl_backend.openai.endpoint import Endpoint
+from minisgl_backend.openai.routes import (
+    batches,
+    chat,
+    completions,
+    decisions,
+    files,
+    message_batches,
+    messages,
+    models,
+    pooling,
+    responses,
+    server,
+    tokenize,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The routes of one file, and what is to be known of them before a request reaches them."""
+
+    add_routes: Callable[[FastAPI, Endpoint], None]
+    is_served: Callable[[EndpointSettings], bool] = lambda settings: True
+    # gen_ai.operation.name of spans by path, by OpenTelemetry's names; all others below /v1/ are chats.
+    operations: Mapping[str, str] = field(default_factory=dict)
+    open_paths: Sequence[str] = ()  # need no API key; one that ends in /* stands for all below it
+    body_limits: Mapping[str, int] = field(default_factory=dict)  # bytes by path, in place of --max-body-bytes
+
+
+def _keeps_files(settings: EndpointSettings) -> bool:
+    return bool(settings.max_files_bytes and settings.files_folder)
+
+
+FAMILIES = (
+    Family(chat.add_routes),
+    Family(completions.add_routes, operations={"/v1/completions": "text_completion"}),
+    Family(models.add_routes),
+    Family(tokenize.add_routes),
+    Family(server.add_routes, open_paths=("/health", "/metrics", "/version")),
+    Family(page.add_routes, open_paths=("/", f"{page.PAGE_FILES}/*")),
+    Family(messages.add_routes),
+    Family(responses.add_routes),
+    Family(pooling.add_routes, operations=pooling.OPERATIONS),
+    Family(decisions.add_routes, operations={"/v1/decisions": "decisions"}),
+    Family(files.add_routes, _keeps_files, body_limits={files.PATH: MAX_FILE_BYTES}),
+    Family(batches.add_routes, _keeps_files),
+    Family(message_batches.add_routes, _keeps_files, body_limits={MESSAGE_BATCHES: MAX_FILE_BYTES}),
+)
