@@ -41,6 +41,7 @@ import torch
 from benchmarks.logits_runner import LogitsRunner
 from benchmarks.model_shapes import SHAPES
 from benchmarks.parity_reference import Sequences, device, save_checkpoint, transformers_logits
+from minisgl_backend.attention.needs import AttentionNeeds
 from minisgl_backend.attention.registry import choose_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
@@ -126,7 +127,10 @@ def _measure(name: str, shape: dict[str, Any], backends: Sequence[str], parent: 
     for backend, page_size in cells(backends):
         whole, part = _kl_ratios(
             f"{name} {backend} page {page_size}",
-            lambda: choose_attention(backend, page_size, compute_capability=_capability()).page_size == page_size,
+            lambda: (
+                choose_attention(backend, page_size, AttentionNeeds(compute_capability=_capability())).page_size
+                == page_size
+            ),
             lambda: kl_divergence(reference, _run(model, backend, page_size, sequences, workload)),
             of_transformers,
             decoded,

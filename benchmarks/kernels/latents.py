@@ -14,6 +14,7 @@ from benchmarks.kernels.timing import Timer
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads, LatentProjection
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,
@@ -172,7 +173,7 @@ def _bench_prefill(timer: Timer, heads: int = 16, tokens: int = 4000, batch: int
     lse = torch.empty(count, heads, device="cuda")
     starts = range(0, count, tokens)
     segments = torch.tensor([[s, s + tokens, s, s + tokens, 0, 0] for s in starts], dtype=torch.int32, device="cuda")
-    ours = functools.partial(latent_prefill_attention, q, expanded, keys, segments, tokens, SCALE, out, lse)
+    ours = functools.partial(latent_prefill_attention, Expanded(q, expanded, keys, out, lse), segments, tokens, SCALE)
     found = {"triton": round(timer([ours], 5), 1)}
     if not timer.compiles_only:
         try:

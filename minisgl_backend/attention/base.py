@@ -1,9 +1,9 @@
 """The interface of all attention backends, and its inputs.
 
-Metadata is prepared once per step (`plan_*`), never per layer; prefill and decode are separate. For CUDA graphs there
-are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay` before each
-replay, which is on the critical path and must neither synchronise nor allocate. `plan_prompt` is for captured passes of
-a single prompt.
+Metadata is prepared once per step (`plan_*`), never per layer; prefill and decode are separate. A backend that
+`supports_graphs` has three more methods: `allocate_graph` once, `plan_capture` before a batch size is captured,
+`plan_replay` before each replay, which is on the critical path and must neither synchronise nor allocate. `plan_prompt`
+is for captured passes of a single prompt.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
 itself; both find the pool in the `AttentionLayer`. `kv.layout` describes its layout and dtype.
@@ -15,12 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.attention.needs import MHA, MLA
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.groups import FULL, Window
 from minisgl_backend.kv.latent import KVLayout
@@ -47,6 +48,11 @@ class LayerGroup:
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
     latent: LatentHeads | None = None  # head sizes for MLA; None: the cache has keys and values
     cache_group: int = 0  # that of all these layers (`kv.groups`)
+
+    @property
+    def kind(self) -> str:
+        """In `attention.registry.KINDS`."""
+        return MHA if self.latent is None else MLA
 
     @property
     def sees_all(self) -> bool:
@@ -161,6 +167,11 @@ class PrefillInputs:
     rows_host: Int32Array
     page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, where there are several; `page_table` is one of them
 
+    @property
+    def max_q_len(self) -> int:
+        """Query tokens of the sequence that has the most."""
+        return int((self.cu_seqlens_q_host[1:] - self.cu_seqlens_q_host[:-1]).max())
+
     def of(self, cache_group: int) -> PrefillInputs:
         """The same inputs with the page table of this group."""
         return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
@@ -213,6 +224,8 @@ class AttentionBackend(ABC):
 
     The constructor raises ConfigError for what it cannot serve: at start, never later.
     """
+
+    supports_graphs: ClassVar[bool] = False  # whether decode runs under CUDA graphs
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         self.spec = spec
@@ -271,18 +284,16 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not rotate")
 
-    def allocate_graph(self, max_batch_size: int) -> None:
-        """Allocates, once, every buffer that captured graphs will read."""
-        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+    def allocate_graph(self, max_batch_size: int) -> None:  # noqa: B027
+        """Allocates, once, every buffer that captured graphs will read; none where the constructor's serve."""
 
     def plan_capture(self, inputs: DecodeInputs) -> Plan:
         """The plan for the capture of this batch size; `inputs` has the static buffers."""
-        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+        return self.plan_decode(inputs)
 
-    def plan_replay(self, inputs: DecodeInputs) -> None:
+    def plan_replay(self, inputs: DecodeInputs) -> None:  # noqa: B027
         """Updates the buffers of the captured plan of this batch size; `inputs` as in plan_capture, with this step's
-        host arrays."""
-        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+        host arrays. Nothing where kernels read lengths and pages from the device."""
 
     @property
     def captures_prompts(self) -> bool:
@@ -293,3 +304,26 @@ class AttentionBackend(ABC):
         """The plan for the capture of a single prompt's pass, valid for any prompt in the buffers at a replay;
         `prefill_into` does not write the rows of padding tokens."""
         raise NotImplementedError(f"{type(self).__name__} does not capture prompts")
+
+
+class WritingBackend(AttentionBackend):
+    """A backend whose kernels write into a tensor that they are given: it has `prefill_into` and `decode_into`."""
+
+    @abstractmethod
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None: ...
+
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        out = self._output(q)
+        self.prefill_into(layer, q, plan, out)
+        return out
+
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        out = self._output(q)
+        self.decode_into(layer, q, plan, out)
+        return out
+
+    def _output(self, q: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*q.shape[:2], self.group.v_head_dim), dtype=q.dtype, device=q.device)

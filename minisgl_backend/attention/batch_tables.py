@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
 
 
 class BatchTables:
@@ -14,7 +14,7 @@ class BatchTables:
         self._spec = spec
         self._static: torch.Tensor | None = None
 
-    def gather(self, inputs: DecodeInputs) -> torch.Tensor:
+    def gather(self, inputs: DecodeInputs | PrefillInputs) -> torch.Tensor:
         """int32 [batch, pages of the longest sequence]."""
         pages = -(-int(inputs.kv_lens_host.max()) // self._spec.page_size)
         return inputs.page_table[:, :pages].index_select(0, inputs.rows)

@@ -20,6 +20,7 @@ from minisgl_backend.attention.base import (
     PrefillInputs,
     PromptInputs,
 )
+from minisgl_backend.attention.batch_tables import BatchTables
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kv.layout import FP8
 
@@ -45,6 +46,8 @@ class _Plan:
 class FlashAttentionBackend(AttentionBackend):
     """One variable-length kernel serves prefill and decode; decode has one query token per sequence."""
 
+    supports_graphs = True
+
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         # Imported here: the package loads compiled code for one GPU generation and fails on others.
@@ -56,14 +59,11 @@ class FlashAttentionBackend(AttentionBackend):
         self._writes_out = same_type and "out" in inspect.signature(flash_attn_with_kvcache).parameters
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
-        self._graph_tables: torch.Tensor | None = None
+        self._tables = BatchTables(spec)
         self._scales: dict[float, torch.Tensor] = {}
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
-        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
-        pages = -(-int(inputs.kv_lens_host.max()) // self.spec.page_size)
-        table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
-        return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
+        return _Plan(inputs.kv_lens, self._tables.gather(inputs), inputs.cu_seqlens_q, inputs.max_q_len)
 
     def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         return self._attend(layer, q, plan).to(self.spec.dtype)
@@ -111,30 +111,19 @@ class FlashAttentionBackend(AttentionBackend):
         return one.expand(shape)
 
     def plan_decode(self, inputs: DecodeInputs) -> _Plan:
-        pages = -(-int(inputs.kv_lens_host.max()) // self.spec.page_size)
-        table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
-        return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
+        return _Plan(inputs.kv_lens, self._tables.gather(inputs), self._one_each[: inputs.batch_size + 1], 1)
 
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         return self.prefill(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        shape = (max_batch_size, self.spec.max_pages_per_row)
-        self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+        self._tables.allocate(max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> _Plan:
-        table = self._gather(inputs)
-        return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
+        return _Plan(inputs.kv_lens, self._tables.gather_static(inputs), self._one_each[: inputs.batch_size + 1], 1)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
-        self._gather(inputs)
-
-    def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
-        """The batch's rows of the page table, in the buffer that the graphs read."""
-        if self._graph_tables is None:
-            raise RuntimeError("allocate_graph comes before plan_capture")
-        table = self._graph_tables[: inputs.batch_size]
-        return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
+        self._tables.gather_static(inputs)
 
     @property
     def captures_prompts(self) -> bool:

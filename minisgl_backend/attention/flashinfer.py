@@ -122,6 +122,8 @@ class FlashInferBackend(AttentionBackend):
     """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query heads
     per KV head on, not only from 4 as in FlashInfer's own heuristic."""
 
+    supports_graphs = True
+
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: torch.Tensor | None = None) -> None:
         """`workspace`: uint8 [_WORKSPACE_BYTES], zeros."""
         super().__init__(spec, group)
@@ -205,6 +207,8 @@ class FlashInferBackend(AttentionBackend):
 class _PlannedBefore(AttentionBackend):
     """For layers that only differ from another group's in their page table. That group's backend is planned just before
     this one in each step; this one uses its wrappers with other page ids."""
+
+    supports_graphs = True
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup, first: FlashInferBackend) -> None:
         super().__init__(spec, group)

@@ -107,7 +107,7 @@ class AttentionPair:
     @property
     def supports_graphs(self) -> bool:
         """Whether decode runs under CUDA graphs."""
-        return all(type(one).allocate_graph is not AttentionBackend.allocate_graph for one in self._decode)
+        return all(one.supports_graphs for one in self._decode)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """See AttentionBackend: for decode steps."""

@@ -18,6 +18,7 @@ from minisgl_backend.attention.base import (
     LayerGroup,
     PrefillInputs,
     QKNormRope,
+    WritingBackend,
 )
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.attention.choose import (
@@ -44,8 +45,10 @@ class _DecodePlan:
     shape: DecodeShape
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(WritingBackend):
     """Flash decoding with an in-kernel merge, and a paged FlashAttention-2 prefill."""
+
+    supports_graphs = True
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: DecodeWorkspace | None = None) -> None:
         """`workspace`: for the heads of this group, or more."""
@@ -63,13 +66,7 @@ class TritonBackend(AttentionBackend):
         return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
-        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
-        return _PrefillPlan(inputs, int(lengths.max()))
-
-    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _PrefillPlan) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.prefill_into(layer, q, plan, out)
-        return out
+        return _PrefillPlan(inputs, inputs.max_q_len)
 
     def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _PrefillPlan, out: torch.Tensor) -> None:
         i = plan.inputs
@@ -84,11 +81,6 @@ class TritonBackend(AttentionBackend):
             inputs.batch_size, self.group.num_kv_heads, self._group, self._num_sms, can_share=self._can_share
         )
         return _DecodePlan(inputs, shape)
-
-    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _DecodePlan) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.decode_into(layer, q, plan, out)
-        return out
 
     def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _DecodePlan, out: torch.Tensor) -> None:
         i = plan.inputs
@@ -117,15 +109,6 @@ class TritonBackend(AttentionBackend):
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         heads, parts = self.group.num_kv_heads, self._workspace.parts
         return distinct_batches(max_batch, heads, self._group, self._num_sms, self._can_share, parts)
-
-    def allocate_graph(self, max_batch_size: int) -> None:
-        """The workspace of the constructor serves every batch size."""
-
-    def plan_capture(self, inputs: DecodeInputs) -> _DecodePlan:
-        return self.plan_decode(inputs)
-
-    def plan_replay(self, inputs: DecodeInputs) -> None:
-        """Nothing to do: the kernels read lengths and pages from the device."""
 
 
 def _workspace_for(spec: AttentionSpec, groups: Sequence[LayerGroup]) -> DecodeWorkspace:

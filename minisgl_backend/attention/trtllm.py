@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
+from minisgl_backend.attention.batch_tables import BatchTables
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.errors import ConfigError
 
@@ -31,6 +32,8 @@ class _Plan:
 class TrtllmBackend(AttentionBackend):
     """The kernels read lengths and pages on the device; only the batch's rows of the page table are gathered."""
 
+    supports_graphs = True
+
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: torch.Tensor | None = None) -> None:
         """`workspace`: uint8 [_WORKSPACE_BYTES], zeros."""
         super().__init__(spec, group)
@@ -41,7 +44,7 @@ class TrtllmBackend(AttentionBackend):
         self._flashinfer = flashinfer
         self._workspace = _zeros(spec) if workspace is None else workspace
         self._window_left = -1 if group.window is None else group.window - 1
-        self._graph_tables: torch.Tensor | None = None
+        self._tables = BatchTables(spec)
 
     @classmethod
     def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
@@ -49,11 +52,11 @@ class TrtllmBackend(AttentionBackend):
         return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
-        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
-        max_kv_len = int(inputs.kv_lens_host.max())
-        table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
         cu_seqlens_kv = torch.nn.functional.pad(inputs.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, cu_seqlens_kv, int(lengths.max()), max_kv_len)
+        return _Plan(
+            inputs.kv_lens, self._tables.gather(inputs), inputs.cu_seqlens_q, cu_seqlens_kv, inputs.max_q_len,
+            int(inputs.kv_lens_host.max()),
+        )  # fmt: skip
 
     def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.prefill.trtllm_batch_context_with_kv_cache(
@@ -64,9 +67,7 @@ class TrtllmBackend(AttentionBackend):
         return out
 
     def plan_decode(self, inputs: DecodeInputs) -> _Plan:
-        max_kv_len = int(inputs.kv_lens_host.max())
-        table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
-        return _Plan(inputs.kv_lens, table, max_kv_len=max_kv_len)
+        return _Plan(inputs.kv_lens, self._tables.gather(inputs), max_kv_len=int(inputs.kv_lens_host.max()))
 
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache(
@@ -77,21 +78,13 @@ class TrtllmBackend(AttentionBackend):
         return out
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        shape = (max_batch_size, self.spec.max_pages_per_row)
-        self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+        self._tables.allocate(max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> _Plan:
-        return _Plan(inputs.kv_lens, self._gather(inputs), max_kv_len=self.spec.max_seq_len)
+        return _Plan(inputs.kv_lens, self._tables.gather_static(inputs), max_kv_len=self.spec.max_seq_len)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
-        self._gather(inputs)
-
-    def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
-        """The batch's rows of the page table, in the buffer that the graphs read."""
-        if self._graph_tables is None:
-            raise RuntimeError("allocate_graph comes before plan_capture")
-        table = self._graph_tables[: inputs.batch_size]
-        return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
+        self._tables.gather_static(inputs)
 
 
 def _zeros(spec: AttentionSpec) -> torch.Tensor:

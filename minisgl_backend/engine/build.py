@@ -239,11 +239,10 @@ def _resolve(
         check_weights_fit(runtime, model)
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     ranks += f" over {config.nodes} nodes" if config.nodes > 1 else ""
-    few = runtime.few_rows
-    few_rows = "" if few is None else f" ({few})"
+    by_batch = "" if runtime.decode_by_batch is None else f" ({runtime.decode_by_batch})"
     return runtime, (
         f"{shown_name(config.model)} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
-        f"attention {runtime.prefill_backend},{runtime.decode_backend}{few_rows}, "
+        f"attention {runtime.prefill_backend},{runtime.decode_backend}{by_batch}, "
         f"pages of {runtime.page_size} tokens"
     )
 

@@ -13,7 +13,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import BACKENDS, EngineConfig
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
@@ -52,7 +52,8 @@ def _may_poll() -> bool:
 def _engine_report() -> dict[str, Any]:
     import torch
 
-    from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
+    from minisgl_backend.attention.needs import AttentionNeeds
+    from minisgl_backend.attention.registry import choose_attention, preferences
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.kernels.cpu.library import cpu_kernels
     from minisgl_backend.runner.start.device import MachineFacts, free_bytes
@@ -80,20 +81,16 @@ def _engine_report() -> dict[str, Any]:
         "page_size": runtime.page_size,
     }
     # The demo model is saved in bfloat16, as most models are.
-    facts: dict[str, Any] = {
-        "compute_capability": device.compute_capability,
-        "head_dims": (_USUAL_HEAD,),
-        "dtype": runtime.dtype,
-    }
-    auto = dataclasses.asdict(choose_attention("auto", None, **facts))
+    needs = AttentionNeeds(compute_capability=device.compute_capability, head_dims=(_USUAL_HEAD,), dtype=runtime.dtype)
+    auto = dataclasses.asdict(choose_attention("auto", None, needs))
     refusals: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
-            choose_attention(name, None, **facts)
+            choose_attention(name, None, needs)
             refusals[name] = None
         except ConfigError as error:
             refusals[name] = str(error).removeprefix(f"attention_backend is {name!r}, but {name} ")
-    tried = [_pair(*pair) for pair in preferences(device.compute_capability)]
+    tried = [_pair(*pair) for pair in preferences(needs)]
     return {**found, "attention": {**auto, "head_dim": _USUAL_HEAD, "tried": tried, "backends": refusals}}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl_backend.attention.base import LayerGroup
-from minisgl_backend.attention.few_rows import FewRows
+from minisgl_backend.attention.decode_by_batch import DecodeByBatch
 from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.models.build import attention_spec
@@ -27,10 +27,10 @@ def attention_choices(
     *,
     tp_size: int = 1,
     rows: Sequence[int] = ROWS,
-    few_rows: FewRows | None = None,
+    decode_by_batch: DecodeByBatch | None = None,
 ) -> dict[Weight, dict[int, Choice]]:
     """As `kernel_choices`, with an entry for each group of layers; up to MOST_LOGITS rows are a decode step, more are a
-    prompt. prefill, decode: attention backends; few_rows: the backend of decode steps with few rows, if another."""
+    prompt. prefill, decode: attention backends; decode_by_batch: another one of decode steps with few rows."""
     spec = attention_spec(
         config, tp_size=tp_size, page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META,
         kv_dtype=kv_dtype,
@@ -41,18 +41,18 @@ def attention_choices(
         window += f", chunks of {group.chunk} tokens" if group.chunk is not None else ""
         shape = f"{group.num_q_heads} heads of {group.head_dim}, {group.num_kv_heads} kept{window}"
         weight = Weight("attention", shape, str(kv_dtype).removeprefix("torch."), "")
-        found[weight] = {count: _choice(group, facts, prefill, decode, few_rows, count) for count in rows}
+        found[weight] = {count: _choice(group, facts, prefill, decode, decode_by_batch, count) for count in rows}
     return found
 
 
 def _choice(
-    group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, few_rows: FewRows | None, rows: int
+    group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, decode_by_batch: DecodeByBatch | None, rows: int
 ) -> Choice:
     if rows > MOST_LOGITS:
         return Choice(prefill, "the backend of prompts")
-    if few_rows is not None and (limit := few_rows.max_context_len(rows)):
+    if decode_by_batch is not None and (limit := decode_by_batch.max_context_len(rows)):
         length = "" if math.isinf(limit) else f" with up to {limit:,.0f} tokens each; above, {decode}"
-        return Choice(few_rows.backend, f"the backend of decode steps of few rows{length}")
+        return Choice(decode_by_batch.backend, f"the backend of decode steps of few rows{length}")
     if decode != "triton" or group.latent is not None or not facts.multiprocessors:
         return Choice(decode, "the backend of decode steps")
     can_share = group.sees_all and not group.kv.is_fp8

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from minisgl_backend.attention.backend_entry import Scores
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers
@@ -89,12 +89,23 @@ def layer_context_of(
     return LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
 
 
-def scores_of(config: ModelConfig) -> Scores:
-    """What some of its layers do to attention's scores besides the softmax."""
-    return Scores(
-        soft_cap=any(layer.attention.soft_cap is not None for layer in config.layers),
-        sinks=any(layer.attention.sinks for layer in config.layers),
-        chunks=any(layer.attention.chunk is not None for layer in config.layers),
+def attention_needs(
+    config: ModelConfig, *, tp_size: int, compute_capability: int | None, dtype: str, kv_dtype: str
+) -> AttentionNeeds:
+    """What attention backends must serve for this model on a machine, on each of `tp_size` ranks."""
+    kinds = [layer.attention for layer in config.layers]
+    return AttentionNeeds(
+        compute_capability=compute_capability,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head_dims=config.head_dims,
+        num_q_heads=max(kind.num_q_heads for kind in kinds) // tp_size,
+        scores=Scores(
+            soft_cap=any(kind.soft_cap is not None for kind in kinds),
+            sinks=any(kind.sinks for kind in kinds),
+            chunks=any(kind.chunk is not None for kind in kinds),
+        ),
+        latents=config.latents,
     )
 
 

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.backend_entry import BackendEntry, Scores
-from minisgl_backend.attention.registry import BACKENDS, choose_attention
+from minisgl_backend.attention.latent.kind import BACKENDS as MLA
+from minisgl_backend.attention.mha import BACKENDS as MHA
+from minisgl_backend.attention.mha import MHAEntry
+from minisgl_backend.attention.needs import AttentionNeeds, Scores
+from minisgl_backend.attention.registry import choose_attention
+from minisgl_backend.config import BACKENDS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import FP8_E4M3
 from minisgl_backend.openai.errors import ApiError
@@ -24,24 +28,19 @@ BEGIN, END = "<!-- table features -->", "<!-- /table features -->"
 NOTHING = "-"  # the question does not arise
 
 
-def of_keys(cell: Callable[[BackendEntry], str]) -> Callable[[BackendEntry], str]:
-    return lambda entry: NOTHING if entry.only_latents else cell(entry)
+def of_keys(cell: Callable[[MHAEntry], str]) -> Callable[[str], str]:
+    return lambda name: cell(MHA[name]) if name in MHA else NOTHING
 
 
-def page_sizes(entry: BackendEntry) -> str:
-    latents = entry.latents if entry.only_latents else None
-    return listed(entry.page_sizes if latents is None else latents.page_sizes)
-
-
-COLUMNS: dict[str, Callable[[BackendEntry], str]] = {
-    "page size above 1": page_sizes,
+COLUMNS: dict[str, Callable[[str], str]] = {
+    "page size above 1": lambda name: listed((MHA.get(name) or MLA[name]).page_sizes),
     "FP8 cache": of_keys(lambda entry: capabilities(entry.fp8_capabilities)),
     # With drafts a row has several entries in a decode step, of which a backend need not know (`DecodeInputs`).
-    "speculation": lambda entry: "yes",
-    "MLA": lambda entry: "no" if entry.latents is None else capabilities(entry.latents.capabilities),
+    "speculation": lambda name: "yes",
+    "MLA": lambda name: capabilities(MLA[name].capabilities) if name in MLA else "no",
     "sliding window": of_keys(lambda entry: "yes"),
     "chunks": of_keys(lambda entry: "yes" if entry.chunks else "no"),
-    "multimodal": lambda entry: "no",
+    "multimodal": lambda name: "no",
 }
 # SGLang's names, and its marks in these columns: docs_new/docs/advanced_features/attention_backend.mdx, commit 01d8520,
 # and what that says nothing of, by the page as of commit 000984e. Speculation is that with one branch (topk 1). Chunks
@@ -60,10 +59,10 @@ NOT_HERE = ("fa4", "flex_attention", "cutlass_mla", "trtllm_mla", "dual_chunk_fl
 def table() -> str:
     """Markdown."""
     lines = [f"| | SGLang's name | {' | '.join(COLUMNS)} |", "|" + " --- |" * (2 + len(COLUMNS))]
-    for name, entry in BACKENDS.items():
+    for name in BACKENDS:
         theirs, marks = SGLANG[name]
         there = ({"y": " (yes)", "n": " (no)"}.get(mark, "") for mark in marks)
-        cells = (f"{cell(entry)}{mark}" for cell, mark in zip(COLUMNS.values(), there, strict=True))
+        cells = (f"{cell(name)}{mark}" for cell, mark in zip(COLUMNS.values(), there, strict=True))
         lines.append(f"| `{name}` | {theirs} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -80,10 +79,11 @@ GPUS = (75, 80, 89, 90, 100, 120)
 def refused(name: str, capability: int, **model: Any) -> bool:
     """Whether it is, by name."""
     # A backend without prefill kernels here is asked for decode alone.
-    has_prefill = BACKENDS[name].prefill_capability <= capability
+    has_prefill = name not in MHA or MHA[name].prefill_capability <= capability
     requested = name if has_prefill else f"torch,{name}"
     try:
-        choose_attention(requested, None, compute_capability=capability, why_missing=lambda package: None, **model)
+        needs = AttentionNeeds(compute_capability=capability, **model)
+        choose_attention(requested, None, needs, lambda package: None)
     except ConfigError as error:
         return f", but {name} " in str(error)
     return False
@@ -91,22 +91,22 @@ def refused(name: str, capability: int, **model: Any) -> bool:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_the_table_denies_is_refused_at_start_by_name(name: str) -> None:
-    entry = BACKENDS[name]
+    entry, latents = MHA.get(name), MLA.get(name)
     for capability in GPUS:
-        if not entry.only_latents:
+        if entry is not None:
             assert refused(name, capability, kv_dtype=FP8_E4M3) == (capability not in entry.fp8_capabilities)
-        serves = entry.latents is not None and capability in entry.latents.capabilities
+        serves = latents is not None and capability in latents.capabilities
         assert refused(name, capability, **LATENTS) != serves
-        reads_fp8 = entry.latents is not None and capability in entry.latents.fp8_capabilities
+        reads_fp8 = latents is not None and capability in latents.fp8_capabilities
         assert refused(name, capability, kv_dtype=FP8_E4M3, **LATENTS) != (serves and reads_fp8)
-        assert refused(name, capability) == entry.only_latents
-        assert refused(name, capability, scores=Scores(chunks=True)) == (entry.only_latents or not entry.chunks)
+        assert refused(name, capability) == (entry is None)
+        assert refused(name, capability, scores=Scores(chunks=True)) == (entry is None or not entry.chunks)
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
 def test_backends_that_only_sglang_has_are_refused_with_what_is_there(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend is '{name}'; allowed: auto, one of fa fi"):
-        choose_attention(name, None, compute_capability=90, why_missing=lambda package: None)
+        choose_attention(name, None, AttentionNeeds(compute_capability=90), lambda package: None)
 
 
 def test_inputs_that_are_no_text_are_refused_by_name() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from minisgl_backend.attention.backend_entry import BackendEntry
-from minisgl_backend.attention.registry import BACKENDS
+from minisgl_backend.attention.latent.kind import BACKENDS as MLA
+from minisgl_backend.attention.mha import BACKENDS as MHA
+from minisgl_backend.attention.mha import MHAEntry
+from minisgl_backend.config import BACKENDS
 from tests.docs.blocks import ROOT
 
 PAGE = ROOT / "docs" / "adding_an_attention_backend.md"
@@ -16,17 +18,17 @@ HIGHEST = 200  # compute capabilities above are those of no GPU
 def table() -> str:
     """Markdown."""
     head = "| | page sizes | head sizes | FP8 cache | soft caps | sinks | MLA: decode | MLA: page sizes |"
-    lines = (f"| `{name}` | {_cells(entry)} |" for name, entry in BACKENDS.items())
+    lines = (f"| `{name}` | {_cells(name)} |" for name in BACKENDS)
     return "\n".join([head, "|" + " --- |" * 8, *lines])
 
 
-def _cells(entry: BackendEntry) -> str:
-    cells = ["-"] * 5
-    if not entry.only_latents:
+def _cells(name: str) -> str:
+    cells, entry = ["-"] * 5, MHA.get(name)
+    if entry is not None:
         cells = [listed(entry.page_sizes), _heads(entry), capabilities(entry.fp8_capabilities), _yes(entry.soft_caps)]
         sinks = "where the installed kernels have them" if entry.sink_kernels else _yes(entry.sinks)
         cells.append(sinks)
-    latents = entry.latents
+    latents = MLA.get(name)
     if latents is None:
         return " | ".join([*cells, "no", "-"])
     sizes = "" if latents.sizes is None else ", ".join(f"{rank} + {rope}" for rank, rope in latents.sizes)
@@ -38,7 +40,7 @@ def listed(sizes: tuple[int, ...] | None) -> str:
     return "any" if sizes is None else ", ".join(map(str, sizes))
 
 
-def _heads(entry: BackendEntry) -> str:
+def _heads(entry: MHAEntry) -> str:
     if entry.head_sizes is not None:
         return listed(entry.head_sizes)
     if entry.largest_head is None:

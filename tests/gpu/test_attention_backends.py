@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
-from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
@@ -24,9 +25,9 @@ SHAPES = [(16, 8, 128), (8, 4, 64), (40, 8, 128)]
 
 def make_spec(name: str, page_size: int, shape: tuple[int, int, int]) -> AttentionSpec:
     entry = BACKENDS[name]
-    reason = import_failure(entry.package) if entry.package else None
+    reason = import_failure(entry.library.package) if entry.library.package else None
     if reason is not None:
-        pytest.skip(f"{entry.package} is not installed: {reason}")
+        pytest.skip(f"{entry.library.package} is not installed: {reason}")
     if entry.page_sizes is not None and page_size not in entry.page_sizes:
         pytest.skip(f"{name} does not serve page size {page_size}")
     heads, kv_heads, head_dim = shape

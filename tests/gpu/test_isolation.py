@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
-from minisgl_backend.attention.registry import BACKENDS, import_failure
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.registry import import_failure
 from tests.poisoned import assert_isolated, save_poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -40,7 +41,7 @@ CELLS = [
 def test_nobody_else_fails(backends: str, page_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     for name in backends.split(","):
         entry = BACKENDS[name]
-        for needed in (entry.package, entry.kernels):
+        for needed in (entry.library.package, entry.library.kernels):
             if needed and (reason := import_failure(needed)) is not None:
                 pytest.skip(f"{needed}: {reason}")
     save_poisoned(tmp_path, dtype)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.registry import BACKENDS, create_attention
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.needs import AttentionNeeds
+from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
@@ -86,7 +88,8 @@ def test_every_backend(name: str, page_size: int, window: int, heads: int, kv_he
     if BACKENDS[name].page_sizes is not None and page_size not in BACKENDS[name].page_sizes:
         pytest.skip(f"{name} does not serve page size {page_size}")
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    if BACKENDS[name].refusal(dim, "bfloat16", "float8_e4m3fn", capability) is not None:
+    needs = AttentionNeeds(compute_capability=capability, head_dims=(dim,), kv_dtype="float8_e4m3fn")
+    if BACKENDS[name].refusal(needs) is not None:
         pytest.skip(f"{name} reads no FP8 cache on this GPU")
     torch.manual_seed(page_size)
     spec = make_spec(heads, kv_heads, dim, page_size, FP8, window)

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
-from minisgl_backend.attention.few_rows import FewRows
-from minisgl_backend.attention.latent_fi import FlashInferLatentBackend
+from minisgl_backend.attention.decode_by_batch import DecodeByBatch
+from minisgl_backend.attention.latent.flashinfer import FlashInferLatentBackend
+from minisgl_backend.attention.latent.kind import BACKENDS
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
-from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.runner.graphs.whole import CudaGraphRunner, DecodeOutputs, DecodeSteps
 from tests.latents import LatentCase
@@ -30,7 +31,7 @@ DEEPSEEK = LatentHeads(rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 FLASH = LatentHeads(rank=512, nope_dim=192, rope_dim=64, v_dim=256)  # GLM-4.7-Flash
 SIZES = {"16": (DEEPSEEK, 16), "128": (DEEPSEEK, 128), "flash": (FLASH, 20)}  # with query heads
 FI_FA2, MIXED = "fi, FA2 kernels", "triton and flashmla"
-NAMES = [name for name, entry in BACKENDS.items() if entry.latents is not None and name != "torch"]
+NAMES = [name for name in BACKENDS if name != "torch"]
 NAMES += [FI_FA2, MIXED]
 
 
@@ -38,7 +39,7 @@ def create(name: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> A
     """Of one of NAMES. Skips where it does not run here."""
     if name == MIXED:
         check_backend("flashmla", spec.page_size)
-        return create_attention("triton", "flashmla", spec, FewRows("triton", ((2, 500), (8, math.inf))))
+        return create_attention("triton", "flashmla", spec, DecodeByBatch("triton", ((2, 500), (8, math.inf))))
     monkeypatch.setattr(FlashInferLatentBackend, "kernels", "fa2" if name == FI_FA2 else "auto")
     if name == FI_FA2 and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fi takes them by itself here")
@@ -48,9 +49,8 @@ def create(name: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def check_backend(name: str, page_size: int) -> None:
-    entry, major = BACKENDS[name].latents, torch.cuda.get_device_capability()[0]
-    assert entry is not None
-    for needed in filter(None, (BACKENDS[name].package, entry.kernels)):
+    entry, major = BACKENDS[name], torch.cuda.get_device_capability()[0]
+    for needed in filter(None, (entry.library.package, entry.library.kernels)):
         if (reason := import_failure(needed)) is not None:
             pytest.skip(f"{name}: {reason}")
     if 10 * major not in entry.capabilities:
@@ -174,7 +174,7 @@ def test_prompts(name: str, page_size: int, sizes: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("page_size", "num_q_heads", "num_queries"), [(64, 16, 4), (64, 128, 2), (16, 20, 3)])
 def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> None:
     """The decode kernel with several query tokens a sequence, each of which sees one token more."""
-    from minisgl_backend.attention.latent_reference import TorchLatentBackend
+    from minisgl_backend.attention.latent.reference import TorchLatentBackend
     from minisgl_backend.kernels.attention.latent_decode import (
         LatentDecodeWorkspace,
         latent_decode_attention,

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.attention.backend_entry import Scores
-from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.needs import AttentionNeeds, Scores
+from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import LayerKV
@@ -34,8 +35,8 @@ CASES = [
 def test_attention(name: str, dim: int, soft_cap: float | None, sinks: bool, window: int | None) -> None:
     entry, scores = BACKENDS[name], Scores(soft_cap is not None, sinks)
     capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    refusal = entry.refusal(dim, "bfloat16", "bfloat16", capability, scores)
-    packages = [entry.package, entry.kernels, entry.sink_kernels if sinks else ""]
+    refusal = entry.refusal(AttentionNeeds(compute_capability=capability, head_dims=(dim,), scores=scores))
+    packages = [entry.library.package, entry.library.kernels, entry.sink_kernels if sinks else ""]
     missing = [reason for package in packages if package and (reason := import_failure(package)) is not None]
     if refusal or missing:
         pytest.skip(f"{name} {refusal or missing[0]}")

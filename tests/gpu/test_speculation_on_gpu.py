@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.attention.registry import BACKENDS, import_failure
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.registry import import_failure
 from minisgl_backend.models.folder import find_model_dir
 from tests.eagle3_heads import DEMO_LAYERS, demo_head, eagle3_head, reference_drafts
 from tests.gauge.harness import engine
@@ -66,7 +67,7 @@ def test_answers_are_those_without_speculation(graphs: int) -> None:
 def test_right_drafts_are_accepted_by_every_backend(backend: str) -> None:
     """In bfloat16 a larger batch may swap two tokens that are about as likely: nearly all right drafts are accepted."""
     for name in backend.split(","):
-        package = BACKENDS[name].package
+        package = BACKENDS[name].library.package
         if package is not None and (why := import_failure(package)) is not None:
             pytest.skip(why)
     shared = {**SHARED, "attention_backend": backend, "dtype": "bfloat16", "page_size": 16}

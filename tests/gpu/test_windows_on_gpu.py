@@ -18,7 +18,8 @@ import torch
 
 from benchmarks.parity_reference import Sequences, save_checkpoint, transformers_logits
 from minisgl_backend.attention.base import LayerGroup
-from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.errors import ConfigError
 from tests.gpu.test_attention_backends import Cache, error
 from tests.specs import one_group
@@ -58,7 +59,7 @@ SHAPES = {
 
 def skip_what_is_not_here(names: str) -> None:
     for name in names.split(","):
-        package = BACKENDS[name].package
+        package = BACKENDS[name].library.package
         reason = import_failure(package) if package else None
         if reason is not None:
             pytest.skip(f"{package} is not installed: {reason}")

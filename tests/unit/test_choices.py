@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend import config, number_formats
-from minisgl_backend.attention.registry import BACKENDS
+from minisgl_backend.attention.registry import KINDS
 from minisgl_backend.cache.kv_manager import PREFIX_CACHES
 from minisgl_backend.scheduler.policy import QUEUES
 
 
 def test_what_options_offer_is_there() -> None:
-    assert tuple(BACKENDS) == config.BACKENDS
+    assert {name for kind in KINDS.values() for name in kind.backends} == set(config.BACKENDS)
     assert tuple(PREFIX_CACHES) == config.CACHE_TYPES
     assert tuple(QUEUES) == config.POLICIES
 

@@ -15,8 +15,9 @@ from benchmarks.formats import ROWS, bases, floors, name_of, runs, shares, speed
 from benchmarks.hidden_libraries import LIBRARIES, hide_libraries
 from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
-from minisgl_backend.attention import flash_attn_trial, flashmla
-from minisgl_backend.attention.registry import BACKENDS, import_failure
+from minisgl_backend.attention import flash_attn_trial
+from minisgl_backend.attention.latent import flashmla
+from minisgl_backend.attention.registry import KINDS, import_failure
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.models.config import ModelConfig
 
@@ -71,7 +72,10 @@ def test_on_several_gpus_a_row_is_compared_with_itself_on_one() -> None:
 
 
 def test_hidden_libraries_are_as_if_they_were_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {entry.package for entry in BACKENDS.values()} - {None, "triton"} <= set(LIBRARIES)
+    assert {entry.library.package for kind in KINDS.values() for entry in kind.backends.values()} - {
+        None,
+        "triton",
+    } <= set(LIBRARIES)
     for name in LIBRARIES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")

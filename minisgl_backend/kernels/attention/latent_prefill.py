@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.attention.latent_decode import LOG2_E
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.shared_memory import shared_memory
@@ -19,29 +20,19 @@ from minisgl_backend.kernels.shared_memory import shared_memory
 SHORT = 64  # queries of a segment up to which tiles are smaller
 
 
-def latent_prefill_attention(
-    q: torch.Tensor,
-    expanded: torch.Tensor,
-    keys: torch.Tensor,
-    segments: torch.Tensor,
-    max_q_len: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Adds attention to some keys to `out` [num_tokens, num_q_heads, v_dim], contiguous.
+def latent_prefill_attention(expanded: Expanded, segments: torch.Tensor, max_q_len: int, scale: float) -> None:
+    """Adds attention to some keys to `expanded.out`.
 
-    q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim], contiguous;
-    keys [num_keys, rope_dim], contiguous; segments int32 [num_segments, 6], see `attention.latent.Piece`; lse float32
-    [num_tokens, num_q_heads], the log-sum-exp of what is in `out`. max_q_len: the longest segment's queries, a host
-    integer.
+    segments int32 [num_segments, 6]: see `attention.latent.base.Piece`; max_q_len: the longest segment's queries, a
+    host integer.
     """
+    q, keys_values, keys, out, lse = expanded
     num_heads, v_dim = out.shape[1:]
-    nope, rope = expanded.shape[2] - v_dim, keys.shape[1]
+    nope, rope = keys_values.shape[2] - v_dim, keys.shape[1]
     padded = [max(16, next_power_of_2(size)) for size in (nope, rope, v_dim)]
     tile_q, tile_kv = prefill_tiles(padded, q.element_size(), max_q_len, shared_memory(q.device))
     _latent_prefill_kernel[(cdiv(max_q_len, tile_q), num_heads, len(segments))](
-        q, expanded, keys, out, lse, segments, scale * LOG2_E,
+        q, keys_values, keys, out, lse, segments, scale * LOG2_E,
         q.stride(0), q.stride(1),
         NUM_HEADS=num_heads, NOPE=nope, NOPE_PADDED=padded[0], ROPE=rope, ROPE_PADDED=padded[1], V=v_dim,
         V_PADDED=padded[2], TILE_Q=tile_q, TILE_KV=tile_kv, num_warps=8 if tile_q == 128 else 4, num_stages=2,

@@ -187,7 +187,7 @@ def _load(
     scales = (
         read_kv_scales(model_config.num_layers, runtime.model_dir, model_config.tensor_names) if reads_scales else None
     )
-    attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.few_rows)
+    attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)
     table = RowTable(
         max_running=runtime.most_decode_entries,
         max_seq_len=runtime.max_seq_len,

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.needs import AttentionNeeds
 from minisgl_backend.attention.registry import choose_attention
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.lazy_import import load_attribute
-from minisgl_backend.models.build import attention_spec, scores_of
+from minisgl_backend.models.build import attention_needs, attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
-from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.runtime_config import DraftSettings, RuntimeConfig
 from minisgl_backend.speculative_config import SpeculativeConfig
 
@@ -33,16 +33,14 @@ def resolve_draft(
     config: EngineConfig,
     target_dir: Path,
     target: ModelConfig,
-    device: MachineFacts,
+    needs: AttentionNeeds,
     *,
     page_size: int,
-    dtype: str,
-    kv_dtype: str,
     max_seq_len: int,
     why_missing: Callable[[str], str | None],
 ) -> DraftSettings | None:
-    """Settings of the draft model; None where there is none. The other arguments are the target's: page_size in tokens,
-    dtypes of activations and KV cache, max_seq_len in tokens. Raises ConfigError for a draft model that does not fit
+    """Settings of the draft model; None where there is none. needs, page_size and max_seq_len, both in tokens, are the
+    target's. Raises ConfigError for a draft model that does not fit
     this target."""
     speculation = config.speculation
     proposer = proposer_class(speculation)
@@ -60,18 +58,15 @@ def resolve_draft(
         model.check_tensor_parallel(config.tp)
     except ConfigError as error:
         raise ConfigError(f"{name} cannot propose: {error}") from None
-    own_kv_dtype = dtype if model.latents is not None else kv_dtype
-    attention = choose_attention(
-        config.attention_backend if (model.latents is None) == (target.latents is None) else "auto",
-        page_size,
-        compute_capability=device.compute_capability,
-        head_dims=model.head_dims,
-        dtype=dtype,
-        kv_dtype=own_kv_dtype,
-        scores=scores_of(model),
-        latents=model.latents,
-        why_missing=why_missing,
+    own = attention_needs(
+        model,
+        tp_size=config.tp,
+        compute_capability=needs.compute_capability,
+        dtype=needs.dtype,
+        kv_dtype=needs.dtype if model.latents is not None else needs.cache_dtype,
     )
+    requested = config.attention_backend if own.kind == needs.kind else "auto"
+    attention = choose_attention(requested, page_size, own, why_missing)
     if attention.page_size != page_size:
         raise ConfigError(
             f"{name} needs pages of {attention.page_size} tokens (attention backend {attention.decode}) and the target "

@@ -39,7 +39,7 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     weights = _choices(config, model, machine, runtime.dtype)
     attention = attention_choices(
         model, machine, getattr(torch, runtime.dtype), getattr(torch, runtime.kv_dtype), runtime.prefill_backend,
-        runtime.decode_backend, tp_size=config.tp, few_rows=runtime.few_rows,
+        runtime.decode_backend, tp_size=config.tp, decode_by_batch=runtime.decode_by_batch,
     )  # fmt: skip
     first, *others = weights.items()  # the first weight computes attention's inputs
     choices = dict([first, *attention.items(), *others])

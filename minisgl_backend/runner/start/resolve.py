@@ -11,7 +11,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
-from minisgl_backend.models.build import scores_of
+from minisgl_backend.models.build import attention_needs
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.number_formats import FP8_E4M3, KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import MachineFacts
@@ -56,18 +56,10 @@ def resolve(
     _check_quantization(config.quantization, model, device)
     dtype = _dtype(config.dtype, model.dtype, device)
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
-    attention = choose_attention(
-        config.attention_backend,
-        config.page_size,
-        compute_capability=device.compute_capability,
-        head_dims=model.head_dims,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        scores=scores_of(model),
-        latents=model.latents,
-        num_q_heads=max(layer.attention.num_q_heads for layer in model.layers) // config.tp,
-        why_missing=why_missing,
+    needs = attention_needs(
+        model, tp_size=config.tp, compute_capability=device.compute_capability, dtype=dtype, kv_dtype=kv_dtype
     )
+    attention = choose_attention(config.attention_backend, config.page_size, needs, why_missing)
     _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
@@ -89,10 +81,8 @@ def resolve(
         config,
         Path(model_dir),
         model,
-        device,
+        needs,
         page_size=attention.page_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
         max_seq_len=max_seq_len,
         why_missing=why_missing,
     )
@@ -105,7 +95,7 @@ def resolve(
         kv_dtype=kv_dtype,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
-        few_rows=attention.few_rows,
+        decode_by_batch=attention.decode_by_batch,
         page_size=attention.page_size,
         max_seq_len=max_seq_len,
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),

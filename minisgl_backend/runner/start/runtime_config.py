@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from minisgl_backend.attention.few_rows import FewRows
+from minisgl_backend.attention.decode_by_batch import DecodeByBatch
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.models.config import ModelConfig
@@ -35,7 +35,7 @@ class RuntimeConfig:
     kv_dtype: str  # of the KV cache: bfloat16, float16, float32 or float8_e4m3fn
     prefill_backend: str
     decode_backend: str
-    few_rows: FewRows | None = None  # backend of decode steps with few rows; None: decode_backend
+    decode_by_batch: DecodeByBatch | None = None  # backend of decode steps with few rows; None: decode_backend
     page_size: int
     max_seq_len: int
     max_prefill_length: int

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from minisgl_backend.attention import flash_attn_trial
-from minisgl_backend.attention.backend_entry import Scores
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
+from minisgl_backend.attention.registry import AttentionChoice, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
 from tests.specs import one_group
 
@@ -29,7 +30,8 @@ def without(*packages: str) -> Callable[[str], str | None]:
 def choose(
     requested: str, capability: int | None, *missing: str, page_size: int | None = None, **model: Any
 ) -> AttentionChoice:
-    return choose_attention(requested, page_size, compute_capability=capability, why_missing=without(*missing), **model)
+    needs = AttentionNeeds(compute_capability=capability, **model)
+    return choose_attention(requested, page_size, needs, without(*missing))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_backends_of_latents_in_fp8(requested: str, capability: int | None, pair
     choice = choose(
         requested, capability, head_dims=(576,), latents=(512, 64), kv_dtype="float8_e4m3fn", num_q_heads=16
     )
-    assert (choice.prefill, choice.decode, choice.few_rows) == (*pair, None)
+    assert (choice.prefill, choice.decode, choice.decode_by_batch) == (*pair, None)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_backends_that_do_not_serve_latents_are_refused(
     ("requested", "num_q_heads", "missing", "decode", "few"),
     [
         ("auto", 16, (), "flashmla", "triton"),
-        ("auto", 16, ("minisgl_backend.attention.flashmla:answers",), "fa", "triton"),
+        ("auto", 16, ("minisgl_backend.attention.latent.flashmla:answers",), "fa", "triton"),
         ("auto", 16, ("triton",), "flashmla", None),
         ("auto", 128, (), "fa", "triton"),
         ("fa,flashmla", 16, (), "flashmla", None),  # what is named serves all steps
@@ -120,7 +122,7 @@ def test_latents_are_decoded_by_heads_and_rows(
 ) -> None:
     choice = choose(requested, 90, *missing, head_dims=(576,), latents=(512, 64), num_q_heads=num_q_heads)
     assert choice.decode == decode
-    assert (choice.few_rows and choice.few_rows.backend) == few
+    assert (choice.decode_by_batch and choice.decode_by_batch.backend) == few
 
 
 def test_flashmla_has_pages_of_64_tokens() -> None:
@@ -140,12 +142,13 @@ def test_auto_serves_every_head_size_and_score(capability: int | None) -> None:
     """And a backend that is named serves it, or is refused by name before anything is loaded."""
     for size, soft_cap, sinks in itertools.product((64, 80, 96, 128, 192, 256), (False, True), (False, True)):
         model: dict[str, Any] = {"head_dims": (size,), "scores": Scores(soft_cap, sinks), "dtype": "float16"}
+        needs = AttentionNeeds(compute_capability=capability, **model)
         for missing in ((), ("sgl_kernel", "flashinfer")):
             choice = choose("auto", capability, *missing, **model)
             for name in (choice.prefill, choice.decode):
-                assert BACKENDS[name].refusal(size, "float16", "float16", capability, model["scores"]) is None
+                assert BACKENDS[name].refusal(needs) is None
         for name, entry in BACKENDS.items():
-            if entry.refusal(size, "float16", "float16", capability, model["scores"]) is not None:
+            if entry.refusal(needs) is not None:
                 with pytest.raises(ConfigError, match=f"attention_backend is '{name}', but {name} "):
                     choose(name, capability, **model)
 
@@ -222,7 +225,9 @@ def install_fa(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    return lambda requested, dtype: choose_attention(requested, None, compute_capability=90, dtype=dtype)
+    return lambda requested, dtype: choose_attention(
+        requested, None, AttentionNeeds(compute_capability=90, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,7 @@ def test_a_package_without_its_kernels(
         choose_with("fa,triton", "bfloat16")
     for text in (*choice.warnings, str(caught.value)):
         assert re.search(why, text)
-        assert BACKENDS["fa"].remedy in text
+        assert BACKENDS["fa"].library.remedy in text
         assert len(text.splitlines()) == 1
     for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
         sys.modules.pop(name, None)
@@ -291,7 +296,7 @@ def test_a_package_whose_first_call_fails_is_left_with_the_remedy(
     for warning in choice.warnings:
         assert re.search(why, warning)
         assert "pip uninstall sgl-kernel sglang-kernel" in warning
-        assert BACKENDS["fa"].remedy in warning
+        assert BACKENDS["fa"].library.remedy in warning
     for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
         sys.modules.pop(name, None)
 
@@ -385,11 +390,11 @@ def test_flashinfer_is_left_where_its_kernels_cannot_be_compiled(
     install(bare_machine, *programs)
     if lacks == "nvcc":
         monkeypatch.setenv("CUDA_HOME", str(bare_machine / "nowhere"))
-    choice = choose_attention("auto", None, compute_capability=80)
+    choice = choose_attention("auto", None, AttentionNeeds(compute_capability=80))
     assert (choice.prefill, choice.decode) == ("triton", "triton")
     assert re.search(rf"there is no \S*{re.escape(lacks)}\).*CUDA toolkit.*flashinfer-jit-cache", choice.warnings[0])
     with pytest.raises(ConfigError, match=rf"'fi', but fi needs kernels .* there is no \S*{re.escape(lacks)}\)"):
-        choose_attention("fi", None, compute_capability=80)
+        choose_attention("fi", None, AttentionNeeds(compute_capability=80))
 
 
 @pytest.mark.parametrize("where", ["there", "beside Python", "compiled before", "built by others", "by variables"])
@@ -413,7 +418,7 @@ def test_flashinfer_serves_where_its_kernels_can_be_had(
         install(bare_machine, "ninja", "clang++")
         monkeypatch.setenv("FLASHINFER_NVCC", str(tmp_path / "cuda" / "compiler"))
         monkeypatch.setenv("CXX", "clang++ -v")
-    choice = choose_attention("auto", None, compute_capability=80)
+    choice = choose_attention("auto", None, AttentionNeeds(compute_capability=80))
     assert (choice.prefill, choice.decode, choice.warnings) == ("fi", "fi", ())
     if where == "beside Python":
         assert shutil.which("ninja") == str(tmp_path / "venv" / "ninja")

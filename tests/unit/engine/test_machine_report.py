@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.attention.needs import AttentionNeeds
+from minisgl_backend.attention.registry import choose_attention, preferences
+from minisgl_backend.config import BACKENDS, EngineConfig
 from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.engine.machine_report import report
 from minisgl_backend.environment import Environment
@@ -52,10 +53,11 @@ def test_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> 
     assert "broken" not in found
     attention = found["attention"]
     dtype = "bfloat16" if facts.bfloat16() else "float16"
-    chosen = choose_attention("auto", None, compute_capability=facts.compute_capability, dtype=dtype)
+    needs = AttentionNeeds(compute_capability=facts.compute_capability, dtype=dtype)
+    chosen = choose_attention("auto", None, needs)
     assert (attention["prefill"], attention["decode"]) == (chosen.prefill, chosen.decode)
     assert list(attention["warnings"]) == list(chosen.warnings)
-    assert len(attention["tried"]) == len(preferences(facts.compute_capability))
+    assert len(attention["tried"]) == len(preferences(needs))
     assert attention["backends"][chosen.decode] is None
     assert not any(text.startswith("attention_backend is") for text in attention["backends"].values() if text)
     found["torch"]["cuda"] = "12.8"  # the one here may be built for the CPU

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.attention.registry import BACKENDS
+from minisgl_backend.config import BACKENDS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import doctor
 from minisgl_backend.host.doctor import NOTE, OK, PROBLEM, Finding

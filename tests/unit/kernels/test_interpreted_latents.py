@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl_backend.attention.latent_reference import TorchLatentBackend
+from minisgl_backend.attention.latent.reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.latents import LatentCase
@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.attention.latent_triton import TritonLatentBackend
+from minisgl_backend.attention.latent.triton_attn import TritonLatentBackend
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,

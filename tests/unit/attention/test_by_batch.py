@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.attention.by_step import BackendByStep
-from minisgl_backend.attention.few_rows import FewRows
-from minisgl_backend.attention.latent_reference import TorchLatentBackend
+from minisgl_backend.attention.by_batch import DecodeByBatchBackend
+from minisgl_backend.attention.decode_by_batch import DecodeByBatch
+from minisgl_backend.attention.latent.reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.registry import create_attention
 from tests.latents import LatentCase
@@ -44,12 +44,12 @@ class Captured(TorchLatentBackend):
 )
 def test_few_rows_with_short_contexts_are_decoded_by_their_own_backend(lengths: list[int], is_few: bool) -> None:
     case = LatentCase(HEADS, 4, lengths, 16)
-    attention = create_attention("torch", "torch", case.spec, FewRows("torch", ((1, math.inf), (2, 30))))
+    attention = create_attention("torch", "torch", case.spec, DecodeByBatch("torch", ((1, math.inf), (2, 30))))
     reference = create_attention("torch", "torch", case.spec)
     inputs, q = case.decode_inputs(), case.queries(len(lengths))
     plan = attention.plan(None, inputs)
     (backend,) = attention.backends[1]
-    assert isinstance(backend, BackendByStep)
+    assert isinstance(backend, DecodeByBatchBackend)
     assert plan.decode is not None
     assert plan.decode[0].backend is (backend._few if is_few else backend._more)
     expected = reference.attend(case.layer, q, reference.plan(None, inputs))
@@ -59,7 +59,7 @@ def test_few_rows_with_short_contexts_are_decoded_by_their_own_backend(lengths: 
 def test_each_captured_size_and_range_of_lengths_has_one_backend() -> None:
     case = LatentCase(HEADS, 4, [5, 6, 70], 16)
     few, more = (Captured(case.spec, case.group) for _ in range(2))
-    both = BackendByStep(few, more, FewRows("torch", ((1, math.inf), (2, 30))))
+    both = DecodeByBatchBackend(few, more, DecodeByBatch("torch", ((1, math.inf), (2, 30))))
     both.allocate_graph(8)
     for lengths in ([5], [5, 6, 7], [5, 70]):
         inputs = LatentCase(HEADS, 4, lengths, 16).decode_inputs()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
 from minisgl_backend.attention.batch_tables import BatchTables
-from minisgl_backend.attention.latent_triton import TritonPrefillBackend
+from minisgl_backend.attention.latent.triton_attn import TritonPrefillBackend
 from minisgl_backend.attention.layer import AttentionLayer
 
 _MODULES = ("sgl_kernel.flash_mla", "flash_mla")  # both have the authors' two functions
@@ -53,7 +53,7 @@ class _Plan:
 
 
 class FlashMLABackend(TritonPrefillBackend):
-    joins_queries: ClassVar[bool] = True
+    supports_graphs, joins_queries = True, True
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)

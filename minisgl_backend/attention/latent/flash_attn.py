@@ -13,9 +13,10 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
 from minisgl_backend.attention.batch_tables import BatchTables
-from minisgl_backend.attention.latent import Piece
-from minisgl_backend.attention.latent_triton import TritonPrefillBackend
+from minisgl_backend.attention.latent.base import Piece
+from minisgl_backend.attention.latent.triton_attn import TritonPrefillBackend
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.calls import Expanded
 
 _PREFILL_HEADS = ((192, 128),)  # of keys and of values
 
@@ -28,6 +29,8 @@ class _Plan:
 
 
 class FlashAttentionLatentBackend(TritonPrefillBackend):
+    supports_graphs = True
+
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
@@ -40,24 +43,15 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._tables = BatchTables(spec)
 
-    def attend_expanded(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        expanded: torch.Tensor,
-        keys: torch.Tensor,
-        piece: Piece,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def attend_expanded(self, layer: AttentionLayer, piece: Piece, of: Expanded) -> None:
+        q, expanded, nope_dim = of.q, of.keys_values, self.heads.nope_dim
         if not (piece.is_whole and self._serves_prefill):
-            super().attend_expanded(layer, q, expanded, keys, piece, out, lse)
+            super().attend_expanded(layer, piece, of)
             return
-        nope_dim, first = self.heads.nope_dim, int(piece.segments_host[0, 0])
         k = torch.empty((*expanded.shape[:2], self.heads.qk_dim), dtype=q.dtype, device=q.device)
         k[..., :nope_dim] = expanded[..., :nope_dim]
-        k[..., nope_dim:] = keys.unsqueeze(1)
-        last = int(piece.segments_host[-1, 1])
+        k[..., nope_dim:] = of.rotated.unsqueeze(1)
+        first, last = int(piece.segments_host[0, 0]), int(piece.segments_host[-1, 1])
         attended = self._prefill_kernel(
             q[first:last],
             k,
@@ -69,7 +63,7 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
             softmax_scale=layer.scale,
             causal=True,
         )
-        out[first:last] = attended[0] if isinstance(attended, tuple) else attended
+        of.out[first:last] = attended[0] if isinstance(attended, tuple) else attended
 
     def plan_decode(self, inputs: DecodeInputs) -> _Plan:
         return _Plan(inputs.kv_lens, self._tables.gather(inputs), self._one_each[: inputs.batch_size + 1])

@@ -9,9 +9,10 @@ import torch
 
 from minisgl_backend.arrays import Int64Array
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.latent import LatentBackend, Piece, numbers_of
+from minisgl_backend.attention.latent.base import LatentBackend, Piece, numbers_of
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.reference import group_by_length
+from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.torch_ops import as_bits
 
 _QUERY_TILE = 256  # queries whose scores are computed at once
@@ -30,20 +31,11 @@ class _Group:
 class TorchLatentBackend(LatentBackend):
     """Serves every size, page size and dtype. Neither plans nor attention synchronise."""
 
-    def attend_expanded(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        expanded: torch.Tensor,
-        keys: torch.Tensor,
-        piece: Piece,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        nope_dim = self.heads.nope_dim
+    def attend_expanded(self, layer: AttentionLayer, piece: Piece, of: Expanded) -> None:
+        q, out, lse, nope_dim = of.q, of.out, of.lse, self.heads.nope_dim
         for q_begin, q_end, kv_begin, kv_end, offset, continues in piece.segments_host.tolist():
-            k, v = expanded[kv_begin:kv_end].float().split([nope_dim, self.heads.v_dim], dim=-1)
-            key = keys[kv_begin:kv_end].float()
+            k, v = of.keys_values[kv_begin:kv_end].float().split([nope_dim, self.heads.v_dim], dim=-1)
+            key = of.rotated[kv_begin:kv_end].float()
             for begin in range(q_begin, q_end, _QUERY_TILE):
                 end = min(begin + _QUERY_TILE, q_end)
                 queries = q[begin:end].float()

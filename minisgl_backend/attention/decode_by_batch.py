@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class FewRows:
+class DecodeByBatch:
     """The backend that decodes steps with few rows; with some of them only while their contexts are short."""
 
     backend: str

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup, Plan, PrefillInputs
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup, Plan, PrefillInputs, WritingBackend
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.torch_ops import as_bits
 from minisgl_backend.kv.layout import FP8, LayerKV
 
@@ -43,7 +44,7 @@ class Piece:
     is_whole: bool  # whether it has all keys of its sequences
 
 
-class LatentBackend(AttentionBackend):
+class LatentBackend(WritingBackend):
     """Kernels for layers with latents; `AttentionLayer.latent` is set in all calls."""
 
     joins_queries: ClassVar[bool] = False  # see `attend_latents`
@@ -86,11 +87,6 @@ class LatentBackend(AttentionBackend):
             pieces.append(self._piece(segments, inputs.page_table))
         return tuple(pieces)
 
-    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[Piece, ...]) -> torch.Tensor:
-        out = torch.empty((*q.shape[:2], self.heads.v_dim), dtype=q.dtype, device=q.device)
-        self.prefill_into(layer, q, plan, out)
-        return out
-
     def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[Piece, ...], out: torch.Tensor) -> None:
         assert layer.latent is not None
         kept = as_bits(layer.kv.k).flatten(0, 2)  # [num_slots, rank + rope_dim]
@@ -100,30 +96,12 @@ class LatentBackend(AttentionBackend):
             keys = numbers_of(kept[:, self.heads.rank :].index_select(0, piece.slots), layer.kv, q.dtype)
             expanded = self._expanded[: len(latents)]
             layer.latent.expand_into(latents, expanded)
-            self.attend_expanded(layer, q, expanded.unflatten(1, (q.shape[1], -1)), keys, piece, out, lse)
+            keys_values = expanded.unflatten(1, (q.shape[1], -1))
+            self.attend_expanded(layer, piece, Expanded(q, keys_values, keys, out, lse))
 
     @abstractmethod
-    def attend_expanded(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        expanded: torch.Tensor,
-        keys: torch.Tensor,
-        piece: Piece,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Attention of the piece's queries to its keys, merged into the result of earlier pieces in `out` and `lse`.
-
-        q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim]; keys
-        [num_keys, rope_dim]; out [num_tokens, num_q_heads, v_dim]; lse float32 [num_tokens, num_q_heads], the
-        log-sum-exp of the scores so far, in base 2.
-        """
-
-    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        out = torch.empty((*q.shape[:2], self.heads.v_dim), dtype=q.dtype, device=q.device)
-        self.decode_into(layer, q, plan, out)
-        return out
+    def attend_expanded(self, layer: AttentionLayer, piece: Piece, of: Expanded) -> None:
+        """Attention of the piece's queries to its keys, merged into the result of earlier pieces in `out` and `lse`."""
 
     def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         assert layer.latent is not None

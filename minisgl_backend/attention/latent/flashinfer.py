@@ -13,13 +13,14 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
 from minisgl_backend.attention.flashinfer import Pages, PlanMemory, graph_indices
-from minisgl_backend.attention.latent_triton import TritonPrefillBackend
+from minisgl_backend.attention.latent.triton_attn import TritonPrefillBackend
 from minisgl_backend.attention.layer import AttentionLayer
 
 _WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferLatentBackend(TritonPrefillBackend):
+    supports_graphs = True
     kernels: ClassVar[str] = "auto"  # of FlashInfer: fa2, fa3, or auto by GPU
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:

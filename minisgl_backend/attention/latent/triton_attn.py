@@ -8,8 +8,9 @@ from functools import partial
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup, Plan
-from minisgl_backend.attention.latent import LatentBackend, Piece
+from minisgl_backend.attention.latent.base import LatentBackend, Piece
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.attention.choose import MAX_EARLY_BATCH
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
@@ -26,17 +27,8 @@ from minisgl_backend.kernels.shared_memory import shared_memory
 class TritonPrefillBackend(LatentBackend):
     """Prefill of backends that only have a decode kernel of their own."""
 
-    def attend_expanded(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        expanded: torch.Tensor,
-        keys: torch.Tensor,
-        piece: Piece,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        latent_prefill_attention(q, expanded, keys, piece.segments, piece.max_q_len, layer.scale, out, lse)
+    def attend_expanded(self, layer: AttentionLayer, piece: Piece, of: Expanded) -> None:
+        latent_prefill_attention(of, piece.segments, piece.max_q_len, layer.scale)
 
     def compile_prefill(self) -> None:
         """Compiles the kernels of short and of long segments, which the steps at start may not launch: one query and
@@ -44,13 +36,15 @@ class TritonPrefillBackend(LatentBackend):
         spec, heads, num_heads = self.spec, self.heads, self.group.num_q_heads
         zeros = partial(torch.zeros, dtype=spec.dtype, device=spec.device)
         segments = torch.tensor([[0, 1, 0, 1, 0, 0]], dtype=torch.int32, device=spec.device)
-        lse = torch.empty((1, num_heads), dtype=torch.float32, device=spec.device)
+        expanded = Expanded(
+            q=zeros(1, num_heads, heads.qk_dim),
+            keys_values=zeros(1, num_heads, heads.nope_dim + heads.v_dim),
+            rotated=zeros(1, heads.rope_dim),
+            out=zeros(1, num_heads, heads.v_dim),
+            lse=zeros(1, num_heads, dtype=torch.float32),
+        )
         for max_q_len in (1, SHORT + 1):
-            latent_prefill_attention(
-                zeros(1, num_heads, heads.qk_dim), zeros(1, num_heads, heads.nope_dim + heads.v_dim),
-                zeros(1, heads.rope_dim), segments, max_q_len, self.group.softmax_scale,
-                zeros(1, num_heads, heads.v_dim), lse,
-            )  # fmt: skip
+            latent_prefill_attention(expanded, segments, max_q_len, self.group.softmax_scale)
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,8 @@ class _DecodePlan:
 
 class TritonLatentBackend(TritonPrefillBackend):
     """Nothing is planned on the host: captured graphs are replayed unchanged."""
+
+    supports_graphs = True
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
@@ -85,12 +81,3 @@ class TritonLatentBackend(TritonPrefillBackend):
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         return distinct_latent_batches(max_batch, self.group.num_q_heads)
-
-    def allocate_graph(self, max_batch_size: int) -> None:
-        """The workspace of the constructor serves every batch size."""
-
-    def plan_capture(self, inputs: DecodeInputs) -> _DecodePlan:
-        return self.plan_decode(inputs)
-
-    def plan_replay(self, inputs: DecodeInputs) -> None:
-        """Nothing to do: the kernels read lengths and pages from the device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, Plan, PrefillInputs
-from minisgl_backend.attention.few_rows import FewRows
+from minisgl_backend.attention.decode_by_batch import DecodeByBatch
 from minisgl_backend.attention.layer import AttentionLayer
 
 
@@ -18,13 +18,15 @@ class _Plan:
     plan: Plan
 
 
-class BackendByStep(AttentionBackend):
+class DecodeByBatchBackend(AttentionBackend):
     """Two backends of the same layers, which support CUDA graphs and do not fuse rope. The second serves prefill.
 
     A captured batch size has one graph for each backend that decodes some of its lengths.
     """
 
-    def __init__(self, few: AttentionBackend, more: AttentionBackend, choice: FewRows) -> None:
+    supports_graphs = True
+
+    def __init__(self, few: AttentionBackend, more: AttentionBackend, choice: DecodeByBatch) -> None:
         """choice: the steps that `few` decodes."""
         super().__init__(more.spec, more.group)
         self._few, self._more, self._choice = few, more, choice

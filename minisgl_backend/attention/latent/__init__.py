@@ -1,0 +1,1 @@
+"""Attention over latents (MLA), and its backends."""
