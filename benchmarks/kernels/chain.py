@@ -13,9 +13,10 @@ from minisgl_backend.kernels.attention.choose import decode_shape, rotation_pays
 from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
+from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
-from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+from minisgl_backend.kernels.triton_ops import TritonOps
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params

@@ -12,9 +12,10 @@ import torch
 import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
+from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape
-from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+from minisgl_backend.kernels.triton_ops import TritonOps
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
 QWEN3_06B = [

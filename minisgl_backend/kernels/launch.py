@@ -7,6 +7,8 @@ layer with FP8 weights would call them 36 times.
 
 from __future__ import annotations
 
+MAX_PDL_TOKENS = 256  # of a decode step with a mixture of experts, whose kernels are launched with PDL
+
 
 def cdiv(number: int, divisor: int) -> int:
     """number / divisor, rounded up."""

@@ -1,16 +1,20 @@
-"""Selects the implementation of `Ops` and of `PlainKernels` for a device."""
+"""Selects the implementations of `Ops`, of `PlainKernels` and of `MixtureKernels` for a device."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.contract import MixtureKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.plain import PlainKernels
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
@@ -27,16 +31,29 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
-def select_plain_kernels(ops: Ops, device: torch.device) -> PlainKernels:
-    """The implementation that goes with the `Ops` of a device."""
+class DeviceKernels(NamedTuple):
+    """GEMMs and mixtures of experts of one device. One object for each model."""
+
+    plain: PlainKernels
+    mixtures: MixtureKernels
+
+    @property
+    def ops(self) -> Ops:
+        return self.plain.ops
+
+
+def select_kernels(ops: Ops, device: torch.device) -> DeviceKernels:
+    """The implementations that go with the `Ops` of a device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+        from minisgl_backend.kernels.triton_ops import TritonOps
 
         if isinstance(ops, TritonOps):
-            return TritonPlainKernels(ops, device)
-    if isinstance(ops, CpuOps):
-        return CpuPlainKernels(ops)
-    return TorchPlainKernels(ops)
+            on_gpu = TritonPlainKernels(ops, device)
+            return DeviceKernels(on_gpu, TritonMixtureKernels(on_gpu))
+    plain = CpuPlainKernels(ops) if isinstance(ops, CpuOps) else TorchPlainKernels(ops)
+    return DeviceKernels(plain, TorchMixtureKernels(plain))
 
 
 def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:

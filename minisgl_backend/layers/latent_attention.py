@@ -70,7 +70,7 @@ class LatentAttention(AttentionBlock):
             )
         self.kv_a_layernorm = RMSNorm(rank, config.norm, "kv_a_layernorm", layer_context)
         self.kv_b_proj = layer_context.methods.linear_as_numbers(_kv_b_spec(config, layer_context))
-        self._dtype, self._kernels = layer_context.dtype, layer_context.methods.kernels
+        self._dtype, self._kernels = layer_context.dtype, layer_context.methods.kernels.plain
         v_size = config.num_q_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(v_size, hidden_size, "o_proj", config.bias, layer_context)
 

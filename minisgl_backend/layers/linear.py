@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.layers.norm import Norm, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
@@ -62,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
     def of(self, x: torch.Tensor, *, norm: RMSNorm | None = None, activation: str | None = None) -> torch.Tensor:
         """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return self.method.apply_weights(x, norm_weight=weight, eps=eps, activation=activation)
+        return self.method.apply_weights(x, GemmCall(weight, eps, activation=activation))
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
         """Uninitialised tensor for `into`, [num_tokens, local outputs]."""
@@ -101,4 +102,4 @@ class RowParallelLinear(nn.Module):
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
         rank's partial sum of x @ weight.T."""
-        return self.method.apply_weights(x, residual=added_to)
+        return self.method.apply_weights(x, GemmCall(residual=added_to))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.plain import ExpertChoice
+from minisgl_backend.kernels.moe.contract import ExpertChoice
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.method import LinearOutput, LinearSpec
@@ -17,7 +17,7 @@ class Router(WeightedLayer):
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self._config = config.router
-        self._kernels = layer_context.methods.kernels
+        self._kernels = layer_context.methods.kernels.mixtures
         self._choice = ExpertChoice(
             experts_per_token=config.experts_per_token,
             scores=self._config.scores,

@@ -12,7 +12,7 @@ from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kernels.select import select_kernels, select_ops
 from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers
 from minisgl_backend.kv.latent import KVLayout, LatentLayout
 from minisgl_backend.kv.layout import MHALayout
@@ -85,7 +85,7 @@ def layer_context_of(
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
     ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
-    methods = WeightMethods(formats, select_plain_kernels(ops, device), dtype=dtype, device=device)
+    methods = WeightMethods(formats, select_kernels(ops, device), dtype=dtype, device=device)
     return LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
 
 

@@ -17,12 +17,14 @@ from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
 from minisgl_backend.kernels.linear.choose import LinearKey, layouts_on, linear_chooser
 from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.select import select_kernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.weights import LayerContext
@@ -112,25 +114,13 @@ class _NotedLinear(LinearMethod):
         self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
         self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
         self.bias = torch.empty(spec.shape[0], dtype=dtype, device=META) if spec.bias else None
-        self.apply_weights = self._multiply
 
-    def _multiply(
-        self,
-        x: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        bias = self.bias is not None and self.spec.adds_bias
-        size_out, size_in = self.spec.shape
-        key = LinearKey(
-            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias, residual is not None, activation,
-            block=self.block, second_layout=self.second_layout,
-        )  # fmt: skip
+    def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
+        size_out, _ = self.spec.shape
+        call = call._replace(bias=self.bias if self.spec.adds_bias else None)
+        key = LinearKey.of(x, size_out, call, block=self.block, second_layout=self.second_layout)
         self._notes.linear(self.path, self._format, key)
-        return x.new_empty(len(x), size_out // 2 if activation else size_out)
+        return x.new_empty(len(x), size_out // 2 if call.activation else size_out)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         key = LinearKey(
@@ -213,7 +203,7 @@ class _NotingFactory(MethodFactory):
     specs are checked and changed as at a real start."""
 
     def __init__(self, earnest: MethodFactory, notes: _Notes, scheme: WeightScheme | None) -> None:
-        super().__init__(earnest.plain, notes.dtype, META)
+        super().__init__(earnest.kernels, notes.dtype, META)
         self._earnest, self._notes, self._format = earnest, notes, PLAIN if scheme is None else scheme.format
 
     def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
@@ -225,7 +215,7 @@ class _NotingFactory(MethodFactory):
 
 class _NotingMethods(WeightMethods):
     def __init__(self, formats: QuantizationConfig, notes: _Notes) -> None:
-        super().__init__(formats, TorchPlainKernels(TorchOps()), dtype=notes.dtype, device=META)
+        super().__init__(formats, select_kernels(TorchOps(), META), dtype=notes.dtype, device=META)
         self._notes = notes
 
     def plain_linear(  # type: ignore[override]

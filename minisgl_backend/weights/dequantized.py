@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
 from minisgl_backend.weights.method import LinearMethod
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import PlainLinearMethod
@@ -16,7 +17,7 @@ class DequantizedLinearMethod(LinearMethod):
 
     def __init__(self, stored: LinearMethod, kernels: PlainKernels, dtype: torch.dtype) -> None:
         super().__init__()
-        self.spec, self._kernels, self._dtype = stored.spec, kernels, dtype
+        self.spec, self._plain, self._dtype = stored.spec, kernels, dtype
         self.stored: LinearMethod | None = stored  # whose parts are those of this weight
         self.plain: PlainLinearMethod | None = None  # a module of the model: its kernels are prepared by themselves
 
@@ -26,10 +27,13 @@ class DequantizedLinearMethod(LinearMethod):
             return
         stored.process_weights_after_loading()
         weight = stored.dequantized().to(self._dtype)
-        plain = PlainLinearMethod(self.spec, self._kernels, self._dtype, weight.device, shared=weight)
+        plain = PlainLinearMethod(self.spec, self._plain, self._dtype, weight.device, shared=weight)
         if plain.bias is not None and stored.bias is not None:
             plain.bias.data.copy_(stored.bias)
-        self.stored, self.plain, self.apply_weights = None, plain, plain.apply_weights
+        self.stored, self.plain = None, plain
+
+    def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
+        return self._loaded().apply_weights(x, call)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._loaded().apply_into(x, out)

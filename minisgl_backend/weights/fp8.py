@@ -11,14 +11,14 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, quantize_outputs
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod
@@ -33,20 +33,16 @@ log = logging.getLogger(__name__)
 class Fp8LinearMethod(LinearMethod):
     def __init__(self, spec: LinearSpec, kernels: Fp8Kernels, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.spec, self._kernels = spec, kernels
+        self.spec, self._fp8 = spec, kernels
         outputs, inputs = spec.shape
         self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
         self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
-        bias = self.bias if spec.adds_bias else None
-        self.apply_weights = partial(kernels.linear, weight=self.weight, scale=self.weight_scale, bias=bias)
-
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self.apply_weights(x))
+        self.multiply_by(kernels, Fp8Weight(self.weight, self.weight_scale))
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [Fp8Weight(one.weight, one.weight_scale) for one in alike if isinstance(one, Fp8LinearMethod)]
-        self._kernels.prepare_linear(weights, rows, longest)
+        weights = [one.operand for one in alike if isinstance(one, Fp8LinearMethod)]
+        self._fp8.prepare_linear(weights, rows, longest)
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0
@@ -83,9 +79,11 @@ class Fp8ConvertedExpertsMethod(Fp8ExpertsMethod):
 
 
 class Fp8Factory(MethodFactory):
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
-        super().__init__(plain, dtype, device, parameters)
-        self._kernels = _kernels(plain, device)
+    def __init__(
+        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
+    ) -> None:
+        super().__init__(kernels, dtype, device, parameters)
+        self._fp8, self._mixtures = _kernels(kernels, device)
         self._is_weight_only = parameters is not None and parameters.activations is None
         if self._is_weight_only and device.type == "cuda":
             log.warning(
@@ -96,28 +94,31 @@ class Fp8Factory(MethodFactory):
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         if self.parameters is None:
-            return Fp8LinearMethod(spec, self._kernels, self.dtype, self.device)
-        method = Fp8CheckpointLinearMethod(spec, self.parameters, self._kernels, self.plain, self.dtype, self.device)
+            return Fp8LinearMethod(spec, self._fp8, self.dtype, self.device)
+        method = Fp8CheckpointLinearMethod(
+            spec, self.parameters, self._fp8, self.kernels.plain, self.dtype, self.device
+        )
         if self._is_weight_only and self.device.type == "cpu":
-            return DequantizedLinearMethod(method, self.plain, self.dtype)
+            return DequantizedLinearMethod(method, self.kernels.plain, self.dtype)
         return method
 
     def experts(self, spec: ExpertsSpec) -> Fp8ExpertsMethod:
         if spec.bias:
             raise ConfigError(f"quantization is 'fp8'; allowed for {spec.name}, which have biases: unset")
         if self.parameters is not None:
-            return Fp8CheckpointExpertsMethod(spec, self.parameters, self._kernels, self.plain, self.device)
-        return Fp8ConvertedExpertsMethod(spec, self._kernels, self.plain, self.device)
+            return Fp8CheckpointExpertsMethod(spec, self.parameters, self._mixtures, self.kernels.mixtures, self.device)
+        return Fp8ConvertedExpertsMethod(spec, self._mixtures, self.kernels.mixtures, self.device)
 
 
-def _kernels(plain: PlainKernels, device: torch.device) -> Fp8Kernels:
+def _kernels(kernels: DeviceKernels, device: torch.device) -> tuple[Fp8Kernels, Fp8MixtureKernels]:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-        from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+        from minisgl_backend.kernels.moe.fp8_gpu import TritonFp8MixtureKernels
 
-        if isinstance(plain, TritonPlainKernels):
-            return TritonFp8Kernels(plain, device)
-    return Fp8Kernels(plain.ops)
+        if isinstance(kernels.plain, TritonPlainKernels):
+            return TritonFp8Kernels(kernels.plain, device), TritonFp8MixtureKernels(kernels.plain.ops)
+    return Fp8Kernels(kernels.ops), Fp8MixtureKernels()
 
 
 def _quantized(part: WeightPart, scale: torch.Tensor, first_input: int, inputs: int) -> WeightPart:

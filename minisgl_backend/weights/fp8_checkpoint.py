@@ -10,13 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Kernels, Fp8Weight, dequantize
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.moe.contract import MixtureKernels
+from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod, empty_scales
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec
@@ -27,6 +30,17 @@ from minisgl_backend.weights.schemes.fp8 import Fp8Scheme
 _SCALE_DTYPES = (*PLAIN_DTYPES, torch.float8_e8m0fnu)
 _LEAST_INPUTS = 32  # of a block: what the matrix units multiply at once
 _NUMBERS = 100.0  # standard deviation of random FP8 numbers, of which the largest is 448
+
+
+class _WeightOnly:
+    """Weights become plain numbers in every GEMM: activations have no format."""
+
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype) -> None:
+        self._plain, self._dtype = plain, dtype
+
+    def linear(self, x: torch.Tensor, weight: Fp8Weight, call: GemmCall = BARE) -> torch.Tensor:
+        numbers = dequantize(weight.numbers, weight.scale, weight.block)
+        return self._plain.linear(x, numbers.to(self._dtype), call)
 
 
 class Fp8CheckpointLinearMethod(LinearMethod):
@@ -40,25 +54,20 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.spec, self._scheme, self._plain, self._dtype = spec, scheme, plain, dtype
+        self.spec, self._scheme = spec, scheme
         outputs, inputs = spec.shape
         self.block = _linear_block(spec, scheme.block) if scheme.block is not None else None
         self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
         self.weight_scale = empty_scales(None, (outputs, inputs), self.block, device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
-        self._bias = self.bias if spec.adds_bias else None
         self.input_scale: torch.Tensor | None = None
         self._x_scale: torch.Tensor | None = None
         if scheme.activations == "static":
             self.input_scale = empty_parameter(len(spec.outputs), dtype=torch.float32, device=device)
             self._x_scale = torch.ones((), device=device)
-        self._kernels = kernels
-        self.apply_weights = self._weight_only
-        if scheme.activations is not None:
-            self.apply_weights = partial(
-                kernels.linear, weight=self.weight, scale=self.weight_scale, bias=self._bias, x_scale=self._x_scale,
-                block=self.block,
-            )  # fmt: skip
+        self._fp8 = kernels
+        operand = Fp8Weight(self.weight, self.weight_scale, self._x_scale, self.block)
+        self.multiply_by(_WeightOnly(plain, dtype) if scheme.activations is None else kernels, operand)
 
     def process_weights_after_loading(self) -> None:
         if (
@@ -66,21 +75,13 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         ):  # tensors that are multiplied together have the same input
             self._x_scale.copy_(self.input_scale.max())
 
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self.apply_weights(x))
-
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         if self._scheme.activations is None:
             return
-        self._kernels.prepare_linear(
-            [
-                Fp8Weight(one.weight, one.weight_scale, one._x_scale, one.block)
-                for one in alike
-                if isinstance(one, Fp8CheckpointLinearMethod) and one.block == self.block
-            ],
-            rows,
-            longest,
-        )
+        weights = [
+            one.operand for one in alike if isinstance(one, Fp8CheckpointLinearMethod) and one.block == self.block
+        ]
+        self._fp8.prepare_linear(weights, rows, longest)
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
@@ -106,9 +107,6 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         if self.input_scale is not None:
             self.input_scale.data.fill_(1.0)
 
-    def _weight_only(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._plain.linear(x, weight=self.dequantized().to(self._dtype), bias=self._bias, **options)
-
     def _scale_part(self, output: LinearOutput, row: int) -> WeightPart:
         spec, scheme = self.spec, self._scheme
         name, rows = f"{output.name}.{scheme.scale}", slice(row, row + output.local)
@@ -125,7 +123,12 @@ class Fp8CheckpointLinearMethod(LinearMethod):
 
 class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
     def __init__(
-        self, spec: ExpertsSpec, scheme: Fp8Scheme, kernels: Fp8Kernels, plain: PlainKernels, device: torch.device
+        self,
+        spec: ExpertsSpec,
+        scheme: Fp8Scheme,
+        kernels: Fp8MixtureKernels,
+        mixtures: MixtureKernels,
+        device: torch.device,
     ) -> None:
         blocks = None
         if scheme.block is not None:
@@ -134,7 +137,7 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
                 (math.gcd(outputs, spec.local), inputs),  # up's begin where those of gate end
                 (outputs, inputs if spec.local == spec.intermediate_size else _least(spec.name, inputs, spec.local)),
             )
-        super().__init__(spec, kernels, plain, device, blocks)
+        super().__init__(spec, kernels, mixtures, device, blocks)
         self._scheme = scheme
         self.input_scale: torch.Tensor | None = None
         if scheme.activations == "static":
@@ -211,7 +214,7 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
         of_gate_up, of_down = self._blocks or (None, None)
         gate_up = dequantize(gate_up, gate_up_scale, of_gate_up).to(x.dtype)
         down = dequantize(down, down_scale, of_down).to(x.dtype)
-        return self._plain.moe(x, expert_ids, expert_weights, gate_up, down, residual, self.spec.activation, None)
+        return self._mixtures.moe(x, expert_ids, expert_weights, gate_up, down, residual, self.spec.activation, None)
 
     def _scale_part(self, kind: str, target: torch.Tensor) -> WeightPart:
         spec, scheme, is_down = self.spec, self._scheme, kind == "down_proj"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8_torch import FP8
+from minisgl_backend.kernels.moe.contract import MixtureKernels
+from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.weights.layer import empty_parameter
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec
 
@@ -17,13 +19,13 @@ class ScaledExpertsMethod(ExpertsMethod):
         self,
         spec: ExpertsSpec,
         number: torch.dtype,
-        plain: PlainKernels,
+        mixtures: MixtureKernels,
         device: torch.device,
         blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        """blocks: of gate and up, and of down; see `Fp8Kernels.moe`. None: each output has a scale."""
+        """blocks: of gate and up, and of down; see `Fp8MixtureKernels.moe`. None: each output has a scale."""
         super().__init__()
-        self.spec, self._plain, self._blocks = spec, plain, blocks
+        self.spec, self._mixtures, self._blocks = spec, mixtures, blocks
         experts, local, hidden = spec.num_experts, spec.local, spec.hidden_size
         self.gate_up = empty_parameter(experts, 2 * local, hidden, dtype=number, device=device)
         self.gate_up_scale = empty_scales(experts, (2 * local, hidden), blocks and blocks[0], device)
@@ -41,9 +43,9 @@ class ScaledExpertsMethod(ExpertsMethod):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if norm_weight is not None:
-            x = self._plain.ops.rms_norm(x, norm_weight, eps)
-        spec, logits = self.spec, self._plain.linear(x, router, bias=router_bias)
-        ids, weights = self._plain.route(logits, spec.experts_per_token, spec.renormalize)
+            x = self._mixtures.ops.rms_norm(x, norm_weight, eps)
+        spec, logits = self.spec, self._mixtures.plain.linear(x, router, GemmCall(bias=router_bias))
+        ids, weights = self._mixtures.route(logits, spec.experts_per_token, spec.renormalize)
         return self.apply_experts(x, ids, weights, residual)
 
 
@@ -51,12 +53,12 @@ class Fp8ExpertsMethod(ScaledExpertsMethod):
     def __init__(
         self,
         spec: ExpertsSpec,
-        kernels: Fp8Kernels,
-        plain: PlainKernels,
+        kernels: Fp8MixtureKernels,
+        mixtures: MixtureKernels,
         device: torch.device,
         blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        super().__init__(spec, FP8, plain, device, blocks)
+        super().__init__(spec, FP8, mixtures, device, blocks)
         self._kernels = kernels
         self._x_scales: torch.Tensor | None = None
 

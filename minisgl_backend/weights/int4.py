@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.int4_second import fitting_layouts
 from minisgl_backend.kernels.linear.int4_torch import (
     MIDDLE,
@@ -20,7 +21,8 @@ from minisgl_backend.kernels.linear.int4_torch import (
     padded_inputs,
     unpack,
 )
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.int4_checkpoint import (
     Axis,
     Int4Groups,
@@ -41,12 +43,24 @@ from minisgl_backend.weights.schemes.int4 import Int4Scheme
 _DEVIATION = 4.6  # of a random number of 0 to 15
 
 
+class _Reordered:
+    """Multiplies by weights whose inputs are in another order than those of x."""
+
+    def __init__(self, kernels: Int4Kernels, order: torch.Tensor) -> None:
+        self._kernels, self._order = kernels, order
+
+    def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
+        if call.norm_weight is not None:
+            x, call = self._kernels.ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
+        return self._kernels.linear(x.index_select(1, self._order), weight, call)
+
+
 class Int4LinearMethod(LinearMethod):
     def __init__(
         self, spec: LinearSpec, scheme: Int4Scheme, kernels: Int4Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.spec, self._scheme, self._kernels = spec, scheme, kernels
+        self.spec, self._scheme, self._int4 = spec, scheme, kernels
         self._inputs = Axis(spec.input_size, spec.input_start, spec.local_inputs)
         self._groups = Int4Groups.of(spec.outputs[0].name, scheme, self._inputs)
         outputs, _ = spec.shape
@@ -54,42 +68,22 @@ class Int4LinearMethod(LinearMethod):
             (), outputs, spec.local_inputs, scheme, self._groups, dtype, device
         )
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
-        self._bias = self.bias if spec.adds_bias else None
         self.group_of_input: torch.Tensor | None = None
         if scheme.act_order:
             in_order = groups_in_order(spec.input_size, self._groups.stored, device)
             self.group_of_input = empty_parameter(len(spec.outputs), spec.input_size, dtype=torch.int32, device=device)
             self.group_of_input.data.copy_(in_order.expand_as(self.group_of_input))
         self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
-        self._weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
-        self.second_layouts = fitting_layouts(self._weight)
-
-    def apply_weights(
-        self,
-        x: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        if self._order is not None:
-            if norm_weight is not None:
-                x, norm_weight = self._kernels.ops.rms_norm(x, norm_weight, eps), None
-            x = x.index_select(1, self._order)
-        return self._kernels.linear(
-            x, self._weight, norm_weight=norm_weight, eps=eps, bias=self._bias, residual=residual, activation=activation
-        )
-
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self.apply_weights(x))
+        weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
+        self.multiply_by(kernels, weight)
+        self.second_layouts = fitting_layouts(weight)
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [one._weight for one in alike if isinstance(one, Int4LinearMethod)]
-        self._kernels.prepare_linear(weights, rows, longest)
+        weights = [one.operand for one in alike if isinstance(one, Int4LinearMethod)]
+        self._int4.prepare_linear(weights, rows, longest)
 
     def dequantized(self) -> torch.Tensor:
-        weight = dequantize(self._weight, self.scales.dtype)
+        weight = dequantize(self.operand, self.scales.dtype)
         return weight if self._order is None else weight.index_select(1, self._order.argsort())
 
     def process_weights_after_loading(self) -> None:
@@ -106,14 +100,15 @@ class Int4LinearMethod(LinearMethod):
             self._order = torch.argsort(first, stable=True)
             numbers = unpack(self.words.data, self.spec.local_inputs, self._groups.plane)
             self.words.data.copy_(pack(numbers.index_select(1, self._order), self._groups.plane))
+            self.multiply_by(_Reordered(self._int4, self._order), self.operand)
         self.group_of_input = None
 
     def second_layout_bytes(self) -> int:
-        return self._kernels.second_layout_bytes(self._weight)
+        return self._int4.second_layout_bytes(self.operand)
 
     def add_second_layout(self) -> str | None:
-        second = self._kernels.second_layout(self._weight)
-        self._weight = replace(self._weight, second=second)
+        second = self._int4.second_layout(self.operand)
+        self.multiply_by(self._kernels, replace(self.operand, second=second))
         return None if second is None else second.layout
 
     def weight_parts(self) -> list[WeightPart]:
@@ -156,7 +151,7 @@ class Int4ExpertsMethod(ExpertsMethod):
         self,
         spec: ExpertsSpec,
         scheme: Int4Scheme,
-        kernels: Int4Kernels,
+        kernels: Int4MixtureKernels,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -250,27 +245,31 @@ class Int4ExpertsMethod(ExpertsMethod):
 class Int4Factory(MethodFactory):
     parameters: Int4Scheme
 
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
-        super().__init__(plain, dtype, device, parameters)
-        self._kernels = _kernels(plain, device)
+    def __init__(
+        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
+    ) -> None:
+        super().__init__(kernels, dtype, device, parameters)
+        self._int4, self._mixtures = _kernels(kernels, device)
 
     def linear(self, spec: LinearSpec) -> Int4LinearMethod:
-        return Int4LinearMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
+        return Int4LinearMethod(spec, self.parameters, self._int4, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Int4ExpertsMethod:
         if spec.bias:
             raise ConfigError(f"{spec.name} have biases; allowed with 4-bit weights: experts without")
-        return Int4ExpertsMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
+        return Int4ExpertsMethod(spec, self.parameters, self._mixtures, self.dtype, self.device)
 
 
-def _kernels(plain: PlainKernels, device: torch.device) -> Int4Kernels:
+def _kernels(kernels: DeviceKernels, device: torch.device) -> tuple[Int4Kernels, Int4MixtureKernels]:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
-        from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+        from minisgl_backend.kernels.moe.int4_gpu import TritonInt4MixtureKernels
 
-        if isinstance(plain, TritonPlainKernels):
-            return TritonInt4Kernels(plain, device)
-    return Int4Kernels(plain)
+        if isinstance(kernels.mixtures, TritonMixtureKernels):
+            mixtures = kernels.mixtures
+            return TritonInt4Kernels(mixtures.plain, device), TritonInt4MixtureKernels(mixtures)
+    return Int4Kernels(kernels.plain), Int4MixtureKernels(kernels.mixtures)
 
 
 def _empty(

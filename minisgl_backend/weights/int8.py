@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.int8 import Int8Kernels, Int8Weight
+from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.moe.int8 import moe
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.fp8_checkpoint import scale_part
 from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
@@ -30,20 +30,16 @@ class Int8LinearMethod(LinearMethod):
         self, spec: LinearSpec, scheme: Int8Scheme, kernels: Int8Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.spec, self._scheme, self._kernels = spec, scheme, kernels
+        self.spec, self._scheme, self._int8 = spec, scheme, kernels
         outputs, inputs = spec.shape
         self.weight = empty_parameter(outputs, inputs, dtype=torch.int8, device=device)
         self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
-        bias = self.bias if spec.adds_bias else None
-        self.apply_weights = partial(kernels.linear, weight=self.weight, scale=self.weight_scale, bias=bias)
-
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self.apply_weights(x))
+        self.multiply_by(kernels, Int8Weight(self.weight, self.weight_scale))
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [Int8Weight(one.weight, one.weight_scale) for one in alike if isinstance(one, Int8LinearMethod)]
-        self._kernels.prepare_linear(weights, rows, longest)
+        weights = [one.operand for one in alike if isinstance(one, Int8LinearMethod)]
+        self._int8.prepare_linear(weights, rows, longest)
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
@@ -68,8 +64,8 @@ class Int8LinearMethod(LinearMethod):
 
 
 class Int8ExpertsMethod(ScaledExpertsMethod):
-    def __init__(self, spec: ExpertsSpec, scheme: Int8Scheme, plain: PlainKernels, device: torch.device) -> None:
-        super().__init__(spec, torch.int8, plain, device)
+    def __init__(self, spec: ExpertsSpec, scheme: Int8Scheme, mixtures: MixtureKernels, device: torch.device) -> None:
+        super().__init__(spec, torch.int8, mixtures, device)
         self._scheme = scheme
 
     def apply_experts(
@@ -104,12 +100,14 @@ class Int8ExpertsMethod(ScaledExpertsMethod):
 
 
 class Int8Factory(MethodFactory):
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
-        super().__init__(plain, dtype, device, parameters)
-        self._kernels = Int8Kernels(plain, device)
+    def __init__(
+        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
+    ) -> None:
+        super().__init__(kernels, dtype, device, parameters)
+        self._int8 = Int8Kernels(kernels.plain, device)
 
     def linear(self, spec: LinearSpec) -> Int8LinearMethod:
-        return Int8LinearMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
+        return Int8LinearMethod(spec, self.parameters, self._int8, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Int8ExpertsMethod:
         if spec.bias:
@@ -119,4 +117,4 @@ class Int8Factory(MethodFactory):
                 f"the checkpoint has {spec.name} in INT8; allowed for experts on this GPU, whose compute capability is "
                 f"below {EXPERTS_CAPABILITY[0]}.{EXPERTS_CAPABILITY[1]}: plain weights"
             )
-        return Int8ExpertsMethod(spec, self.parameters, self.plain, self.device)
+        return Int8ExpertsMethod(spec, self.parameters, self.kernels.mixtures, self.device)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.layer import WeightedLayer
 
 
@@ -61,44 +62,51 @@ class ExpertsSpec:
     activation: str  # layers.config.Activation
     bias: bool = False  # of gate, up and down
     adds_bias: bool = True  # of down; False: another rank does, and the ranks' results are summed
-    renormalize: bool  # see `PlainKernels.route`
+    renormalize: bool  # see `MixtureKernels.route`
 
 
-class ApplyWeights(Protocol):
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor: ...
+class Multiplies(Protocol):
+    """What multiplies by the weights of a format: its kernels on one device."""
+
+    def linear(self, x: torch.Tensor, weight: Any, call: GemmCall = BARE) -> torch.Tensor: ...
 
 
 class LinearMethod(WeightedLayer, ABC):
     """One linear weight and how it is multiplied with. Its constructor takes a `LinearSpec` and makes the parameters,
     which `weight_parts` then names.
-
-    apply_weights: epilogue(norm(x) @ weight.T + bias), x [num_tokens, local inputs] -> [num_tokens, local outputs].
-    norm_weight [local inputs]: RMSNorm of x with `eps` first. residual [num_tokens, local outputs] is added to the
-    result and may be overwritten. activation (layers.config.Activation): the weight holds gate rows, then as many up
-    rows; the result is activation(gate) * up, half as wide; not together with residual.
     """
 
     spec: LinearSpec
-    apply_weights: ApplyWeights
+    operand: Any  # see `multiply_by`
+    _kernels: Multiplies
+    _added_bias: torch.Tensor | None
     bias: torch.Tensor | None
     block: tuple[int, int] | None = None  # outputs and inputs with one scale, as this rank has them: see `LinearKey`
     second_layouts: tuple[str, ...] = ()  # of libraries' kernels, that such a weight can be held in as well
 
+    def multiply_by(self, kernels: Multiplies, operand: Any) -> None:
+        """From now on, `apply_weights` is `kernels.linear` with this operand: the weight as its format has it."""
+        # Plain attributes: a module's own look-up takes longer, and a tensor here is no parameter of its own.
+        bias = self.bias if self.spec.adds_bias else None
+        self.__dict__.update(_kernels=kernels, operand=operand, _added_bias=bias)
+
+    def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
+        """epilogue(norm(x) @ weight.T + bias), x [num_tokens, local inputs] -> [num_tokens, local outputs].
+
+        call: see `GemmCall`; its bias is the weight's own, and not the caller's to give. With an activation the
+        weight holds gate rows, then as many up rows, and the result is half as wide.
+        """
+        if self._added_bias is not None:
+            call = GemmCall(call.norm_weight, call.eps, self._added_bias, call.residual, call.activation)
+        return self._kernels.linear(x, self.operand, call)
+
     def process_weights_after_loading(self) -> None:
         """Called once, when all parameters are filled: to repack them, or to derive others."""
 
-    @abstractmethod
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """`apply_weights` without norm and epilogue into out [num_tokens, local outputs], whose rows may be further
         apart, and which may lie in another GPU's memory."""
+        out.copy_(self.apply_weights(x))
 
     def dequantized(self) -> torch.Tensor:
         """The weight [outputs, inputs] of this rank as plain numbers, once it is loaded; not of all methods."""
@@ -137,7 +145,7 @@ class ExpertsMethod(WeightedLayer, ABC):
         expert_weights: torch.Tensor,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, plus `residual` where given; see `PlainKernels.moe`.
+        """The weighted sum of each token's experts, plus `residual` where given; see `MixtureKernels.moe`.
 
         expert_ids int64 and expert_weights, both [num_tokens, experts_per_token].
         """
@@ -182,10 +190,12 @@ class ExpertsMethod(WeightedLayer, ABC):
 class MethodFactory(ABC):
     """Makes the methods of one format, which share what is one a device (vLLM's `QuantizationConfig`)."""
 
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
-        """dtype: of the model, its activations and its plain weights, whose kernels are `plain`. parameters: what the
+    def __init__(
+        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
+    ) -> None:
+        """dtype: of the model, its activations and its plain weights, whose kernels are `kernels`. parameters: what the
         format's reader made of the checkpoint's quantization_config; None: weights are converted while they load."""
-        self.plain, self.dtype, self.device, self.parameters = plain, dtype, device, parameters
+        self.kernels, self.dtype, self.device, self.parameters = kernels, dtype, device, parameters
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearMethod: ...

@@ -6,8 +6,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.plain import PlainKernels
-from minisgl_backend.kernels.select import select_plain_kernels
+from minisgl_backend.kernels.select import DeviceKernels, select_kernels
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
@@ -20,21 +19,21 @@ class WeightMethods:
     """The methods of one model's weights on one device. Formats that no module has are not imported."""
 
     def __init__(
-        self, config: QuantizationConfig, plain: PlainKernels, *, dtype: torch.dtype, device: torch.device
+        self, config: QuantizationConfig, kernels: DeviceKernels, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """dtype: of the model. plain: kernels of weights in it."""
-        self._config, self._plain, self._dtype, self._device = config, plain, dtype, device
-        self._factories: dict[WeightScheme | None, MethodFactory] = {None: PlainFactory(plain, dtype, device)}
+        """dtype: of the model. kernels: of weights in it."""
+        self._config, self._kernels, self._dtype, self._device = config, kernels, dtype, device
+        self._factories: dict[WeightScheme | None, MethodFactory] = {None: PlainFactory(kernels, dtype, device)}
 
     @classmethod
     def all_plain(cls, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> WeightMethods:
         """Of a model without any other format."""
-        return cls(QuantizationConfig(), select_plain_kernels(ops, device), dtype=dtype, device=device)
+        return cls(QuantizationConfig(), select_kernels(ops, device), dtype=dtype, device=device)
 
     @property
-    def kernels(self) -> PlainKernels:
+    def kernels(self) -> DeviceKernels:
         """Of tensors in the model's number format."""
-        return self._plain
+        return self._kernels
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """By the paths of its outputs. Raises ConfigError where these are to have several formats in one weight."""
@@ -57,7 +56,7 @@ class WeightMethods:
             )
         if isinstance(method, DequantizedLinearMethod):
             return method
-        return DequantizedLinearMethod(method, self._plain, self._dtype)
+        return DequantizedLinearMethod(method, self._kernels.plain, self._dtype)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return self._factory(self._config.scheme_of(spec.name)).experts(spec)
@@ -67,10 +66,10 @@ class WeightMethods:
     ) -> PlainLinearMethod:
         """Of what is plain in every model: LM head, router. shared: see `PlainLinearMethod`. dtype: where it is not
         the model's."""
-        return PlainLinearMethod(spec, self._plain, dtype or self._dtype, self._device, shared)
+        return PlainLinearMethod(spec, self._kernels.plain, dtype or self._dtype, self._device, shared)
 
     def _factory(self, scheme: WeightScheme | None) -> MethodFactory:
         if scheme is not None and scheme not in self._factories:
             made = load_attribute(WEIGHT_FORMATS[scheme.format].factory)
-            self._factories[scheme] = made(self._plain, self._dtype, self._device, scheme.parameters)
+            self._factories[scheme] = made(self._kernels, self._dtype, self._device, scheme.parameters)
         return self._factories[scheme]

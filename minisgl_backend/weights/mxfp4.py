@@ -14,7 +14,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.moe.mxfp4_torch import BLOCK, BLOCK_BYTES, Mxfp4Kernels
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.layer import empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
@@ -114,10 +114,10 @@ class Mxfp4Factory(MethodFactory):
     """Of a checkpoint: weights are not converted to MXFP4 while they load."""
 
     def __init__(
-        self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: object = None
+        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: object = None
     ) -> None:
-        super().__init__(plain, dtype, device, parameters)
-        self._kernels = _kernels(plain, device)
+        super().__init__(kernels, dtype, device, parameters)
+        self._kernels = _kernels(kernels, device)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         raise ConfigError(
@@ -155,11 +155,11 @@ def _part(
     return WeightPart(name=name, shape=shape, target=target, dim=dim, start=start, experts=True, dtypes=dtypes)
 
 
-def _kernels(plain: PlainKernels, device: torch.device) -> Mxfp4Kernels:
+def _kernels(kernels: DeviceKernels, device: torch.device) -> Mxfp4Kernels:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
         from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
-        from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-        if isinstance(plain, TritonPlainKernels):
-            return TritonMxfp4Kernels(plain)
-    return Mxfp4Kernels(plain)
+        if isinstance(kernels.mixtures, TritonMixtureKernels):
+            return TritonMxfp4Kernels(kernels.mixtures)
+    return Mxfp4Kernels(kernels.mixtures)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.weights.layer import empty_parameter
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
@@ -24,18 +24,17 @@ class PlainLinearMethod(LinearMethod):
     ) -> None:
         """shared: a weight [outputs, inputs] that another layer owns and loads (tied embeddings)."""
         super().__init__()
-        self.spec, self._kernels = spec, kernels
+        self.spec, self._plain = spec, kernels
         if shared is None:
             self.weight = empty_parameter(*spec.shape, dtype=dtype, device=device)
         else:
             self.__dict__["weight"] = shared  # a plain attribute, and no parameter of its own
         self._is_shared = shared is not None
         self.bias = empty_parameter(spec.shape[0], dtype=dtype, device=device) if spec.bias else None
-        bias = self.bias if spec.adds_bias else None
-        self.apply_weights = partial(kernels.linear, weight=self.weight, bias=bias)  # parameters are filled in place
+        self.multiply_by(kernels, self.weight)  # parameters are filled in place
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._kernels.linear_into(x, self.weight, out)
+        self._plain.linear_into(x, self.weight, out)
         if self.bias is not None and self.spec.adds_bias:
             out += self.bias
 
@@ -46,7 +45,7 @@ class PlainLinearMethod(LinearMethod):
         # A GEMM with a bias stays with torch, which adds it on the way.
         weights = [one.weight for one in alike if isinstance(one, PlainLinearMethod) and one.bias is None]
         if weights:
-            self._kernels.prepare_linear(weights, rows, longest)
+            self._plain.prepare_linear(weights, rows, longest)
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0
@@ -62,10 +61,10 @@ class PlainLinearMethod(LinearMethod):
 
 class PlainFactory(MethodFactory):
     def linear(self, spec: LinearSpec) -> PlainLinearMethod:
-        return PlainLinearMethod(spec, self.plain, self.dtype, self.device)
+        return PlainLinearMethod(spec, self.kernels.plain, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> PlainExpertsMethod:
-        return PlainExpertsMethod(spec, self.plain, self.dtype, self.device)
+        return PlainExpertsMethod(spec, self.kernels.mixtures, self.dtype, self.device)
 
 
 def linear_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
@@ -92,7 +91,7 @@ def bias_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
 class PlainExpertsMethod(ExpertsMethod):
     """All experts of a layer are in two weights."""
 
-    def __init__(self, spec: ExpertsSpec, kernels: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ExpertsSpec, kernels: MixtureKernels, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self._kernels = spec, kernels
         self.gate_up = empty_parameter(spec.num_experts, 2 * spec.local, spec.hidden_size, dtype=dtype, device=device)

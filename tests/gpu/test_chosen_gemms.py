@@ -84,7 +84,8 @@ def test_an_algorithm_of_another_library_is_not_used(tmp_path):
 
 
 def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ops = TritonPlainKernels(TritonOps(DEVICE), DEVICE)
@@ -119,7 +120,8 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
 
 def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
     """As ranks write their columns of logits: of 151,936 tokens the second half begins at a multiple of 128 bytes."""
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ops, size_out, size_in = TritonPlainKernels(TritonOps(DEVICE), DEVICE), 75968, 1024

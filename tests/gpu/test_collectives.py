@@ -121,7 +121,8 @@ def test_sums_are_those_of_nccl(size: int, hidden: int, dtype: torch.dtype) -> N
 
 def races(tp: Any, device: torch.device, sleeper: int) -> None:
     """Captured chains of a product and a sum, in any order, with eager sums between, while one rank is late."""
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     hidden, dtype = 1024, torch.bfloat16
     torch.manual_seed(3)

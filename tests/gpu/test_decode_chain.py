@@ -54,7 +54,8 @@ class Layers:
     def __init__(self, heads: Heads, dtype: torch.dtype, batch: int, *, pdl: bool) -> None:
         from minisgl_backend.kernels.attention.decode import DecodeWorkspace
         from minisgl_backend.kernels.device_facts import DeviceFacts
-        from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+        from minisgl_backend.kernels.triton_ops import TritonOps
 
         def weight(rows: int, columns: int) -> torch.Tensor:
             return (torch.randn(rows, columns, device="cuda") / columns**0.5).to(dtype)

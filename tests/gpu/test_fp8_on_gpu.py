@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, dequantize, quantize_outputs
+from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 def kernels() -> Any:
     from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     return TritonFp8Kernels(TritonPlainKernels(TritonOps(device), device), device)
@@ -114,7 +116,7 @@ def test_experts_in_blocks(tokens: int) -> None:
     gate_up = in_blocks(torch.randn(experts, 2 * size, hidden, device="cuda") * 0.05, blocks[0])
     down = in_blocks(torch.randn(experts, hidden, size, device="cuda") * 0.05, blocks[1])
     given = (x, ids, shares, *gate_up, *down, None, "silu", None, blocks)
-    assert relative(kernels().moe(*given), Fp8Kernels(TorchOps()).moe(*given)) < 2e-2
+    assert relative(kernels().moe(*given), Fp8MixtureKernels().moe(*given)) < 2e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
@@ -126,7 +128,7 @@ def test_experts(tokens: int) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = quantize_outputs(torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05)
     down = quantize_outputs(torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05)
-    expected = Fp8Kernels(TorchOps()).moe(x, ids, shares, *gate_up, *down)
+    expected = Fp8MixtureKernels().moe(x, ids, shares, *gate_up, *down)
     assert relative(kernels().moe(x, ids, shares, *gate_up, *down), expected) < 2e-2
 
 

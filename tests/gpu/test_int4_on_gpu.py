@@ -15,7 +15,10 @@ from minisgl_backend.kernels.linear.int4_repack import words_by_output
 from minisgl_backend.kernels.linear.int4_second import LAYOUTS
 from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight, dequantize
 from minisgl_backend.kernels.linear.marlin import Marlin
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.unit.kernels.int4_weights import random_weight, relative
 from tests.unit.kernels.marlin_reference import MarlinReference
 
@@ -27,7 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 def kernels() -> Any:
     from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     return TritonInt4Kernels(TritonPlainKernels(TritonOps(device), device), device)
@@ -88,7 +92,9 @@ def test_experts(tokens: int, zeros: bool) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = random_weight(experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
     down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
-    expected = Int4Kernels(TorchPlainKernels(TorchOps())).moe(x.float(), ids, shares, gate_up, down)
+    expected = Int4MixtureKernels(TorchMixtureKernels(TorchPlainKernels(TorchOps()))).moe(
+        x.float(), ids, shares, gate_up, down
+    )
     assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
 
 

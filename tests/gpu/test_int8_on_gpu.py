@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear import int8
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.moe import int8 as moe_int8
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,7 +38,7 @@ def test_experts(tokens: int) -> None:
         numbers, scales = int8.quantize_tokens(weight.flatten(0, 1))
         weights += [numbers.view(weight.shape), scales.view(weight.shape[:2])]
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), 4, True)
+    ids, shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(torch.randn(tokens, experts), 4, True)
     given = (x, ids, shares, *weights, residual)
     found = moe_int8.moe(*(one.cuda() for one in given)).cpu()
     expected = moe_int8.moe(*given)

@@ -20,7 +20,8 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
 def triton_kernels(dependent_launch=True):
     """Of plain weights. dependent_launch: where the device has it."""
     from minisgl_backend.kernels.device_facts import DeviceFacts
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     facts = DeviceFacts.of(device)
@@ -183,9 +184,11 @@ def test_gated_products_of_many_rows(rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.ops import QKNormRope
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.triton_ops import TritonOps
     from minisgl_backend.kv.layout import LayerKV
 
     torch.manual_seed(rows)
@@ -219,8 +222,10 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
 def test_moe_matches_torch(tokens, tma, biased):
     """biased: as in gpt-oss, with its activation."""
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe import grouped, grouped_tma
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = 32, 4, 512, 192
@@ -231,7 +236,7 @@ def test_moe_matches_torch(tokens, tma, biased):
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
     biases = (torch.randn(experts, 2 * size, device="cuda").bfloat16(), torch.randn_like(down[..., 0]))
     activation = "swiglu_oai" if biased else "silu"
-    ref = TorchPlainKernels(TorchOps()).moe(
+    ref = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(
         x.double(), ids, weights.double(), gate_up.double(), down.double(), activation=activation,
         biases=(biases[0].double(), biases[1].double()) if biased else None,
     )  # fmt: skip
@@ -247,7 +252,9 @@ def test_moe_matches_torch(tokens, tma, biased):
 @pytest.mark.parametrize("biased", [False, True])
 def test_mixture_matches_torch(tokens, dtype, biased):
     """biased: gpt-oss-20b, with its activation; else Qwen3-30B-A3B."""
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = (32, 4, 2880, 2880) if biased else (128, 8, 2048, 768)
@@ -266,7 +273,7 @@ def test_mixture_matches_torch(tokens, dtype, biased):
         inner, outer = (torch.randn(experts, size, device="cuda").to(dtype) for size in (2 * size, hidden))
         more |= {"router_bias": torch.rand(experts, device="cuda").to(dtype), "biases": (inner, outer)}
         more["activation"] = "swiglu_oai"
-    ops, reference = triton_kernels(), TorchPlainKernels(TorchOps()).mixture(*arguments, **more)
+    ops, reference = triton_kernels(), TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(*arguments, **more)
     for _ in range(3):  # each launch may overlap the one before
         assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
 
@@ -307,7 +314,8 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_router_beside_the_product_before_matches_torch(renormalize):
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(0)
     experts, k, hidden, size_in, size = 128, 8, 2048, 4096, 768
@@ -364,13 +372,17 @@ def test_routers_that_start_early_see_what_was_written_before():
 
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe.grouped import route
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
 
     logits = torch.randn(300, experts, device="cuda")
     for renormalize in (True, False):
         ids, weights = route(logits, 8, renormalize)
-        expected_ids, expected_weights = TorchPlainKernels(TorchOps()).route(logits, 8, renormalize)
+        expected_ids, expected_weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(
+            logits, 8, renormalize
+        )
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
     ids, _ = route(torch.full_like(logits, float("nan")), 8, True)
@@ -378,15 +390,19 @@ def test_route_matches_torch(experts):
 
 
 def test_choice_of_experts_matches_torch():
+    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+    from minisgl_backend.kernels.moe.contract import ExpertChoice
+    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
     from minisgl_backend.kernels.moe.score_router import choose_experts
-    from minisgl_backend.kernels.plain import ExpertChoice
-    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.torch_ops import TorchOps
 
     groups = {"num_groups": 8, "groups_per_token": 4, "scaling": 2.5}
     for experts, more in ((256, groups), (160, groups), (384, {})):
         choice = ExpertChoice(experts_per_token=8, scores="sigmoid", **more)
         logits, bias = torch.randn(300, experts, device="cuda"), torch.randn(experts, device="cuda")
         ids, shares = choose_experts(logits, choice, bias)
-        expected_ids, expected_shares = TorchPlainKernels(TorchOps()).choose_experts(logits, choice, bias)
+        expected_ids, expected_shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).choose_experts(
+            logits, choice, bias
+        )
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(shares, expected_shares)

@@ -14,7 +14,8 @@ import torch
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.linear.int8 import Int8Kernels, Int8Weight
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as to_int8
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +66,8 @@ def int8_weights() -> list[Int8Weight]:
 def kernels(weight_format: str) -> tuple[Any, Any, list[Any]]:
     """Ours, their reference, and weights."""
     from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     plain = TritonPlainKernels(TritonOps(device), device)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.moe.mxfp4_torch import Mxfp4Kernels, Weight
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +32,9 @@ def weight(rows: int, columns: int) -> Weight:
 @pytest.mark.parametrize("size", [2880, 1440, 704])
 def test_mixture(size: int, dtype: torch.dtype) -> None:
     """Every way of multiplying. Each token's experts stand far above the others: no rounding changes who is picked."""
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     torch.manual_seed(size)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from minisgl_backend.attention.mha import BACKENDS
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.attention.registry import create_attention, import_failure
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.gpu.test_attention_backends import Cache, error
 from tests.specs import one_group
@@ -95,7 +97,8 @@ def test_decode_with_rope(batch: int, dim: int, soft_cap: float | None, sinks: b
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 4, 30, 200])
 def test_activations(rows: int, activation: str) -> None:
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     ops = TritonPlainKernels(TritonOps(device), device)
@@ -113,7 +116,12 @@ def test_activations(rows: int, activation: str) -> None:
         found = ops.mixture(x, router, gate_up, down, 2, True, activation=activation)
         weights = (router.float(), gate_up.float(), down.float())
         assert (
-            error(found, TorchPlainKernels(TorchOps()).mixture(x.float(), *weights, 2, True, activation=activation))
+            error(
+                found,
+                TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(
+                    x.float(), *weights, 2, True, activation=activation
+                ),
+            )
             < 3e-2
         )
 

@@ -9,9 +9,11 @@ import torch
 
 from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_LANES, LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
 
@@ -72,28 +74,14 @@ class CpuPlainKernels(TorchPlainKernels):
         self._library = ops.library
         self._linear_kernel = linear_chooser(PLAIN, DeviceFacts.cpu()).kernel
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        rows, size = x.shape
-        if norm_weight is not None and norm_weight.dtype != x.dtype:
-            x, norm_weight = self.ops.rms_norm(x, norm_weight, eps), None
-        gated = activation is not None
-        kernel = self._linear_kernel(
-            LinearKey.of(x, len(weight), norm_weight=norm_weight, bias=bias, residual=residual, activation=activation)
-        )
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
+        if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
+            x, call = self.ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
+        norm_weight, eps, bias, residual, activation = call
+        (rows, size), gated = x.shape, activation is not None
+        kernel = self._linear_kernel(LinearKey.of(x, len(weight), call))
         if kernel != "cpu" or not _are_plain(x, weight, norm_weight, bias, residual):
-            return super().linear(
-                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
-            )
+            return super().linear(x, weight, call)
         outputs = len(weight) // 2 if gated else len(weight)
         out = torch.empty((rows, outputs), dtype=x.dtype)
         self._library.minisgl_linear(

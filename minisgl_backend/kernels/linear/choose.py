@@ -30,6 +30,7 @@ import torch
 from minisgl_backend.kernels.candidate import PLAIN, REMEMBERED, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
 from minisgl_backend.kernels.linear import machete_tiles
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # size of a gated weight from which on our kernel, fused with the activation only, is faster
@@ -84,19 +85,15 @@ class LinearKey(NamedTuple):
         cls,
         x: torch.Tensor,
         size_out: int,
-        *,
-        norm_weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str | None,
+        call: GemmCall,
         block: tuple[int, int] | None = None,
         second_layout: str | None = None,
     ) -> LinearKey:
-        """The key of a call of `PlainKernels.linear` with a weight of size_out outputs."""
+        """The key of a call with a weight of size_out outputs."""
         rows, size_in = x.shape
         return cls(
-            rows, size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-            activation, x.stride(1) == 1, block=block, second_layout=second_layout,
+            rows, size_out, size_in, x.dtype, call.norm_weight is not None, call.bias is not None,
+            call.residual is not None, call.activation, x.stride(1) == 1, block=block, second_layout=second_layout,
         )  # fmt: skip
 
     @property

@@ -29,14 +29,15 @@ from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear import sgl
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.epilogue import leave_part, store_outputs, sum_of_parts
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight
+from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
-from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
 # Rows are padded to a multiple of this: some other numbers cuBLAS refuses, and CUTLASS copies its input for.
 _MULTIPLES = {"scaled_mm_blocks": 16, "sgl_scaled_mm_blocks": 16}
@@ -58,52 +59,22 @@ class TritonFp8Kernels(Fp8Kernels):
         self._num_sms = facts.multiprocessors
         self._chooser = linear_chooser("fp8", facts)
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        x_scale: torch.Tensor | None = None,
-        block: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Fp8Weight, call: GemmCall = BARE) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        size_out = len(weight)
+        size_out = len(weight.numbers)
         if len(x) == 0:
-            return x.new_empty((0, size_out // 2 if activation else size_out)) if residual is None else residual
-        key = LinearKey.of(
-            x, size_out, norm_weight=norm_weight, bias=bias, residual=residual, activation=activation, block=block
-        )
-        return self.multiply(
-            self._chooser.kernel(key), x, Fp8Weight(weight, scale, x_scale, block), norm_weight=norm_weight, eps=eps,
-            bias=bias, residual=residual, activation=activation,
-        )  # fmt: skip
+            out = x.new_empty((0, size_out // 2 if call.activation else size_out))
+            return out if call.residual is None else call.residual
+        key = LinearKey.of(x, size_out, call, block=weight.block)
+        return self.multiply(self._chooser.kernel(key), x, weight, call)
 
-    def multiply(
-        self,
-        kernel: str,
-        x: torch.Tensor,
-        weight: Fp8Weight,
-        *,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
+    def multiply(self, kernel: str, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
         """See `measured.Multiply`."""
         pdl = self._plain.ops.pdl(x)
-        numbers, scale, x_scale, block = weight
         if kernel == "fp8_few_rows":
-            return linear(
-                x, numbers, scale, self._plain.workspace, norm_weight=norm_weight, eps=eps, bias=bias,
-                residual=residual, activation=activation, x_scale=x_scale, block=block, num_sms=self._num_sms, pdl=pdl,
-            )  # fmt: skip
+            return linear(x, weight, self._plain.workspace, call, num_sms=self._num_sms, pdl=pdl)
+        norm_weight, eps, bias, residual, activation = call
+        numbers, scale, x_scale, block = weight
         if block is None:
             x8, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
         else:
@@ -134,27 +105,6 @@ class TritonFp8Kernels(Fp8Kernels):
         self._plain.kernel_tuner.tune(
             self._chooser, self.multiply, weights, numbers.nbytes, (numbers.shape[0], numbers.shape[1]), rows, longest
         )
-
-    def moe(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        gate_up_scale: torch.Tensor,
-        down: torch.Tensor,
-        down_scale: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-        x_scales: torch.Tensor | None = None,
-        blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
-    ) -> torch.Tensor:
-        from minisgl_backend.kernels.moe.fp8 import moe  # that module imports this one
-
-        return moe(
-            x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale, residual, activation, x_scales,
-            blocks, pdl=self._plain.moe_pdl(x),
-        )  # fmt: skip
 
 
 def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -225,24 +175,19 @@ def linear_shape(
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
+    weight: Fp8Weight,
     workspace: LinearWorkspace,
+    call: GemmCall = BARE,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
-    x_scale: torch.Tensor | None = None,
-    block: tuple[int, int] | None = None,
     shape: LinearShape | None = None,
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `Fp8Kernels.linear`; for few rows, see choose.py."""
+    norm_weight, eps, bias, residual, activation = call
+    weight_numbers, scale, x_scale, block = weight
     gated, (rows, size_in) = activation is not None, x.shape
-    size_out = len(weight) // 2 if gated else len(weight)
+    size_out = len(weight_numbers) // 2 if gated else len(weight_numbers)
     block_out, block_in = block or (0, 0)
     shape = shape or linear_shape(
         rows, size_out, size_in, gated, num_sms, shared_memory(x.device), None if block is None else block_in
@@ -257,7 +202,7 @@ def linear(
     part = cdiv(cdiv(size_in, split), shape.tile_in) * shape.tile_in
     split = cdiv(size_in, part)
     _linear_kernel[(cdiv(size_out, shape.tile_out), split)](
-        numbers, scales, weight, scale, x if bias is None else bias, x if residual is None else residual, out,
+        numbers, scales, weight_numbers, scale, x if bias is None else bias, x if residual is None else residual, out,
         workspace.partial, workspace.counters, rows, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=padded, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,

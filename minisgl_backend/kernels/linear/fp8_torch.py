@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.torch_ops import activate_mul
 
@@ -65,43 +66,27 @@ def _scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Fp8Weight(NamedTuple):
-    """Arguments of `Fp8Kernels.linear` that describe a weight."""
+    """A weight, and how activations are quantized for it."""
 
-    numbers: torch.Tensor  # there: weight
-    scale: torch.Tensor
-    x_scale: torch.Tensor | None = None
+    numbers: torch.Tensor  # FP8 [size_out, size_in]
+    scale: torch.Tensor  # float32 [size_out], or [blocks of outputs, blocks of inputs]
+    x_scale: torch.Tensor | None = None  # one float32 number for all activations; None: one per token
+    # Outputs and inputs that share a scale; activations then have one for each token and block of inputs.
     block: tuple[int, int] | None = None
 
 
 class Fp8Kernels:
-    """GEMMs and experts with FP8 weights, by torch. Made for each model; all its FP8 weights hold it."""
+    """GEMMs with FP8 weights, by torch. Made for each model; all its FP8 weights hold it."""
 
     def __init__(self, ops: Ops) -> None:
         """ops: of the same device."""
         self.ops = ops
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        x_scale: torch.Tensor | None = None,
-        block: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """As `PlainKernels.linear`: weight FP8 [size_out, size_in], scale float32 [size_out].
-
-        x_scale: one float32 number for all activations; None: one per token. block: outputs and inputs that share a
-        scale, which is then [blocks of outputs, blocks of inputs]; activations have one for each token and block.
-        """
+    def linear(self, x: torch.Tensor, weight: Fp8Weight, call: GemmCall = BARE) -> torch.Tensor:
+        norm_weight, eps, bias, residual, activation = call
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        out = _gemm(x, weight, scale, x_scale, block)
+        out = quantized_gemm(x, weight)
         if bias is not None:
             out += bias.float()
         if activation is not None:
@@ -113,53 +98,16 @@ class Fp8Kernels:
     def prepare_linear(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int) -> None:
         """As `PlainKernels.prepare_linear`."""
 
-    def moe(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        gate_up_scale: torch.Tensor,
-        down: torch.Tensor,
-        down_scale: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-        x_scales: torch.Tensor | None = None,
-        blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
-    ) -> torch.Tensor:
-        """As `PlainKernels.moe`: weights FP8 as there, scales float32 [num_experts, outputs]. The implementation in
-        torch synchronises with the device.
 
-        x_scales: float32 [2], for all activations before gate_up, and before down. blocks: of gate_up, and of down; see
-        `linear`.
-        """
-        before, between = x_scales if x_scales is not None else (None, None)
-        of_gate_up, of_down = blocks or (None, None)
-        out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
-        for expert in expert_ids.unique().tolist():
-            tokens, choices = torch.where(expert_ids == expert)
-            gate_and_up = _gemm(x[tokens], gate_up[expert], gate_up_scale[expert], before, of_gate_up)
-            activated = activate_mul(gate_and_up, activation).to(x.dtype)
-            out[tokens, choices] = _gemm(activated, down[expert], down_scale[expert], between, of_down)
-        summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
-        return (summed if residual is None else summed + residual.float()).to(x.dtype)
-
-
-def _gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    block: tuple[int, int] | None,
-) -> torch.Tensor:
-    """Quantizes x [num_tokens, size_in], and multiplies it by FP8 weight [size_out, size_in]: float32 [num_tokens,
-    size_out]."""
+def quantized_gemm(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """Quantizes x [num_tokens, size_in], and multiplies it by the weight: float32 [num_tokens, size_out]."""
+    numbers, scale, x_scale, block = weight
     if block is not None:
-        numbers, scales = quantize_groups(x, block[1])
+        tokens, scales = quantize_groups(x, block[1])
         scales = scales.repeat_interleave(block[1], 1)[:, : x.shape[1]]
-        return F.linear(numbers * scales, dequantize(weight, scale, block))
+        return F.linear(tokens * scales, dequantize(numbers, scale, block))
     if x_scale is not None:
-        numbers = (x.float() / x_scale).clamp(-LARGEST, LARGEST).to(FP8).float()
-        return F.linear(numbers, weight.float()) * x_scale * scale
-    numbers, scales = quantize_tokens(x)
-    return F.linear(numbers, weight.float()) * scales.unsqueeze(1) * scale
+        tokens = (x.float() / x_scale).clamp(-LARGEST, LARGEST).to(FP8).float()
+        return F.linear(tokens, numbers.float()) * x_scale * scale
+    tokens, scales = quantize_tokens(x)
+    return F.linear(tokens, numbers.float()) * scales.unsqueeze(1) * scale

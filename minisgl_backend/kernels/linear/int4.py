@@ -18,6 +18,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.launch import cdiv, pdl_options
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
@@ -84,15 +85,14 @@ def linear(
     x: torch.Tensor,
     weight: Int4Weight,
     workspace: LinearWorkspace,
+    call: GemmCall = BARE,
     *,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
     shape: Int4Shape | None = None,
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """epilogue(x @ weight.T): as `Int4Kernels.linear` without the norm; rows of x are contiguous."""
+    """epilogue(x @ weight.T): as `Int4Kernels.linear`, with no norm; rows of x are contiguous."""
+    _, _, bias, residual, activation = call
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = weight.size_out // 2 if gated else weight.size_out
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))

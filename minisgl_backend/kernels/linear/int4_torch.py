@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 PLANES = 8
@@ -142,7 +143,7 @@ def _of_inputs(of_groups: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 
 class Int4Kernels:
-    """GEMMs and experts with 4-bit weights, by torch. Made for each model; all its 4-bit weights hold it."""
+    """GEMMs with 4-bit weights, by torch. Made for each model; all its 4-bit weights hold it."""
 
     def __init__(self, plain: PlainKernels) -> None:
         """plain: of the same device."""
@@ -157,18 +158,8 @@ class Int4Kernels:
         cannot represent the weight's numbers. Synchronises with the device."""
         return None
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: Int4Weight,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        """As `PlainKernels.linear`."""
+    def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
+        norm_weight, eps, bias, residual, activation = call
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
         out = F.linear(x, dequantize(weight, x.dtype), bias)
@@ -178,44 +169,3 @@ class Int4Kernels:
 
     def prepare_linear(self, weights: Sequence[Int4Weight], rows: Sequence[int], longest: int) -> None:
         """As `PlainKernels.prepare_linear`."""
-
-    def moe(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        gate_up: Int4Weight,
-        down: Int4Weight,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        """As `PlainKernels.moe`. The implementation in torch synchronises with the device."""
-        out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
-        for expert in expert_ids.unique().tolist():
-            tokens, choices = torch.where(expert_ids == expert)
-            gate_and_up = F.linear(x[tokens], dequantize(gate_up.expert(expert), x.dtype))
-            activated = activate_mul(gate_and_up, activation)
-            out[tokens, choices] = F.linear(activated, dequantize(down.expert(expert), x.dtype)).float()
-        summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
-        return (summed if residual is None else summed + residual.float()).to(x.dtype)
-
-    def mixture(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        gate_up: Int4Weight,
-        down: Int4Weight,
-        experts_per_token: int,
-        renormalize: bool,
-        *,
-        router_bias: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        """As `PlainKernels.mixture`."""
-        if norm_weight is not None:
-            x = self.ops.rms_norm(x, norm_weight, eps)
-        ids, weights = self.plain.route(self.plain.linear(x, router, bias=router_bias), experts_per_token, renormalize)
-        return self.moe(x, ids, weights, gate_up, down, residual, activation)

@@ -11,13 +11,12 @@ import triton.language as tl
 from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear import int4
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_second import layout_of
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight, SecondLayout
-from minisgl_backend.kernels.moe import int4 as moe_int4
-from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
-from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 
 SCRATCH_BYTES = 128 << 20  # for a dequantized part of a weight: smaller parts would be too small for cuBLAS
 _TILE_OUT = 32
@@ -31,7 +30,6 @@ class TritonInt4Kernels(Int4Kernels):
         super().__init__(plain)
         self._triton = plain
         self._linear_chooser = linear_chooser("int4", plain.ops.facts)
-        self._experts_kernel = experts_chooser("int4", plain.ops.facts).kernel
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         self._device = device
 
@@ -43,52 +41,24 @@ class TritonInt4Kernels(Int4Kernels):
         found = layout_of(weight, self._device, self._triton.ops.facts)
         return None if found is None else found[1].repack(weight)
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: Int4Weight,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        key = LinearKey.of(
-            x, weight.size_out, norm_weight=norm_weight, bias=bias, residual=residual, activation=activation,
-            second_layout=None if weight.second is None else weight.second.layout,
-        )  # fmt: skip
-        return self.multiply(
-            self._linear_chooser.kernel(key), x, weight, norm_weight=norm_weight, eps=eps, bias=bias,
-            residual=residual, activation=activation,
-        )  # fmt: skip
+        second = None if weight.second is None else weight.second.layout
+        key = LinearKey.of(x, weight.size_out, call, second_layout=second)
+        return self.multiply(self._linear_chooser.kernel(key), x, weight, call)
 
-    def multiply(
-        self,
-        kernel: str,
-        x: torch.Tensor,
-        weight: Int4Weight,
-        *,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
+    def multiply(self, kernel: str, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
         """See `measured.Multiply`."""
-        pdl = self._triton.ops.pdl(x)
         if kernel == "torch":
-            return super().linear(
-                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
-            )
+            return super().linear(x, weight, call)
+        pdl = self._triton.ops.pdl(x)
+        norm_weight, eps, bias, residual, activation = call
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
         if kernel == "int4_few_rows":
             return int4.linear(
-                x, weight, self._triton.workspace, bias=bias, residual=residual, activation=activation,
-                num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl,
-            )  # fmt: skip
+                x, weight, self._triton.workspace, call, num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl
+            )
         if weight.second is not None and kernel in weight.second.kernels:
             out = weight.second.linear(x, kernel)
         else:
@@ -115,49 +85,6 @@ class TritonInt4Kernels(Int4Kernels):
             rows = slice(start, min(start + step, weight.size_out))
             torch.mm(x, dequantize_rows(weight, rows, x.dtype, self._scratch).t(), out=out[:, rows])
         return out
-
-    def moe(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        gate_up: Int4Weight,
-        down: Int4Weight,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        pdl = self._triton.moe_pdl(x)
-        return moe_int4.moe(x, expert_ids, expert_weights, gate_up, down, residual, activation, pdl=pdl)
-
-    def mixture(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        gate_up: Int4Weight,
-        down: Int4Weight,
-        experts_per_token: int,
-        renormalize: bool,
-        *,
-        router_bias: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        key = ExpertsKey(
-            len(x), len(router), experts_per_token, down.size_out, down.size_in, x.dtype, routed=True,
-            activation=activation, unit_stride=x.stride(1) == 1,
-        )  # fmt: skip
-        if self._experts_kernel(key) != "few_tokens":
-            return super().mixture(
-                x, router, gate_up, down, experts_per_token, renormalize, router_bias=router_bias,
-                norm_weight=norm_weight, eps=eps, residual=residual, activation=activation,
-            )  # fmt: skip
-        return moe_int4.mixture(
-            x, router, gate_up, down, experts_per_token, renormalize, self._triton.workspace, router_bias=router_bias,
-            norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, pdl=self._triton.ops.pdl(x),
-        )  # fmt: skip
 
 
 def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import sgl
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import LinearKey, is_int8_aligned, linear_chooser
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 LARGEST = 127.0
@@ -44,38 +45,12 @@ class Int8Kernels:
         self.ops, self._tuner = plain.ops, plain.kernel_tuner
         self._chooser = linear_chooser("int8", DeviceFacts.of(device))
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        """As `PlainKernels.linear`: weight int8 [size_out, size_in], scale float32 [size_out]."""
-        key = LinearKey.of(x, len(weight), norm_weight=norm_weight, bias=bias, residual=residual, activation=activation)
-        return self.multiply(
-            self._chooser.kernel(key), x, Int8Weight(weight, scale), norm_weight=norm_weight, eps=eps, bias=bias,
-            residual=residual, activation=activation,
-        )  # fmt: skip
+    def linear(self, x: torch.Tensor, weight: Int8Weight, call: GemmCall = BARE) -> torch.Tensor:
+        return self.multiply(self._chooser.kernel(LinearKey.of(x, len(weight.numbers), call)), x, weight, call)
 
-    def multiply(
-        self,
-        kernel: str,
-        x: torch.Tensor,
-        weight: Int8Weight,
-        *,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
+    def multiply(self, kernel: str, x: torch.Tensor, weight: Int8Weight, call: GemmCall) -> torch.Tensor:
         """See `measured.Multiply`."""
+        norm_weight, eps, bias, residual, activation = call
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
         numbers, x_scale = quantize_tokens(x)

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from minisgl_backend.kernels.device_facts import DISTRIBUTIONS, DeviceFacts
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choices_file import Choices, ChoicesFile
 from minisgl_backend.kernels.linear.choose import MEASURED_ROWS, LinearChooser, LinearKey, representative_rows
 from minisgl_backend.kernels.linear.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
@@ -47,12 +48,7 @@ class Multiply(Protocol[Weight]):
         kernel: str,
         x: torch.Tensor,
         weight: Weight,
-        *,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str | None,
+        call: GemmCall,
     ) -> torch.Tensor: ...
 
 
@@ -140,7 +136,7 @@ class KernelTuner:
             with self._stream.current():
                 x = self._stream.randn(key.rows, key.size_in, key.dtype)
                 try:
-                    multiply(kernel, x, weight, **_operands(x, key))
+                    multiply(kernel, x, weight, _call(x, key))
                 except Exception as error:
                     self._stream.recover()
                     log.warning("%s was measured fastest for %s, and is not taken: %s", kernel, _text(key), error)
@@ -152,17 +148,17 @@ class KernelTuner:
     ) -> str:
         """The first of the contenders is what runs if none is faster."""
         x = self._stream.randn(key.rows, key.size_in, key.dtype)
-        operands = _operands(x, key)
+        call = _call(x, key)
         timers: dict[str, GraphTimer] = {}
         expected: torch.Tensor | None = None
         for kernel in contenders:
             try:
-                out = multiply(kernel, x, weights[0], **_operands(x, key))  # the residual may be overwritten
+                out = multiply(kernel, x, weights[0], _call(x, key))  # the residual may be overwritten
                 expected = out if expected is None else expected
                 if not is_close(out, expected):
                     log.warning("%s is not taken for %s: %s has other numbers", kernel, _text(key), contenders[0])
                     continue
-                timers[kernel] = GraphTimer([partial(multiply, kernel, x, one, **operands) for one in weights])
+                timers[kernel] = GraphTimer([partial(multiply, kernel, x, one, call) for one in weights])
             except Exception as error:  # compiled packages fail in many ways
                 if kernel == contenders[0]:
                     raise
@@ -180,16 +176,16 @@ class KernelTuner:
         return " ".join([self._facts.name, weight_format, _text(variant), *versions, "kernels", sources_digest()])
 
 
-def _operands(x: torch.Tensor, key: LinearKey) -> dict[str, Any]:
+def _call(x: torch.Tensor, key: LinearKey) -> GemmCall:
     """What a layer gives beside x."""
     size_out = key.size_out // 2 if key.activation else key.size_out
-    return {
-        "norm_weight": x.new_ones(key.size_in) if key.norm else None,
-        "eps": 1e-6,
-        "bias": x.new_zeros(key.size_out) if key.bias else None,
-        "residual": x.new_zeros(key.rows, size_out) if key.residual else None,
-        "activation": key.activation,
-    }
+    return GemmCall(
+        norm_weight=x.new_ones(key.size_in) if key.norm else None,
+        eps=1e-6,
+        bias=x.new_zeros(key.size_out) if key.bias else None,
+        residual=x.new_zeros(key.rows, size_out) if key.residual else None,
+        activation=key.activation,
+    )
 
 
 def rows_to_measure(rows: Sequence[int], longest: int) -> list[int]:

@@ -30,6 +30,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
 from minisgl_backend.kernels.shared_memory import shared_memory
@@ -51,22 +52,15 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     workspace: LinearWorkspace,
+    call: GemmCall = BARE,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
     shape: LinearShape | None = None,
     pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """epilogue(norm(x) @ weight.T), x [rows <= 64, size_in], weight [size_out, size_in], both contiguous.
-
-    norm_weight [size_in]: RMSNorm of x first. bias [size_out]. residual [rows, size_out] is added to the result.
-    activation: the first half of weight is the gate, the second half up; returns activation(gate) * up, [rows,
-    size_out / 2].
-    """
+    """See `GemmCall`: x [rows <= 64, size_in] and weight [size_out, size_in] are contiguous; residual is left as it
+    is."""
+    norm_weight, eps, bias, residual, activation = call
     gated = activation is not None
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -22,6 +22,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
@@ -101,7 +102,7 @@ def mixture(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `PlainKernels.mixture`; for up to MAX_FEW_TOKENS tokens (choose.py)."""
+    """See `MixtureKernels.mixture`; for up to MAX_FEW_TOKENS tokens (choose.py)."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
     gate_up_cut, down_cut = few_shapes(num_tokens)
     normed, plan = route(
@@ -169,7 +170,7 @@ def route(
             num_tokens, most, eps, x.stride(0), BIAS=bias is not None, **sizes, num_warps=8, **pdl_options(pdl),
         )  # fmt: skip
         return normed, plan
-    logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, bias=bias, pdl=pdl)
+    logits = linear(x, router, workspace, GemmCall(norm_weight, eps, bias), pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
         x, norm_or_x, normed, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
         num_warps=8 if num_tokens <= 16 else 16, **pdl_options(pdl),

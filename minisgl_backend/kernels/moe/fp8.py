@@ -46,7 +46,7 @@ def moe(
     quantize: Quantize | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `Fp8Kernels.moe`; nothing waits for the device.
+    """See `Fp8MixtureKernels.moe`; nothing waits for the device.
 
     quantize: quantizes activations, where weights have another one-byte dtype, with a scale for each output.
     """

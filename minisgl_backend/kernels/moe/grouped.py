@@ -17,20 +17,19 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.launch import MAX_PDL_TOKENS, cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align
 from minisgl_backend.kernels.moe.choose import MAX_FEW_TOKENS, MIN_WIDE_PAIRS
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, products, rows_of_weight, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
-MAX_PDL_TOKENS = 256  # of a decode step
 MEAN_PAIRS = (12, 24, 48)  # pairs per expert: upper bounds of the ranges for which each tiling is best
 
 
 def route(
     logits: torch.Tensor, experts_per_token: int, renormalize: bool, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `PlainKernels.route`: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
+    """As `MixtureKernels.route`: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
     num_tokens, num_experts = logits.shape
     ids = torch.empty((num_tokens, experts_per_token), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, experts_per_token), dtype=torch.float32, device=logits.device)
@@ -128,7 +127,7 @@ def moe(
     pdl: bool = False,
     biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, see `PlainKernels.moe`.
+    """The weighted sum of each token's experts, see `MixtureKernels.moe`.
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].

@@ -74,7 +74,7 @@ def moe(
     shape: Int4MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `Int4Kernels.moe`; nothing waits for the device."""
+    """See `Int4MixtureKernels.moe`; nothing waits for the device."""
     num_experts, k, pairs = len(down.words), expert_ids.shape[1], expert_ids.numel()
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
@@ -101,7 +101,7 @@ def mixture(
     shape: Int4MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `PlainKernels.mixture`; for up to MAX_FEW_TOKENS tokens."""
+    """See `MixtureKernels.mixture`; for up to MAX_FEW_TOKENS tokens."""
     k = experts_per_token
     normed, plan = few_tokens.route(
         x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl

@@ -25,8 +25,8 @@ def moe(
     residual: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """As `PlainKernels.moe`: weights int8 as there, scales float32 [num_experts, outputs]. Synchronises with the device
-    where Triton is missing or x is not on a GPU."""
+    """As `MixtureKernels.moe`: weights int8 as there, scales float32 [num_experts, outputs]. Synchronises with the
+    device where Triton is missing or x is not on a GPU."""
     if x.is_cuda and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.moe import fp8 as kernels
 

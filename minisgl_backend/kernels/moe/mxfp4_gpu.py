@@ -7,18 +7,18 @@ import torch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.moe import mxfp4, mxfp4_one_token
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Mxfp4Kernels, Weight
-from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
 
 class TritonMxfp4Kernels(Mxfp4Kernels):
     """See `Mxfp4Kernels`. Only `pack` synchronises with the device."""
 
-    plain: TritonPlainKernels
+    mixtures: TritonMixtureKernels
 
-    def __init__(self, plain: TritonPlainKernels) -> None:
-        super().__init__(plain)
-        self._kernel = experts_chooser("mxfp4", plain.ops.facts).kernel
+    def __init__(self, mixtures: TritonMixtureKernels) -> None:
+        super().__init__(mixtures)
+        self._kernel = experts_chooser("mxfp4", mixtures.ops.facts).kernel
 
     def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
         """Raises ConfigError for scales above 2 or NaN, which the kernels cannot represent."""
@@ -41,7 +41,7 @@ class TritonMxfp4Kernels(Mxfp4Kernels):
         biases: Biases | None = None,
     ) -> torch.Tensor:
         return mxfp4.moe(
-            x, expert_ids, expert_weights, gate_up, down, residual, activation, biases, pdl=self.plain.moe_pdl(x)
+            x, expert_ids, expert_weights, gate_up, down, residual, activation, biases, pdl=self.mixtures.ops.moe_pdl(x)
         )
 
     def mixture(
@@ -71,13 +71,13 @@ class TritonMxfp4Kernels(Mxfp4Kernels):
             return mxfp4_one_token.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
                 residual=residual, activation=activation, router_bias=router_bias, biases=biases,
-                pdl=self.plain.ops.pdl(x),
+                pdl=self.mixtures.ops.pdl(x),
             )  # fmt: skip
         if kernel == "few_tokens":
             return mxfp4.mixture_of_few(
-                x, router, gate_up, down, experts_per_token, renormalize, self.plain.workspace,
+                x, router, gate_up, down, experts_per_token, renormalize, self.mixtures.plain.workspace,
                 norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, router_bias=router_bias,
-                biases=biases, pdl=self.plain.ops.pdl(x),
+                biases=biases, pdl=self.mixtures.ops.pdl(x),
             )  # fmt: skip
         return super().mixture(
             x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 BLOCK = 32  # numbers that share a scale
@@ -36,9 +37,9 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 class Mxfp4Kernels:
     """Experts with MXFP4 weights, by torch. Made for each model; all its MXFP4 weights hold it."""
 
-    def __init__(self, plain: PlainKernels) -> None:
-        """plain: of the same device; computes the routers' GEMMs."""
-        self.plain = plain
+    def __init__(self, mixtures: MixtureKernels) -> None:
+        """mixtures: of the same device; they route."""
+        self.mixtures = mixtures
 
     def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
         """A checkpoint's weight in the layout of `moe`."""
@@ -55,7 +56,7 @@ class Mxfp4Kernels:
         activation: str = "silu",
         biases: Biases | None = None,
     ) -> torch.Tensor:
-        """As `PlainKernels.moe`, except that rows of gate and up alternate, in weight and bias: gate_up is `pack` of
+        """As `MixtureKernels.moe`, except that rows of gate and up alternate, in weight and bias: gate_up is `pack` of
         [num_experts, 2 * size, hidden], down of [num_experts, hidden, size]. The implementation in torch synchronises
         with the device."""
         inner, outer = biases or (None, None)
@@ -86,9 +87,9 @@ class Mxfp4Kernels:
         router_bias: torch.Tensor | None = None,
         biases: Biases | None = None,
     ) -> torch.Tensor:
-        """As `PlainKernels.mixture`, with the weights of `moe`."""
-        plain = self.plain
+        """As `MixtureKernels.mixture`, with the weights of `moe`."""
         if norm_weight is not None:
-            x = plain.ops.rms_norm(x, norm_weight, eps)
-        ids, weights = plain.route(plain.linear(x, router, bias=router_bias), experts_per_token, renormalize)
+            x = self.mixtures.ops.rms_norm(x, norm_weight, eps)
+        logits = self.mixtures.plain.linear(x, router, GemmCall(bias=router_bias))
+        ids, weights = self.mixtures.route(logits, experts_per_token, renormalize)
         return self.moe(x, ids, weights, gate_up, down, residual, activation, biases)

@@ -38,7 +38,7 @@ GATE_UP, DOWN, ROUTE = GemmShape(4, 2048, 4), GemmShape(8, 256, 8), GemmShape(2,
 # Largest number of programs over all experts, so that all run at once. Each picks its expert once, for two tiles.
 GATE_UP_PROGRAMS = 800
 
-Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `PlainKernels.moe`
+Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `MixtureKernels.moe`
 
 
 def mixture(
@@ -57,7 +57,7 @@ def mixture(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `PlainKernels.mixture`; for one token."""
+    """See `MixtureKernels.mixture`; for one token."""
     logits = route(x, router, experts_per_token, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl)
     return experts(
         x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,

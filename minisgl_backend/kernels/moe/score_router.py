@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
-from minisgl_backend.kernels.plain import BEST_OF_GROUP, ExpertChoice
+from minisgl_backend.kernels.moe.contract import BEST_OF_GROUP, ExpertChoice
 
 MAX_EXPERTS = 1024  # a warp holds their scores in registers
 
@@ -20,8 +20,8 @@ MAX_EXPERTS = 1024  # a warp holds their scores in registers
 def choose_experts(
     logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `PlainKernels.choose_experts`. Of equal scores the lower expert comes first; whatever the logits are, a token
-    takes different experts."""
+    """As `MixtureKernels.choose_experts`. Of equal scores the lower expert comes first; whatever the logits are, a
+    token takes different experts."""
     (num_tokens, num_experts), k = logits.shape, choice.experts_per_token
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
     shares = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)

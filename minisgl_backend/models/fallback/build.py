@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kernels.select import select_kernels, select_ops
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.fallback import attention, describe
 from minisgl_backend.models.fallback.fuse import fuse
@@ -65,7 +65,7 @@ def build_fallback(
         )
         raise refusal(source.name, reason)
     ops = select_ops(device, int(source.config.hidden_size), dtype)
-    others = fuse(model.eval(), ops, select_plain_kernels(ops, device))
+    others = fuse(model.eval(), ops, select_kernels(ops, device).mixtures)
     if others and device.type == "cuda" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(

@@ -13,8 +13,8 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.integrations.moe import _default_apply_gate
 
+from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.layers.config import Activation
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _SMALLEST = 1e-3  # least magnitude of compared values
 
 
 @torch.inference_mode()
-def fuse(model: nn.Module, ops: Ops, kernels: PlainKernels) -> list[nn.Module]:
+def fuse(model: nn.Module, ops: Ops, kernels: MixtureKernels) -> list[nn.Module]:
     """Returns the modules of experts that are left unchanged. Called once all weights are loaded."""
     norms, experts, others = 0, 0, []
     for module in model.modules():
@@ -81,7 +81,7 @@ class _Norm:
         return self._ops.rms_norm(rows, self._weight, self._eps).view(hidden_states.shape)
 
 
-def _fused_experts(module: nn.Module, kernels: PlainKernels) -> Callable[..., torch.Tensor] | None:
+def _fused_experts(module: nn.Module, kernels: MixtureKernels) -> Callable[..., torch.Tensor] | None:
     """The fused forward of experts. None: they do not compute down(activation(gate) * up), or have another layout."""
     activation = _activation(getattr(module, "act_fn", None))
     flags = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
@@ -100,7 +100,7 @@ def _fused_experts(module: nn.Module, kernels: PlainKernels) -> Callable[..., to
 
 class _Experts:
     def __init__(
-        self, kernels: PlainKernels, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation
+        self, kernels: MixtureKernels, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation
     ) -> None:
         self._kernels, self._gate_up, self._down, self._activation = kernels, gate_up, down, activation
 

@@ -18,10 +18,12 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
 from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.ops import Ops, QKNormRope
 from minisgl_backend.kernels.select import select_ops
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.runner.start.device import MachineFacts
 
@@ -63,8 +65,8 @@ def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> N
     if "residual" in kind:
         options["residual"] = numbers(rows, outputs)
     exact = {name: one.double() if torch.is_tensor(one) else one for name, one in options.items()}
-    expected = TorchPlainKernels(TorchOps()).linear(x.double(), weight.double(), **exact)
-    assert_close(CpuPlainKernels(ops).linear(x, weight, **options), expected)
+    expected = TorchPlainKernels(TorchOps()).linear(x.double(), weight.double(), GemmCall(**exact))
+    assert_close(CpuPlainKernels(ops).linear(x, weight, GemmCall(**options)), expected)
 
 
 def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:

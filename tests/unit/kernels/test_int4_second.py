@@ -17,9 +17,12 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import vllm_library
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.int4_second import LAYOUTS, layout_of, open_layout, trial_error
 from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.select import select_kernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.weights.int4 import Int4Factory
 from minisgl_backend.weights.method import LinearOutput, LinearSpec
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
@@ -177,7 +180,8 @@ def test_which_kernel_is_launched(kind: str, device: str, launched: str, monkeyp
         pytest.skip("tests/gpu runs the kernels compiled")
     pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
     from minisgl_backend.kernels.linear import int4_triton
-    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setattr(vllm_library, "operators", OPERATORS.__getitem__)
     facts = replace(DeviceFacts.named(device), dependent_launch=False)
@@ -196,9 +200,9 @@ def test_which_kernel_is_launched(kind: str, device: str, launched: str, monkeyp
     multiply = type(second).linear
     monkeypatch.setattr(type(second), "linear", lambda *of: calls.append(of[-1]) or multiply(*of))
     expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
-        x, weight, **{key: value.clone() if key == "residual" else value for key, value in options.items()}
+        x, weight, GemmCall(**{key: value.clone() if key == "residual" else value for key, value in options.items()})
     )
-    assert relative(kernels.linear(x, weight, **options), expected) < 3e-3
+    assert relative(kernels.linear(x, weight, GemmCall(**options)), expected) < 3e-3
     assert calls == [launched]
 
 
@@ -210,7 +214,7 @@ def test_a_method_holds_its_weight_twice(act_order: bool, layout: str, monkeypat
     spec = LinearSpec(
         outputs=(LinearOutput(name="one", size=128, start=0, local=128),), input_size=256, local_inputs=256
     )
-    method = Int4Factory(TorchPlainKernels(TorchOps()), BF16, CPU, scheme).linear(spec)
+    method = Int4Factory(select_kernels(TorchOps(), CPU), BF16, CPU, scheme).linear(spec)
     generator = torch.Generator().manual_seed(0)
     method.fill_with_noise(generator)
     if method.group_of_input is not None:
@@ -220,14 +224,14 @@ def test_a_method_holds_its_weight_twice(act_order: bool, layout: str, monkeypat
     assert method.add_second_layout() is None
     taken = []
 
-    def linear(x: torch.Tensor, weight: Int4Weight, **options: Any) -> torch.Tensor:
+    def linear(x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
         assert weight.second is not None
         taken.append(weight)
         return weight.second.linear(x, weight.second.kernels[0])
 
     repacker = LAYOUTS[layout].repacker(OPERATORS[layout], CPU)
-    monkeypatch.setattr(method._kernels, "second_layout", repacker.repack)
-    monkeypatch.setattr(method._kernels, "linear", linear)
+    monkeypatch.setattr(method._int4, "second_layout", repacker.repack)
+    monkeypatch.setattr(method._int4, "linear", linear)
     assert method.add_second_layout() == layout
     assert torch.equal(method.apply_weights(torch.eye(256, dtype=BF16)), method.dequantized().t())
     assert len(taken) == 1

@@ -18,8 +18,12 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, dequantize, quantize_outputs
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -32,11 +36,12 @@ from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.choose import LinearKey
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe import int8 as moe_int8
 from minisgl_backend.kernels.moe.grouped import MoeShape
-from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+from minisgl_backend.kernels.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
 
@@ -84,10 +89,12 @@ def test_kernels_that_contend_give_the_same(kind: str, monkeypatch: pytest.Monke
     for kernel in (*ours._chooser.contenders(LinearKey(40, 96, 128, torch.bfloat16)), "fp8_many_rows"):
         if kind == "residual":
             operands["residual"] = torch.ones(40, 96)
-        found = ours.multiply(kernel, x, Fp8Weight(weight, scale), **operands)
+        found = ours.multiply(kernel, x, Fp8Weight(weight, scale), GemmCall(**operands))
         if kind == "residual":
             operands["residual"] = torch.ones(40, 96)
-        assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, **operands)) < 1e-5, kernel
+        assert (
+            relative(found, Fp8Kernels(TorchOps()).linear(x, Fp8Weight(weight, scale), GemmCall(**operands))) < 1e-5
+        ), kernel
 
 
 def scaled_mm(
@@ -128,20 +135,21 @@ def test_linear(kind: str, rows: int) -> None:
     x, weight_32 = torch.randn(rows, 600), torch.randn(90, 600) / 20
     weight, scale = quantize_outputs(weight_32)
     options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+    block = None
     if "norm" in kind:
         options |= {"norm_weight": torch.rand(600) + 0.5, "eps": 1e-6}
     if "blocks" in kind:
-        options["block"] = (16, 32) if "small" in kind else (32, 64)
-        weight, scale = in_blocks(weight_32, options["block"])
-    if "static" in kind:
-        options["x_scale"] = torch.tensor(0.01)
+        block = (16, 32) if "small" in kind else (32, 64)
+        weight, scale = in_blocks(weight_32, block)
+    x_scale = torch.tensor(0.01) if "static" in kind else None
     if "bias" in kind:
         options["bias"] = torch.randn(90)
     if "residual" in kind:
         options["residual"] = torch.randn(rows, 90)
     workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
-    found = linear_fp8.linear(x, weight, scale, workspace, **options)
-    assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, **options)) < 2e-3
+    given = x, Fp8Weight(weight, scale, x_scale, block)
+    found = linear_fp8.linear(*given, workspace, GemmCall(**options))
+    assert relative(found, Fp8Kernels(TorchOps()).linear(*given, GemmCall(**options))) < 2e-3
     assert int(workspace.counters.abs().sum()) == 0
 
 
@@ -162,7 +170,8 @@ def test_many_rows(kind: str) -> None:
         numbers, x_scale, weight, scale, torch.float32, block=block, **options,
         shape=many_rows.ManyRowsShape(32, 32, 32, 4, 2),
     )  # fmt: skip
-    assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, block=block, **options)) < 2e-3
+    expected = Fp8Kernels(TorchOps()).linear(x, Fp8Weight(weight, scale, block=block), GemmCall(**options))
+    assert relative(found, expected) < 2e-3
 
 
 def test_tokens_are_quantized_as_by_torch() -> None:
@@ -202,7 +211,7 @@ def test_experts(tile_pairs: int, kind: str) -> None:
     of_gate_up = quantize_outputs(gate_up) if blocks is None else in_blocks(gate_up, blocks[0])
     of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), k, True)
+    ids, shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(torch.randn(tokens, experts), k, True)
     shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
     if kind == "int8":
         of_gate_up, of_down = quantize_int8(gate_up), quantize_int8(down)
@@ -211,7 +220,7 @@ def test_experts(tile_pairs: int, kind: str) -> None:
         assert relative(found, moe_int8.moe(*given_int8)) < 1e-5
         return
     given = (x, ids, shares, *of_gate_up, *of_down, residual, "silu", x_scales, blocks)
-    expected = Fp8Kernels(TorchOps()).moe(*given)
+    expected = Fp8MixtureKernels().moe(*given)
     assert relative(moe_fp8.moe(*given, shape=shape), expected) < 2e-3
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -40,11 +42,14 @@ def test_small_linear(num_rows, split):
     reference = TorchPlainKernels(TorchOps())
     for shape in shapes:
         for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
-            expected = reference.linear(x, weight, **{k: v.clone() if k == "residual" else v for k, v in wish.items()})
-            out = small_linear.linear(x, weight, workspace, shape=shape, **wish)
+            expected = reference.linear(
+                x, weight, GemmCall(**{k: v.clone() if k == "residual" else v for k, v in wish.items()})
+            )
+            out = small_linear.linear(x, weight, workspace, GemmCall(**wish), shape=shape)
             torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-        gated = small_linear.linear(x, weight, workspace, shape=shape, norm_weight=norm, eps=1e-6, activation="silu")
-        expected = reference.linear(x, weight, norm_weight=norm, eps=1e-6, activation="silu")
+        call = GemmCall(norm, 1e-6, activation="silu")
+        gated = small_linear.linear(x, weight, workspace, call, shape=shape)
+        expected = reference.linear(x, weight, call)
         torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -59,8 +64,9 @@ def test_weights_that_are_loaded_before_the_inputs(early, split, gated):
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
     shape = tiling.LinearShape(16, 64, split, 4, 3, early=early)
     for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
-        expected = TorchPlainKernels(TorchOps()).linear(x, weight, activation="silu" if gated else None, **wish)
-        found = small_linear.linear(x, weight, workspace, activation="silu" if gated else None, shape=shape, **wish)
+        call = GemmCall(activation="silu" if gated else None, **wish)
+        expected = TorchPlainKernels(TorchOps()).linear(x, weight, call)
+        found = small_linear.linear(x, weight, workspace, call, shape=shape)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -121,7 +127,7 @@ def test_small_linear_with_activations_whose_norm_weight_overflows_float16(split
     for slices in (1, 4):
         shape = tiling.LinearShape(16, 32, split, 4, 2, slices=slices)
         out = small_linear.linear(
-            x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu" if gated else None, shape=shape
+            x, weight, workspace, GemmCall(norm, 1e-6, activation="silu" if gated else None), shape=shape
         )
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize, pack, unpack
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.unit.kernels.int4_weights import random_weight, relative
 
 if torch.cuda.is_available():
@@ -65,8 +69,8 @@ def test_linear(case: tuple[int, int, bool, int, dict[str, Any], str]) -> None:
         options["residual"] = torch.randn(rows, 50)
     workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
     shape = linear_int4.Int4Shape(32, 16, 2, 4, 2, **cut)
-    found = linear_int4.linear(x, weight, workspace, shape=shape, **options)
-    assert relative(found, Int4Kernels(TorchPlainKernels(TorchOps())).linear(x, weight, **options)) < 1e-5
+    found = linear_int4.linear(x, weight, workspace, GemmCall(**options), shape=shape)
+    assert relative(found, Int4Kernels(TorchPlainKernels(TorchOps())).linear(x, weight, GemmCall(**options))) < 1e-5
     assert int(workspace.counters.abs().sum()) == 0
 
 
@@ -83,16 +87,16 @@ def test_experts(tokens: int, group: int, zeros: bool) -> None:
     experts, k, hidden, size = 3, 2, 128, 24
     gate_up = random_weight(experts, 2 * size, hidden, group=group, zeros=zeros)
     down = random_weight(experts, hidden, size, group=-1 if group < 0 else 16, zeros=zeros)
-    plain = TorchPlainKernels(TorchOps())
+    mixtures = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     x, residual, router, norm = (
         torch.randn(tokens, hidden),
         torch.randn(tokens, hidden),
         torch.randn(experts, hidden),
         torch.rand(hidden) + 0.5,
     )
-    normed = plain.ops.rms_norm(x, norm, 1e-6)
-    ids, shares = plain.route(plain.linear(normed, router), k, True)
-    expected = Int4Kernels(TorchPlainKernels(TorchOps())).moe(normed, ids, shares, gate_up, down, residual)
+    normed = mixtures.ops.rms_norm(x, norm, 1e-6)
+    ids, shares = mixtures.route(mixtures.plain.linear(normed, router), k, True)
+    expected = Int4MixtureKernels(mixtures).moe(normed, ids, shares, gate_up, down, residual)
     cut = moe_int4.Int4Cut(16, 2, 2)
     shape = moe_int4.Int4MoeShape(16, cut, cut)
     assert relative(moe_int4.moe(normed, ids, shares, gate_up, down, residual, shape=shape), expected) < 1e-5

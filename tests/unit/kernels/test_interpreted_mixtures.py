@@ -11,8 +11,11 @@ import math
 import pytest
 import torch
 
-from minisgl_backend.kernels.plain import ExpertChoice
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.contract import ExpertChoice
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -36,7 +39,7 @@ def test_route(experts, k, renormalize):
     logits = torch.randn(5, experts)
     logits[0, : experts - 1] = -200.0  # all but one share underflow: the padding must not be picked
     ids, weights = route(logits, k, renormalize)
-    expected_ids, expected_weights = TorchPlainKernels(TorchOps()).route(logits, k, renormalize)
+    expected_ids, expected_weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(logits, k, renormalize)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ids[1:], expected_ids[1:])
     assert ids.dtype == torch.int64
@@ -58,7 +61,9 @@ def test_choice_of_experts(experts, choice, corrected):
     torch.manual_seed(experts)
     logits, bias = torch.randn(7, experts + 3)[:, :experts], torch.randn(experts) if corrected else None
     ids, shares = choose_experts(logits, choice, bias)
-    expected_ids, expected_shares = TorchPlainKernels(TorchOps()).choose_experts(logits, choice, bias)
+    expected_ids, expected_shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).choose_experts(
+        logits, choice, bias
+    )
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares, atol=1e-6, rtol=1e-5)
 
@@ -86,7 +91,7 @@ def test_moe(num_tokens, experts, tma, with_residual):
     size = 192 if tma else 48
     gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
     residual = torch.randn(num_tokens, 64) if with_residual else None
-    expected = TorchPlainKernels(TorchOps()).moe(x, ids, weights, gate_up, down, residual)
+    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(x, ids, weights, gate_up, down, residual)
     found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, residual)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -102,7 +107,7 @@ def test_moe_with_biases(num_tokens, tma, adds_outer):
     gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size) * 0.1
     biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if adds_outer else None)
     found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
-    reference = TorchPlainKernels(TorchOps())
+    reference = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     expected = reference.moe(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -113,7 +118,7 @@ def test_moe_with_biases(num_tokens, tma, adds_outer):
 def test_mixture_of_one_token(experts, k, renormalize, complete):
     """`complete`: with norm and residual."""
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
+    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     x, router = torch.randn(1, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(1, hidden)}
@@ -127,7 +132,7 @@ def test_mixture_of_one_token(experts, k, renormalize, complete):
 def test_mixture_with_biases(num_tokens, outer):
     """As of gpt-oss, with one of the router: of one token, of a few, and of more than the router's kernel plans for."""
     torch.manual_seed(num_tokens)
-    experts, k, hidden, size, reference = 6, 2, 96, 40, TorchPlainKernels(TorchOps())
+    experts, k, hidden, size, reference = 6, 2, 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if outer else None)
@@ -145,12 +150,12 @@ def test_mixture_with_biases(num_tokens, outer):
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_mixture_whose_router_runs_in_parallel_with_o_proj(experts, k, size_in, renormalize):
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
+    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     x, residual = torch.randn(1, size_in), torch.randn(1, hidden)
     o_proj, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     norm = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6}
-    states = reference.linear(x, o_proj, residual=residual)
+    states = reference.plain.linear(x, o_proj, GemmCall(residual=residual))
     expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
     early = early_router.early_router(router, norm["norm_weight"], o_proj)
     hidden_states, logits = early_router.output_and_logits(x, o_proj, residual, early, k)
@@ -190,7 +195,7 @@ def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
     """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an
     expert and several. `complete`: with norm and residual."""
     torch.manual_seed(num_tokens)
-    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
+    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
@@ -211,7 +216,7 @@ def test_a_token_with_nan_affects_no_other(num_tokens, poison):
     router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
     arguments, norm = (router, gate_up, down, 2, True), {"norm_weight": torch.ones(32), "eps": 1e-6}
-    expected = TorchPlainKernels(TorchOps()).mixture(x, *arguments, **norm)
+    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(x, *arguments, **norm)
     x[1] = poison
     found = moe_few.mixture(x, *arguments, workspace, **norm)
     assert not torch.isfinite(found[1]).any()
@@ -239,7 +244,7 @@ def test_a_packed_tile_is_an_expert_with_the_choice_of_each_of_its_tokens(num_to
     x, router = torch.randn(num_tokens, 32), torch.randn(experts, 32)
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
     _, plan = moe_few.route(x, router, k, True, workspace)
-    ids, weights = TorchPlainKernels(TorchOps()).route(x @ router.t(), k, True)
+    ids, weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(x @ router.t(), k, True)
     assert plan.is_packed
     held = {}
     for tile in plan.tiles.tolist():

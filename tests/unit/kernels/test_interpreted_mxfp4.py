@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.moe.mxfp4_torch import Mxfp4Kernels, Weight, dequantize
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -25,7 +28,7 @@ from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import mxfp4, mxfp4_one_token
 
 EXPERTS, HIDDEN, SIZE, K = 5, 160, 96, 2
-PLAIN = TorchPlainKernels(TorchOps())
+PLAIN = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
 
 
 def weight(rows: int, columns: int) -> Weight:
@@ -71,7 +74,7 @@ def test_mixture(num_tokens: int, complete: bool, layer: tuple[Weight, Weight, d
         found = mxfp4.mixture_of_few(x, router, *packed, K, True, workspace, **more)
     else:
         normed = PLAIN.ops.rms_norm(x, more["norm_weight"], 1e-6) if complete else x
-        ids, shares = PLAIN.route(PLAIN.linear(normed, router, bias=more.get("router_bias")), K, True)
+        ids, shares = PLAIN.route(PLAIN.plain.linear(normed, router, GemmCall(bias=more.get("router_bias"))), K, True)
         biases, activation = more.get("biases"), more.get("activation", "silu")
         cut = mxfp4.GemmShape(32, 128, 4, 2)
         shape = mxfp4.Mxfp4Shape(64, cut, cut) if complete else None  # with arranged inputs, as of many tokens

@@ -13,6 +13,7 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import measured
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.measured import KernelTuner, rows_to_measure
 
@@ -51,9 +52,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTimer, "times", {"fp8_few_rows": 10.0, "scaled_mm": 9.0, "sgl_scaled_mm": 8.0})
 
 
-def multiply(kernel: str, x: torch.Tensor, weight: torch.Tensor, **operands: Any) -> torch.Tensor:
-    out = x @ weight.t() if operands["residual"] is None else operands["residual"].addmm_(x, weight.t())
-    return out if operands["activation"] is None else out[:, : len(weight) // 2]
+def multiply(kernel: str, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
+    out = x @ weight.t() if call.residual is None else call.residual.addmm_(x, weight.t())
+    return out if call.activation is None else out[:, : len(weight) // 2]
 
 
 def asked(*rows: int, **more: Any) -> LinearChooser:
@@ -118,10 +119,10 @@ def test_a_small_gain_is_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_kernel_with_other_numbers_or_that_fails_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(kernel: str, x: torch.Tensor, weight: torch.Tensor, **operands: Any) -> torch.Tensor:
+    def broken(kernel: str, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
         if kernel == "scaled_mm":
             raise ImportError("libnuma.so.1: cannot open shared object file")
-        return multiply(kernel, x, weight, **operands) * (1.1 if kernel == "sgl_scaled_mm" else 1.0)
+        return multiply(kernel, x, weight, call) * (1.1 if kernel == "sgl_scaled_mm" else 1.0)
 
     chooser = asked(1)
     tune(chooser, multiply=broken, rows=(64,), longest=0)
@@ -142,10 +143,10 @@ def test_what_there_is_no_time_for_is_as_the_table_says(tmp_path: Path, caplog: 
 
 
 def test_memory_that_is_missing_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    def out_of_memory(kernel: str, x: torch.Tensor, *_: Any, **operands: Any) -> torch.Tensor:
+    def out_of_memory(kernel: str, x: torch.Tensor, *_: Any) -> torch.Tensor:
         if len(x) > 64:
             raise torch.OutOfMemoryError("tried to allocate 1 GiB")
-        return multiply(kernel, x, *_, **operands)
+        return multiply(kernel, x, *_)
 
     chooser = asked(1)
     tune(chooser, multiply=out_of_memory)
@@ -157,10 +158,10 @@ def test_a_library_that_broke_since_is_not_taken(tmp_path: Path, caplog: pytest.
     path = tmp_path / "gemms.json"
     tune(asked(1), path)
 
-    def broken(kernel: str, *given: Any, **operands: Any) -> torch.Tensor:
+    def broken(kernel: str, *given: Any) -> torch.Tensor:
         if kernel == "sgl_scaled_mm":
             raise OSError("undefined symbol")
-        return multiply(kernel, *given, **operands)
+        return multiply(kernel, *given)
 
     chooser = asked(1)
     tune(chooser, path, multiply=broken)

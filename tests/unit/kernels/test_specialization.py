@@ -82,11 +82,13 @@ def record(kernel, *args, grid, warmup, **options):
 
 JITFunction.run = record
 from minisgl_backend.kernels import triton_ops
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain import gpu
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.kernels.linear.choose import linear_chooser
-from minisgl_backend.kernels.moe.choose import experts_chooser
 from minisgl_backend.kernels.attention import choose as attention_choice, decode as decode_attention
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
@@ -99,14 +101,14 @@ class NoLibrary:
 
 def make_ops():
     ops = triton_ops.TritonOps(torch.device("cpu"), facts=DeviceFacts.named("h200"))
-    plain = triton_ops.TritonPlainKernels.__new__(triton_ops.TritonPlainKernels)
+    plain = gpu.TritonPlainKernels.__new__(gpu.TritonPlainKernels)
     plain.ops, plain._tuned = ops, NoLibrary()
     plain._linear_kernel = linear_chooser("plain", ops.facts).kernel
-    plain._experts_kernel = experts_chooser("plain", ops.facts).kernel
     plain.workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
     return plain
 
 plain = make_ops()
+mixtures = TritonMixtureKernels(plain)
 ops = plain.ops
 bf16 = dict(dtype=torch.bfloat16)
 norm = torch.ones(HIDDEN, **bf16)
@@ -117,20 +119,20 @@ def weight(*shape):
 
 def dense(tokens, kv_heads):
     x = torch.empty(tokens, HIDDEN, **bf16)
-    qkv = plain.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), norm_weight=norm, eps=1e-6)
+    qkv = plain.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), GemmCall(norm, 1e-6))
     cache = weight(4, kv_heads, PAGE, DIM)
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.empty(64, DIM), eps=1e-6)
     ints = torch.empty(tokens, dtype=torch.int32)
     ops.rope_store(qkv, rotation, ints, torch.empty_like(ints), LayerKV(cache, cache), HEADS)
-    gated = plain.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, activation="silu")
-    return plain.linear(gated, weight(HIDDEN, SIZE), residual=x)
+    gated = plain.linear(x, weight(2 * SIZE, HIDDEN), GemmCall(norm, 1e-6, activation="silu"))
+    return plain.linear(gated, weight(HIDDEN, SIZE), GemmCall(residual=x))
 
 def mixture(tokens, experts, k):
     x = torch.empty(tokens, HIDDEN, **bf16)
-    plain.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
+    mixtures.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
     if tokens == 1:
-        plain.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
+        mixtures.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
                                 weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE), k, True,
                                 norm_weight=norm, eps=1e-6)
 

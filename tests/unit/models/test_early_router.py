@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.select import DeviceKernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.models import build
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 
-class EarlyKernels(TorchPlainKernels):
+class EarlyKernels(TorchMixtureKernels):
     """In plain torch, with a note of each call."""
 
     def __init__(self) -> None:
-        super().__init__(TorchOps())
+        super().__init__(TorchPlainKernels(TorchOps()))
         self.calls = 0
 
     def early_router(
@@ -43,7 +47,7 @@ class EarlyKernels(TorchPlainKernels):
     ) -> torch.Tensor:
         self.calls += 1
         logits = torch.cat([x, residual], 1) @ early.t()
-        hidden = self.linear(x, product, residual=residual)
+        hidden = self.plain.linear(x, product, GemmCall(residual=residual))
         scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
         ids, weights = self.route(logits * scale, experts_per_token, renormalize)
         return self.moe(self.ops.rms_norm(hidden, norm_weight, eps), ids, weights, gate_up, down, hidden)
@@ -59,8 +63,8 @@ def test_a_lone_token_gets_the_same_logits(
     bias is never left."""
     save_checkpoint(name, tmp_path, **more)
 
-    def logits(kernels: TorchPlainKernels) -> list[torch.Tensor]:
-        monkeypatch.setattr(build, "select_plain_kernels", lambda *args: kernels)
+    def logits(mixtures: TorchMixtureKernels) -> list[torch.Tensor]:
+        monkeypatch.setattr(build, "select_kernels", lambda *args: DeviceKernels(mixtures.plain, mixtures))
         paged = PagedModel(tmp_path, page_size=16)
         steps = [
             paged.step({1: [3, 4, 5]}, {}, last_only=True),
@@ -71,7 +75,7 @@ def test_a_lone_token_gets_the_same_logits(
         return [rows for step in steps for rows in step.values()]
 
     early = EarlyKernels()
-    for found, expected in zip(logits(early), logits(TorchPlainKernels(TorchOps())), strict=True):
+    for found, expected in zip(logits(early), logits(TorchMixtureKernels(TorchPlainKernels(TorchOps()))), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     mixtures = sum(type(module).__name__ == "MoeMLP" for module in PagedModel(tmp_path, page_size=16).model.modules())
     assert early.calls == (0 if more else 2 * mixtures + 1)

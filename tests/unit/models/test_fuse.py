@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.select import select_plain_kernels
+from minisgl_backend.kernels.select import select_kernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.models.fallback.fuse import fuse
 from tests.parity.decoder_types import small_model
@@ -30,7 +30,7 @@ def test_modules_with_kernels_compute_the_same(model_type: str, norms: int, expe
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
         ops = TorchOps()
-        left = fuse(model, ops, select_plain_kernels(ops, CPU))
+        left = fuse(model, ops, select_kernels(ops, CPU).mixtures)
         found = model(tokens, use_cache=False).logits
     replaced = [type(module.__dict__["forward"]).__name__ for module in model.modules() if "forward" in module.__dict__]
     assert (replaced.count("_Norm"), replaced.count("_Experts"), len(left)) == (norms, experts, others)

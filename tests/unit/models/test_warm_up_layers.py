@@ -12,6 +12,8 @@ import torch
 
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
@@ -42,6 +44,8 @@ class Recorder:
 
 
 def _kind(argument: Any) -> object:
+    if isinstance(argument, GemmCall):
+        return tuple(map(_kind, argument))
     return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else type(argument)
 
 
@@ -62,7 +66,7 @@ def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, m
     save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
     layers: set[int] = set()
-    select, select_plain = build.select_ops, build.select_plain_kernels
+    select, select_kernels = build.select_ops, build.select_kernels
     attend, step = AttentionPair.attend, context.EagerContext
 
     def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
@@ -71,7 +75,11 @@ def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, m
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
-    monkeypatch.setattr(build, "select_plain_kernels", lambda *args: Recorder(select_plain(*args), launches))
+    monkeypatch.setattr(
+        build,
+        "select_kernels",
+        lambda *args: DeviceKernels(*(Recorder(one, launches) for one in select_kernels(*args))),
+    )
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(is_warm_up: bool) -> set[Launch]:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.select import select_kernels
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.int4 import Int4Factory
 from minisgl_backend.weights.int4_checkpoint import groups_in_order
@@ -32,7 +33,7 @@ def _factory(layout: str) -> Int4Factory:
     scheme = Int4Scheme(
         layout=layout_name, group=GROUP, symmetric=True, act_order=True, unread=("weight_shape", "qzeros")
     )
-    plain = TorchPlainKernels(TorchOps())
+    plain = select_kernels(TorchOps(), CPU)
     return Int4Factory(plain, torch.float32, CPU, scheme)
 
 
@@ -137,7 +138,7 @@ def test_layouts_by_other_names(layout: str, said: dict[str, Any], symmetric: bo
     numbers = Numbers.of(_weight(OUTPUTS, INPUTS, 0), variant)
     output = LinearOutput(name="one", size=OUTPUTS, start=0, local=OUTPUTS)
     spec = LinearSpec(outputs=(output,), input_size=INPUTS, local_inputs=INPUTS)
-    method = Int4Factory(TorchPlainKernels(TorchOps()), torch.float32, CPU, scheme.parameters).linear(spec)
+    method = Int4Factory(select_kernels(TorchOps(), CPU), torch.float32, CPU, scheme.parameters).linear(spec)
     tensors = {f"one.{suffix}": tensor.contiguous() for suffix, tensor in stored(numbers, variant).items()}
     _load(method, tensors, tmp_path)
     method.process_weights_after_loading()

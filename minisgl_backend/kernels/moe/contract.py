@@ -1,19 +1,18 @@
-"""GEMMs and mixtures of experts with weights in the model's own number format: the kernels of the format `plain`.
+"""Mixtures of experts with weights in the model's own number format.
 
-`PlainKernels` is the contract; `torch_ops.TorchPlainKernels` serves it on every device and is the reference that other
-implementations are tested against.
+`MixtureKernels` is the contract; `reference.TorchMixtureKernels` serves it on every device and is the reference that
+other implementations are tested against.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.kernels.linear.measured import KernelTuner
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.plain.contract import PlainKernels
 
 BEST_OF_GROUP = 2  # with a correction bias, a group's score is the sum of its best 2 experts' scores
 
@@ -31,54 +30,16 @@ class ExpertChoice:
     by_logits: bool = False  # the largest logits are chosen, which differ where scores may round to equal values
 
 
-class PlainKernels(ABC):
-    """GEMMs and mixtures of experts on tensors of one device. Chosen once; weights of the format `plain` hold it.
+class MixtureKernels(ABC):
+    """Routers and experts on tensors of one device. Chosen once; experts of the format `plain` hold it.
 
     Statistics and activations are computed in float32 whatever the format of the tensors is.
     No method synchronises with the device, except `moe` and `mixture` where their docstrings say so.
     """
 
-    kernel_tuner: KernelTuner | None = None  # for other formats on this device; None: their kernels are not measured
-
-    def __init__(self, ops: Ops) -> None:
-        """ops: of the same device."""
-        self.ops = ops
-
-    @abstractmethod
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
-
-        norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
-        added to the result and may be overwritten. activation (layers.config.Activation): the first half of weight and
-        bias is the gate, the second half up; the result is activation(gate) * up, [num_tokens, size_out / 2]; not
-        together with residual.
-        """
-
-    def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """x @ weight.T into out [num_tokens, size_out], whose rows may be strided.
-
-        `out` may be in another GPU's memory, if kernels of this one can write there.
-        """
-        out.copy_(self.linear(x, weight))
-
-    def prepare_linear(  # noqa: B027  optional
-        self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0
-    ) -> None:
-        """Chooses (and may measure) the kernels of `linear` for these weights, all of one shape: for these decode row
-        counts, and for prefill up to `longest` rows.
-
-        Called once before anything is captured, or not at all: `linear` needs it for speed only.
-        """
+    def __init__(self, plain: PlainKernels) -> None:
+        """plain: of the same device; computes the routers' GEMMs."""
+        self.plain, self.ops = plain, plain.ops
 
     @abstractmethod
     def route(
@@ -140,7 +101,8 @@ class PlainKernels(ABC):
         """
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        expert_ids, weights = self.route(self.linear(x, router, bias=router_bias), experts_per_token, renormalize)
+        logits = self.plain.linear(x, router, GemmCall(bias=router_bias))
+        expert_ids, weights = self.route(logits, experts_per_token, renormalize)
         return self.moe(x, expert_ids, weights, gate_up, down, residual, activation, biases)
 
     def early_router(

@@ -1,0 +1,1 @@
+"""GEMMs with weights in the model's own number format: the format `plain`."""
