@@ -7,7 +7,6 @@ Errors come as texts inside the stream. With the metadata `triton_grpc_error` th
 tritonserver 2.51 crashes then: a failed request alongside other streams ends it with a segmentation fault in one of
 some hundred cases.
 
-
 A call is never cancelled right after such an error but read to its end: if a call is cancelled while it ends,
 tritonserver 2.51 keeps its handler, and with it the model, for ever. The end comes at once, since a stream carries only
 one request and its sending side has been closed.
@@ -16,11 +15,8 @@ one request and its sending side has been closed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -70,45 +66,6 @@ class GrpcCall:
 
     def __init__(self, call: Any, request: InferenceRequest) -> None:
         self._call = call
-        self._progress = _Progress(request)
-
-    def receive(self) -> Reply | None:
-        """The next response, None after the last. Raises ClientError once the call has ended."""
-        try:
-            with _interrupted_by(self._call.cancel):
-                response = next(self._call, None)
-        except grpc.RpcError as error:
-            raise self._progress.error(error) from None
-        try:
-            return self._progress.accept(response)
-        except ClientError:
-            self._read_on()
-            raise
-
-    def cancel(self) -> None:
-        """Ends the request now; from any thread, any number of times."""
-        self._call.cancel()
-
-    def _read_on(self) -> None:
-        """Reads until the call has ended; cancels one that does not end in time."""
-        bound = threading.Timer(_END_SECONDS, self._call.cancel)
-        bound.daemon = True
-        bound.start()
-        try:
-            with _interrupted_by(self._call.cancel):
-                for _ in self._call:
-                    pass
-        except grpc.RpcError:
-            pass  # the first error is the one to report
-        finally:
-            bound.cancel()
-
-
-class AsyncGrpcCall:
-    """One request in flight, in an event loop."""
-
-    def __init__(self, call: Any, request: InferenceRequest) -> None:
-        self._call = call
         self._request_id = request.request_id
         self._progress = _Progress(request)
         self._cancelled = False
@@ -149,42 +106,7 @@ class AsyncGrpcCall:
 
 
 class GrpcTransport:
-    """A connection to a server, for threads."""
-
-    def __init__(self, address: str, secure: bool) -> None:
-        if secure:
-            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub = kserve.Stub(self._channel)
-
-    def start(self, request: InferenceRequest) -> GrpcCall:
-        call = self._stub.ModelStreamInfer(iter((encode_request(request),)), timeout=request.timeout)
-        return GrpcCall(call, request)
-
-    def is_live(self, timeout: float) -> bool:
-        return bool(self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live"))
-
-    def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether server and model are ready."""
-        model_request = kserve.ModelReadyRequest(name=model, version=version)
-        return bool(
-            self._ask(self._stub.ServerReady, kserve.ServerReadyRequest(), timeout, "ready")
-            and self._ask(self._stub.ModelReady, model_request, timeout, "ready")
-        )
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _ask(self, method: Any, request: Any, timeout: float, field: str) -> bool:
-        try:
-            return bool(getattr(method(request, timeout=timeout), field))
-        except grpc.RpcError:
-            return False
-
-
-class AsyncGrpcTransport:
-    """A connection to a server, for one event loop."""
+    """A connection to a server."""
 
     def __init__(self, address: str, secure: bool) -> None:
         if secure:
@@ -194,9 +116,9 @@ class AsyncGrpcTransport:
         self._stub = kserve.Stub(self._channel)
         self._running = RunningCalls()
 
-    def start(self, request: InferenceRequest) -> AsyncGrpcCall:
+    def start(self, request: InferenceRequest) -> GrpcCall:
         call = self._stub.ModelStreamInfer(iter((encode_request(request),)), timeout=request.timeout)
-        return self._running.add(AsyncGrpcCall(call, request))
+        return self._running.add(GrpcCall(call, request))
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live")
@@ -217,34 +139,6 @@ class AsyncGrpcTransport:
             return bool(getattr(await method(request, timeout=timeout), field))
         except grpc.RpcError:
             return False
-
-
-@contextlib.contextmanager
-def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C cancels the awaited call, and raises KeyboardInterrupt afterwards, if Python's own handler is installed:
-    if raised within gRPC's wait, it may leave a lock released twice, or never."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-        cancel()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    except Exception:  # mostly a cancelled call's own error
-        if not came:
-            raise
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt
 
 
 def encode_request(request: InferenceRequest) -> Any:

@@ -7,13 +7,10 @@ and its `BodyFormat` (openai_client.py).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import json
-import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
@@ -55,96 +52,18 @@ class BodyFormat(Protocol):
 
 
 class HttpCall:
-    """One request in flight, on a connection of its own."""
-
-    def __init__(self, connection: http.client.HTTPConnection, post: Post, body_format: BodyFormat) -> None:
-        self._connection = connection
-        self._request_id = post.request_id
-        self._timeout = post.timeout
-        self._deadline = None if post.timeout is None else time.monotonic() + post.timeout
-        self._cancelled = False
-        self._response: http.client.HTTPResponse | None = None
-        self._decoder = ReplyDecoder(post.stream, body_format)
-        self._socket: socket.socket | None = None
-        with self._translated():
-            connection.connect()
-            self._socket = connection.sock  # http.client drops it once the response has `Connection: close`
-            connection.request("POST", post.path, post.body, {**_HEADERS, **post.headers})
-
-    def receive(self) -> Reply | None:
-        """The next response, None after the last. Raises ClientError."""
-        with self._translated():
-            if self._response is None:
-                self._limit_wait()
-                self._response = self._connection.getresponse()
-                self._decoder.begin(self._response.status)
-            while (reply := self._decoder.next()) is None and not self._decoder.ended:
-                self._limit_wait()
-                self._decoder.feed(self._response.read1(_READ_BYTES))
-            if reply is None and self._cancelled:  # a body without a length ends like this
-                raise cancelled_here(self._request_id)
-        if reply is None:
-            self._close()
-        return reply
-
-    def cancel(self) -> None:
-        """Ends the request now; from any thread, any number of times."""
-        self._cancelled = True
-        self._close()
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Closes the connection after any failure, and converts failures of the connection to ClientErrors."""
-        try:
-            yield
-        except (OSError, http.client.HTTPException) as error:
-            raise self._error(error) from None
-        except (ValueError, AttributeError):
-            # http.client's own, when another thread closes the response in the middle of a read.
-            if not self._cancelled:
-                raise
-            raise self._error(None) from None
-        except BaseException as error:
-            self._close()
-            if self._cancelled and isinstance(error, ClientError):  # an answer cut off here is not the server's fault
-                raise cancelled_here(self._request_id) from None
-            raise
-
-    def _error(self, error: Exception | None) -> ClientError:
-        self._close()
-        if self._cancelled:
-            return cancelled_here(self._request_id)
-        if isinstance(error, (TimeoutError, socket.timeout)):
-            return timed_out(self._timeout, self._request_id)
-        if self._socket is None:
-            address = f"{self._connection.host}:{self._connection.port}"
-            return Unavailable(f"cannot connect to {address}: {error}", request_id=self._request_id)
-        return Unavailable(f"the connection broke: {error!r}", request_id=self._request_id)
-
-    def _limit_wait(self) -> None:
-        """Makes the next wait on the socket end at the deadline."""
-        if self._deadline is not None and self._socket is not None:
-            self._socket.settimeout(max(self._deadline - time.monotonic(), 1e-3))
-
-    def _close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # the other side may have closed it before
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
-        self._connection.close()
-
-
-class AsyncHttpCall:
-    """One request in flight, in an event loop."""
+    """One request in flight, from now on."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str, post: Post, body_format: BodyFormat) -> None:
         self._session = session
-        self._url = base_url + post.path
+        self._base_url = base_url
         self._post = post
         self._deadline = None if post.timeout is None else time.monotonic() + post.timeout
         self._response: aiohttp.ClientResponse | None = None
-        self._opening: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._decoder = ReplyDecoder(post.stream, body_format)
         self._cancelled = False
+        self._opening = asyncio.ensure_future(self._open())
+        self._opening.add_done_callback(_look_at)
 
     async def receive(self) -> Reply | None:
         """The next response, None after the last. Raises ClientError."""
@@ -157,30 +76,22 @@ class AsyncHttpCall:
         except (TimeoutError, asyncio.TimeoutError):
             self.cancel()
             raise timed_out(self._post.timeout, self._post.request_id) from None
-        except asyncio.CancelledError:
-            if self._cancelled:
+        except (asyncio.CancelledError, aiohttp.ClientError, ClientError) as error:
+            if self._cancelled:  # what else is wrong with the answer is then not the server's fault
                 raise cancelled_here(self._post.request_id) from None
-            raise
-        except aiohttp.ClientError as error:
-            if self._cancelled:
-                raise cancelled_here(self._post.request_id) from None
-            what = "cannot connect" if self._response is None else "the connection broke"
-            raise Unavailable(f"{what}: {error}", request_id=self._post.request_id) from None
-        except ClientError:
-            if self._cancelled:  # an answer cut off here is not the server's fault
-                raise cancelled_here(self._post.request_id) from None
+            if isinstance(error, aiohttp.ClientError):
+                raise Unavailable(self._described(error), request_id=self._post.request_id) from None
             raise
 
     def cancel(self) -> None:
         self._cancelled = True
         opening = self._opening
         # A response that has just arrived may not have been taken yet: the server would go on without a reader.
-        if opening is not None and not opening.cancel() and not opening.cancelled() and opening.exception() is None:
+        if not opening.cancel() and not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
     async def _receive(self) -> Reply | None:
         if self._response is None:
-            self._opening = asyncio.ensure_future(self._open())
             self._response = await self._opening
             if self._cancelled:  # between the opening and this step
                 self._response.close()
@@ -192,55 +103,36 @@ class AsyncHttpCall:
         return reply
 
     async def _open(self) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, data=self._post.body, headers={**_HEADERS, **self._post.headers})
+        url, headers = self._base_url + self._post.path, {**_HEADERS, **self._post.headers}
+        return await self._session.post(url, data=self._post.body, headers=headers)
+
+    def _described(self, error: aiohttp.ClientError) -> str:
+        import aiohttp
+
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return f"cannot connect to {self._base_url.partition('://')[2]}: {error.__cause__ or error}"
+        return f"the connection broke: {error!r}"
 
     def _remaining(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
 
+def _look_at(opening: asyncio.Task[Any]) -> None:
+    """So that asyncio does not complain of an error that nobody waited for."""
+    if not opening.cancelled():
+        opening.exception()
+
+
 class HttpTransport:
-    """A server's address, for threads."""
-
-    def __init__(self, address: str, secure: bool) -> None:
-        self._address = address
-        self._connection_type = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._running = RunningCalls()
-
-    def start(self, request: InferenceRequest) -> HttpCall:
-        connection = self._connection_type(self._address, timeout=request.timeout)
-        return self._running.add(HttpCall(connection, _post(request), _bodies(request)))
-
-    def is_live(self, timeout: float) -> bool:
-        return self._ask("/v2/health/live", timeout)
-
-    def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether server and model are ready."""
-        return self._ask("/v2/health/ready", timeout) and self._ask(f"{model_path(model, version)}/ready", timeout)
-
-    def close(self) -> None:
-        self._running.cancel()  # no connection is kept open between requests
-
-    def _ask(self, path: str, timeout: float) -> bool:
-        connection = self._connection_type(self._address, timeout=timeout)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-
-class AsyncHttpTransport:
-    """A server's address, for one event loop."""
+    """A server's address, and its connections."""
 
     def __init__(self, address: str, secure: bool) -> None:
         self._base_url = f"{'https' if secure else 'http'}://{address}"
         self._session: aiohttp.ClientSession | None = None
         self._running = RunningCalls()
 
-    def start(self, request: InferenceRequest) -> AsyncHttpCall:
-        call = AsyncHttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
+    def start(self, request: InferenceRequest) -> HttpCall:
+        call = HttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
         return self._running.add(call)
 
     async def is_live(self, timeout: float) -> bool:
@@ -282,7 +174,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class ReplyDecoder:
-    """Bytes of one response body in, replies out. Used by both transports."""
+    """Bytes of one response body in, replies out."""
 
     def __init__(self, stream: bool, body_format: BodyFormat) -> None:
         self._stream = stream

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minisgl_backend.errors import CapacityError, ConfigError, InvalidRequestError, MinisglError
 
@@ -14,12 +14,14 @@ from .console import CommandError
 from .errors import InvalidRequest, ServerError, Unavailable
 from .request import Message, SamplingOptions
 from .results import Reply
-from .stream import TextStream
+from .stream import AsyncTextStream, TextStream
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from minisgl_backend import StreamPiece
+
+T = TypeVar("T")
 
 
 class InProcessClient:
@@ -43,7 +45,7 @@ class InProcessClient:
         arguments = options.pop("chat_template_kwargs", None)
         with _translated():
             pieces = self._llm.stream_chat(messages, template_arguments=arguments, **options)
-        return TextStream(_InProcessCall(pieces), "")
+        return TextStream(AsyncTextStream(_InProcessCall(pieces), ""), _SameThread())
 
     def close(self) -> None:
         self._llm.close()
@@ -57,6 +59,20 @@ class InProcessClient:
         self.close()
 
 
+class _SameThread:
+    """A Portal to coroutines that wait for nothing: the engine steps in the thread that asks."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        raise AssertionError("the coroutine waits for something")
+
+    def post(self, function: Callable[[], object]) -> None:
+        function()
+
+
 class _InProcessCall:
     """One answer of the engine."""
 
@@ -64,7 +80,7 @@ class _InProcessCall:
         self._pieces = pieces
         self._interrupt = _Interrupt()
 
-    def receive(self) -> Reply | None:
+    async def receive(self) -> Reply | None:
         """The result of the next step, None after the last. Raises ClientError, and KeyboardInterrupt after Ctrl-C."""
         if self._interrupt.came:
             raise KeyboardInterrupt

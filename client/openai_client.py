@@ -8,12 +8,14 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .errors import ClientError, ServerError, Unavailable, from_http, from_message
-from .http_transport import AsyncHttpCall, HttpCall, Post, new_session, parse_body
+from .http_transport import HttpCall, Post, new_session, parse_body
+from .loop_thread import LoopThread, in_loop
 from .metrics import Metrics, fetch_metrics
 from .request import Message, SamplingOptions, check_timeout
 from .results import Reply
@@ -108,46 +110,8 @@ class OpenAIServer:
         return models[0]
 
 
-class OpenAIClient:
-    """A server and one of its models. Threads may share it; each request is independent.
-
-    `url` is http[s]://HOST[:PORT][/PATH], by default with the path /v1; without `model` it is the server's first one.
-    Every request may raise the errors of `errors`.
-    """
-
-    def __init__(
-        self, url: str, model: str | None = None, *, api_key: str | None = None, timeout: float | None = None
-    ) -> None:
-        self.server = OpenAIServer.parse(url, api_key)
-        self.model = self.server.choose_model(model)
-        self._timeout = timeout
-        self._running = RunningCalls()
-
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> TextStream:
-        """The answer to a prompt or to chat messages in pieces, as the model writes it."""
-        post = _post(self.server, self.model, prompt, messages, options, self._timeout)
-        call = HttpCall(self.server.connect(self._timeout), post, OpenAIBodies(post.request_id))
-        return TextStream(self._running.add(call), post.request_id)
-
-    def close(self) -> None:
-        """Ends the running requests."""
-        self._running.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class AsyncOpenAIClient:
-    """`OpenAIClient` for one event loop; connections are kept for the next request."""
+    """`OpenAIClient` for one event loop, inside which it is created; connections are kept for the next request."""
 
     def __init__(self, server: OpenAIServer, model: str, *, timeout: float | None = None) -> None:
         self.server = server
@@ -167,7 +131,7 @@ class AsyncOpenAIClient:
         if self._session is None:
             self._session = new_session()
         post = _post(self.server, self.model, prompt, messages, options, self._timeout)
-        call = AsyncHttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
+        call = HttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
         return AsyncTextStream(self._running.add(call), post.request_id)
 
     async def metrics(self) -> Metrics:
@@ -188,6 +152,42 @@ class AsyncOpenAIClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class OpenAIClient:
+    """A server and one of its models. Threads may share it; each request is independent.
+
+    `url` is http[s]://HOST[:PORT][/PATH], by default with the path /v1; without `model` it is the server's first one.
+    Every request may raise the errors of `errors`.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, *, api_key: str | None = None, timeout: float | None = None
+    ) -> None:
+        self.server = OpenAIServer.parse(url, api_key)
+        self.model = self.server.choose_model(model)
+        self._loop = LoopThread(partial(AsyncOpenAIClient, self.server, self.model, timeout=timeout))
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> TextStream:
+        """The answer to a prompt or to chat messages in pieces, as the model writes it."""
+        ask = partial(self._loop.client.stream, prompt, messages=messages, **options)
+        return TextStream(self._loop.run(in_loop(ask)), self._loop)
+
+    def close(self) -> None:
+        """Ends the running requests."""
+        self._loop.run(self._loop.client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class OpenAIBodies:

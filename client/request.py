@@ -54,6 +54,14 @@ class SamplingOptions(TypedDict, total=False):
     sampling_parameters: Mapping[str, Any]  # vLLM's names, sent as one JSON object
 
 
+class RequestOptions(SamplingOptions, total=False):
+    """Of one request to Triton's ensemble."""
+
+    request_id: str | None  # absent: a random one
+    timeout: float | None  # seconds for the whole answer; absent: the client's
+    priority: int  # 0 is the default level; otherwise 1 is the most urgent
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One input. Its shape for a model with a batch dimension is [1, len(values)]."""

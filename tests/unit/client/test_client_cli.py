@@ -320,7 +320,8 @@ def test_the_server_may_be_named_by_the_environment(url: str, monkeypatch: pytes
     monkeypatch.setenv("MINISGL_URL", url)
     assert run("generate", "Hallo").stdout == FULL_TEXT + "\n"
     monkeypatch.setenv("MINISGL_METRICS_URL", "http://127.0.0.1:1/metrics")
-    assert Client()._settings.metrics_url == "http://127.0.0.1:1/metrics"
+    with Client() as connected, pytest.raises(Unavailable, match=r"no metrics from http://127\.0\.0\.1:1/metrics"):
+        connected.metrics()
     monkeypatch.setenv("MINISGL_URL", "ftp://host")
     done = run("generate", "Hallo")
     assert (done.exit_code, done.stderr[:60]) == (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from client.http_transport import AsyncHttpCall, Post
+from client.http_transport import HttpCall, Post
 
 
 class Session:
@@ -32,7 +32,7 @@ def test_a_response_that_came_while_its_task_was_cancelled_is_closed() -> None:
         session: Any = Session()
         post = Post(path="/", body=b"", stream=True, request_id="", timeout=None)
         body_format: Any = None  # for what never comes
-        call = AsyncHttpCall(session, "http://host", post, body_format)
+        call = HttpCall(session, "http://host", post, body_format)
         task = asyncio.ensure_future(call.receive())
         await asyncio.sleep(0.01)
         session.may_answer.set()
