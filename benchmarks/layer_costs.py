@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from minisgl_backend.layers.config import (
-    AttentionConfig,
-    LatentAttentionConfig,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    UngatedMlpConfig,
-)
-from minisgl_backend.models.description import attention_weights
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, UngatedMlpConfig
+from minisgl_backend.layers.mixer_config import HeadsConfig, LatentAttentionConfig
 
 PLAIN_BYTES = 2  # of a bfloat16 number: plain weights, routers, the LM head, and the KV cache unless it is FP8
 
@@ -79,8 +72,9 @@ def layer_costs(
 ) -> LayerCosts:
     """weights: format of linear layers; experts: of routed experts. Routers are plain. Scales of outputs are counted as
     if every weight had hidden_size inputs."""
-    attention, mlp = layer.attention, layer.mlp
-    linear, router, expert = attention_weights(attention, hidden_size), 0, 0
+    attention, mlp = layer.mixer.attention, layer.mlp
+    assert attention is not None, "no other mixers are served yet"
+    linear, router, expert = attention.num_weights(hidden_size), 0, 0
     if isinstance(mlp, MoeConfig):
         linear += 3 * mlp.shared_intermediate_size * hidden_size
         router, expert = mlp.num_experts * hidden_size, 3 * mlp.intermediate_size * hidden_size
@@ -103,7 +97,7 @@ def layer_costs(
     )
 
 
-def _attention(attention: AttentionConfig | LatentAttentionConfig) -> tuple[int, int, int]:
+def _attention(attention: HeadsConfig) -> tuple[int, int, int]:
     """Numbers kept of a token; operations of a query token and a token that it sees, in decode steps and in prompts:
     all heads' scores, and their product with the values."""
     heads = attention.num_q_heads

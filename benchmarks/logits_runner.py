@@ -18,6 +18,7 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.request import SamplingParams
@@ -235,8 +236,8 @@ class _TappedModel:
         self._model = model
         self.hidden: torch.Tensor | None = None  # [num_tokens, hidden_size]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        self.hidden = self._model(input_ids, positions, replace(ctx, logits_indices=None))
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        self.hidden = self._model(tokens, replace(ctx, logits_indices=None))
         return self.hidden if ctx.logits_indices is None else self.hidden[ctx.logits_indices]
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:

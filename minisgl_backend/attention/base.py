@@ -38,7 +38,7 @@ PROMPT_GRAPH_CONTEXT = 8192
 class LayerGroup:
     """Layers with the same attention: one backend serves them, with one plan per step. Sizes are those of one rank."""
 
-    layers: tuple[int, ...]  # indices in the model
+    layers: tuple[int, ...] = ()  # which of the model's layers with attention, counted without others
     num_q_heads: int
     kv: KVLayout
     window: int | None = None  # tokens that a query sees, including itself; None: all up to itself

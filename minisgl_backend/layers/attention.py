@@ -2,119 +2,53 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl_backend.layers.norm import NormOverHeads, RMSNorm, SublayerNorms
-from minisgl_backend.layers.residual import MicroBatches, join
-from minisgl_backend.layers.rotary import head_order, query_growth
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.layers.mixer import Mixer
+from minisgl_backend.layers.mixer_config import AttentionConfig
+from minisgl_backend.layers.model_input import ModelInput
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.rotary import head_order
+from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.weights.parts import WeightPart
 
 
-class AttentionBlock(WeightedLayer, ABC):
-    """Attention sublayer: projection of the hidden states, `heads`, and output projection."""
+class SelfAttention(Mixer):
+    """Variants are subclasses in `layers.attention_variants`."""
 
-    qkv_proj: ColumnParallelLinear
-    o_proj: RowParallelLinear
-    _tp: TensorParallel
+    q_norm: nn.Module  # where it has norms
+    k_norm: nn.Module
 
-    @abstractmethod
-    def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """Binds attention to this pool."""
-
-    def derive_weights(self) -> None:
-        """To be called when all weights are loaded."""
-
-    @abstractmethod
-    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Everything between qkv_proj and o_proj: norms, rotation, the store into the KV pool, and attention.
-
-        qkv: output of qkv_proj, [num_tokens, local outputs], may be overwritten -> the input of o_proj, [num_tokens,
-        local num_q_heads * v_head_dim].
-        """
-
-    @abstractmethod
-    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Only stores these tokens in the KV pool: as `heads` without queries; slots int [num_tokens]."""
-
-    def forward(
-        self,
-        micro_batches: MicroBatches,
-        norms: SublayerNorms,
-        positions: torch.Tensor,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None = None,
-        *,
-        defers_o_proj: Callable[[int], bool],
-    ) -> MicroBatches:
-        """The residual stream plus attention(norm(residual)), of all micro-batches together; positions int
-        [num_tokens].
-
-        `logits_indices`, int [num_logits]: only these tokens are returned; keys and values are stored for all.
-        `defers_o_proj`: whether the next sublayer runs o_proj, at this token count.
-        """
-        if len(micro_batches) == 1:
-            residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
-            settled: MicroBatches = (residual,)
-        else:  # attention takes one tensor, which has the rows of all micro-batches
-            qkv = self.qkv_proj.empty_outputs(len(positions))
-            rows = qkv.split([one.num_tokens for one in micro_batches])
-            pairs = zip(micro_batches, rows, strict=True)
-            settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
-        attended = self.heads(qkv, positions, ctx)
-        if logits_indices is not None:
-            attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
-        if defers_o_proj(len(attended)):
-            return (join(settled).deferring(attended, self.o_proj.method),)
-        if self._tp.size == 1:
-            return (self.o_proj(settled[0], attended, norms),)
-        sizes = self._tp.micro_batches(len(attended))
-        all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
-        if len(sizes) != len(settled):
-            settled = join(settled).split(sizes)
-        pairs = zip(settled, attended.split(sizes), strict=True)
-        return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
-
-
-class SelfAttention(AttentionBlock):
     def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        layer_index: int,
-        cos_sin: torch.Tensor,
-        layer_context: LayerContext,
-        *,
-        input_size: int | None = None,
+        self, config: Any, hidden_size: int, layer_context: LayerContext, *, input_size: int | None = None
     ) -> None:
-        """cos_sin: of `config.rope`, float32 [max_seq_len, head_dim]; shared with other layers. input_size: of the
-        input of qkv_proj; None: hidden_size."""
+        """config: an `AttentionConfig`, of a subclass the one that names it. input_size: of the input of qkv_proj;
+        None: hidden_size."""
         super().__init__()
-        self._layer_index = layer_index
         self._layer: AttentionLayer  # see `bind`
-        self._config = config
+        self._config: AttentionConfig = config
         self._ops = layer_context.ops
         self._tp = tp = layer_context.tp
         self._sinks_name = layer_context.name("sinks")
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        outputs = self._outputs(config)
         # With more ranks than KV heads, several ranks have the same head.
-        kv_parts = min(config.num_kv_heads, tp.size)
-        order = head_order(config.rope, config.head_dim)
+        self._kv_parts = kv_parts = min(config.num_kv_heads, tp.size)
+        self._order = order = head_order(config.rope, config.head_dim)
         self.qkv_proj = ColumnParallelLinear(
             input_size or hidden_size,
-            outputs,
+            self._outputs({"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}),
             config.qkv_bias,
             layer_context,
             parts={"k_proj": kv_parts, "v_proj": kv_parts},
@@ -122,73 +56,69 @@ class SelfAttention(AttentionBlock):
         )
         self.o_proj = RowParallelLinear(q_size, hidden_size, "o_proj", config.output_bias, layer_context)
         self._sizes = (q_size // tp.size, kv_size // kv_parts)  # of this rank's queries and keys
-        norm, over_heads = config.qk_norm, config.qk_norm_over_heads
-        self.q_norm: RMSNorm | NormOverHeads | None = None
-        self.k_norm: RMSNorm | NormOverHeads | None = None
-        if norm is not None and over_heads:
-            self.q_norm = NormOverHeads(q_size, tp.size, norm, "q_norm", layer_context, order)
-            self.k_norm = NormOverHeads(kv_size, kv_parts, norm, "k_norm", layer_context, order)
-        elif norm is not None and norm.weight:
-            self.q_norm = RMSNorm(config.head_dim, norm, "q_norm", layer_context, order)
-            self.k_norm = RMSNorm(config.head_dim, norm, "k_norm", layer_context, order)
-        behind = norm is not None and config.qk_norm_behind_rope
-        assert not (behind and over_heads), "no family asks for both"
-        # The rotation does not change a head's RMS, so only the norm's weights come after it. Scores are dot products
-        # of queries and keys, so the keys' weights can be multiplied into the queries.
-        bare = norm is not None and not norm.weight
-        one = None
-        if behind or bare:
-            one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device)
-        self._query_factors = None if bare else one  # [head_dim], see `derive_weights`
-        self._growth = query_growth(config.query_growth, len(cos_sin), layer_context.device)
-        self._adjusts_queries = self._query_factors is not None or self._growth is not None
         # Split over the ranks like the query heads.
         sinks = layer_context.parameter(config.num_q_heads // tp.size, dtype=torch.float32) if config.sinks else None
         self.sinks = sinks
-        self._rotation = QKNormRope(  # weights are loaded in place
-            q_norm=one if one is not None else self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
-            k_norm=one if one is not None else self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
-            cos_sin=cos_sin,
-            eps=norm.eps if norm is not None else 0.0,
+        self._rope = layer_context.rope_table(config.rope, config.rope_head_dim)
+        q_norm, k_norm = self._head_norms(layer_context)
+        eps = 0.0 if config.qk_norm is None else config.qk_norm.eps
+        self._rotation = QKNormRope(q_norm=q_norm, k_norm=k_norm, cos_sin=self._rope.cos_sin, eps=eps)
+
+    def _outputs(self, outputs: dict[str, int]) -> dict[str, int]:
+        """Of `qkv_proj`, by name; a variant may have fewer."""
+        return outputs
+
+    def _head_norms(self, layer_context: LayerContext) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weights of the norms of each query and each key head before the rotation, which are loaded in place."""
+        config = self._config
+        if config.qk_norm is None:
+            return None, None
+        if not config.qk_norm.weight:
+            one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device)
+            return one, one
+        q_norm, k_norm = (
+            RMSNorm(config.head_dim, config.qk_norm, name, layer_context, self._order) for name in ("q_norm", "k_norm")
+        )
+        self.q_norm, self.k_norm = q_norm, k_norm
+        return q_norm.weight, k_norm.weight
+
+    @classmethod
+    def cache(cls, config: Any, tp_size: int, dtype: torch.dtype, max_seq_len: int) -> LayerGroup:
+        # A window or a chunk that no sequence outgrows is none: its layers join those that see everything.
+        window, chunk = (
+            size if size is not None and size < max_seq_len else None for size in (config.window, config.chunk)
+        )
+        num_kv_heads = max(1, config.num_kv_heads // tp_size)
+        return LayerGroup(
+            num_q_heads=config.num_q_heads // tp_size,
+            kv=MHALayout(num_kv_heads=num_kv_heads, head_dim=config.head_dim, dtype=dtype),
+            window=window,
+            chunk=chunk,
+            scale=config.scale,
+            soft_cap=config.soft_cap,
+            sinks=config.sinks,
         )
 
-    def _outputs(self, config: AttentionConfig) -> dict[str, int]:
-        """Of `qkv_proj`, by name."""
-        kv_size = config.num_kv_heads * config.head_dim
-        return {"q_proj": config.num_q_heads * config.head_dim, "k_proj": kv_size, "v_proj": kv_size}
+    def bind(self, spec: AttentionSpec, pool: KVPool, layers: Iterator[int]) -> None:
+        sinks, index = None if self.sinks is None else self.sinks.data, next(layers)
+        self._layer = spec.layer(index, pool.layer(index), sinks)
 
-    def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
-        sinks = None if self.sinks is None else self.sinks.data
-        self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), sinks)
+    def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        layer = self._layer
+        # The kernel that rotates itself knows the true positions alone.
+        if tokens.rotation is None and ctx.fuses_rope(layer):
+            return ctx.attend_with_rope(layer, projected, self._rotation).flatten(1)
+        return ctx.attend(layer, self._rotated(projected, tokens, ctx.slots[layer.cache_group])).flatten(1)
 
-    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        layer, r = self._layer, self._rotation
-        if isinstance(self.q_norm, NormOverHeads) and isinstance(self.k_norm, NormOverHeads):
-            q_size, k_size = self._sizes
-            self.q_norm.apply_(qkv[:, :q_size])
-            self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
-        if not self._adjusts_queries and ctx.fuses_rope(layer):
-            return ctx.attend_with_rope(layer, qkv, r).flatten(1)
-        q = self._ops.rope_store(qkv, r, positions, ctx.slots[layer.cache_group], layer.kv, layer.num_q_heads)
-        return ctx.attend(layer, self._adjusted(q, positions)).flatten(1)
+    def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
+        self._rotated(projected, tokens, slots)
 
-    def _adjusted(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q [num_tokens, local num_q_heads, head_dim], rotated, which may be overwritten."""
-        if self._query_factors is not None:
-            q = q.mul_(self._query_factors)
-        return q if self._growth is None else q.mul_(self._growth[positions].view(-1, 1, 1))
-
-    def derive_weights(self) -> None:
-        if self._query_factors is not None:
-            assert isinstance(self.q_norm, RMSNorm)
-            assert isinstance(self.k_norm, RMSNorm)
-            self._query_factors = self.q_norm.weight.float() * self.k_norm.weight.float()
-
-    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        if isinstance(self.k_norm, NormOverHeads):
-            q_size, k_size = self._sizes
-            self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
-        self._ops.rope_store(qkv, self._rotation, positions, slots, self._layer.kv, self._layer.num_q_heads)
+    def _rotated(self, qkv: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> torch.Tensor:
+        """Queries, rotated; keys and values are stored."""
+        layer, rotation, (cos_sin, positions) = self._layer, self._rotation, tokens.rope(self._rope)
+        if cos_sin is not rotation.cos_sin:
+            rotation = replace(rotation, cos_sin=cos_sin)
+        return self._ops.rope_store(qkv, rotation, positions, slots, layer.kv, layer.num_q_heads)
 
     def weight_parts(self) -> list[WeightPart]:
         if self.sinks is None:

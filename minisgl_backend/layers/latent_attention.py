@@ -3,15 +3,20 @@ attention kernels, which use latents or the keys and values expanded from them (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.layer import AttentionLayer, LatentProjection
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup
+from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.kv.latent import LatentLayout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.attention import AttentionBlock
-from minisgl_backend.layers.config import LatentAttentionConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl_backend.layers.mixer import Mixer
+from minisgl_backend.layers.mixer_config import LatentAttentionConfig
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.rotary import head_order
 from minisgl_backend.layers.weights import LayerContext
@@ -19,25 +24,16 @@ from minisgl_backend.weights.method import LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
 
 
-class LatentAttention(AttentionBlock):
+class LatentAttention(Mixer):
     """Heads are split over the ranks; latents are computed and cached on all of them.
 
     `qkv_proj` computes the queries (or their latent), the cached latent and its rotated key.
     """
 
-    def __init__(
-        self,
-        config: LatentAttentionConfig,
-        hidden_size: int,
-        layer_index: int,
-        cos_sin: torch.Tensor,
-        layer_context: LayerContext,
-    ) -> None:
-        """cos_sin: of `config.rope`, float32 [max_seq_len, qk_rope_head_dim]; shared with other layers."""
+    def __init__(self, config: LatentAttentionConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
-        self._layer_index = layer_index
         self._layer: AttentionLayer  # see `bind`
-        self._config, self._cos_sin = config, cos_sin
+        self._config, self._rope = config, layer_context.rope_table(config.rope, config.rope_head_dim)
         self._ops = layer_context.ops
         self._tp = tp = layer_context.tp
         self._num_heads = config.num_q_heads // tp.size
@@ -74,34 +70,47 @@ class LatentAttention(AttentionBlock):
         v_size = config.num_q_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(v_size, hidden_size, "o_proj", config.bias, layer_context)
 
-    def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
+    @classmethod
+    def cache(cls, config: Any, tp_size: int, dtype: torch.dtype, max_seq_len: int) -> LayerGroup:
+        heads = LatentHeads(
+            rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim,
+        )
+        return LayerGroup(
+            num_q_heads=config.num_q_heads // tp_size,
+            kv=LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=dtype),
+            scale=config.scale,
+            latent=heads,
+        )
+
+    def bind(self, spec: AttentionSpec, pool: KVPool, layers: Iterator[int]) -> None:
         weight = self.kv_b_proj.dequantized().to(self._dtype)
         projection = LatentProjection(
             weight=weight.view(self._num_heads, -1, weight.shape[1]),
             v_dim=self._config.v_head_dim,
             expand_into=lambda latents, out: self._kernels.linear_into(latents, weight, out),
         )
-        self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), latent=projection)
+        index = next(layers)
+        self._layer = spec.layer(index, pool.layer(index), latent=projection)
 
-    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        queries, kept = qkv[:, : -self._config.head_dim], qkv[:, -self._config.head_dim :]
+    def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        queries, kept = projected[:, : -self._config.head_dim], projected[:, -self._config.head_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             queries = self.q_b_proj.of(queries, norm=self.q_a_layernorm)
-        q = self._store(
-            queries.unflatten(1, (self._num_heads, -1)), kept, positions, ctx.slots[self._layer.cache_group]
-        )
+        q = self._rotated(queries.unflatten(1, (self._num_heads, -1)), kept, tokens, ctx.slots[self._layer.cache_group])
         return ctx.attend(self._layer, q).flatten(1)
 
-    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         config = self._config
-        no_queries = qkv.new_empty(len(qkv), 0, config.qk_nope_head_dim + config.qk_rope_head_dim)
-        self._store(no_queries, qkv[:, -config.head_dim :], positions, slots)
+        no_queries = projected.new_empty(len(projected), 0, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        self._rotated(no_queries, projected[:, -config.head_dim :], tokens, slots)
 
-    def _store(self, q: torch.Tensor, kept: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        norm, kv = self.kv_a_layernorm, self._layer.kv
-        return self._ops.latent_store(
-            q, kept, norm.weight, self._cos_sin, positions, slots, kv.k, norm.eps, kv.scales.k
-        )
+    def _rotated(self, q: torch.Tensor, kept: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> torch.Tensor:
+        """Queries, rotated; latents and keys are stored."""
+        norm, kv, (cos_sin, positions) = self.kv_a_layernorm, self._layer.kv, tokens.rope(self._rope)
+        return self._ops.latent_store(q, kept, norm.weight, cos_sin, positions, slots, kv.k, norm.eps, kv.scales.k)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

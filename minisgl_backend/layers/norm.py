@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.layers.config import NormConfig
+from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
 

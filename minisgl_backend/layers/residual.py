@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,9 @@ class Residual:
     _hidden: torch.Tensor
     _tp: TensorParallel
     _all_reduce: AllReduce = AllReduce.NCCL  # for sublayers' outputs, at this number of tokens
+    # A field of each token, [num_tokens, ...], which sublayers may read; it is selected, split and joined like the
+    # hidden states, so that it is always that of the rows at hand. None: there is none.
+    by_row: torch.Tensor | None = None
     _output: torch.Tensor | None = None
     _norms: SublayerNorms | None = None  # applied to the output; None: it is added unchanged
     _sent: Sent | None = None
@@ -48,7 +52,7 @@ class Residual:
             residual = self._added()
             return residual, residual._hidden if norm is None else norm(residual._hidden)
         hidden, x = self._tp.sum_norm(self._output, self._hidden, norm.weight, norm.eps, self._sent)
-        residual = Residual(hidden, self._tp, self._all_reduce)
+        residual = self.become(hidden)
         return residual, x if isinstance(norm, RMSNorm) else norm(hidden)
 
     def whole(self, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
@@ -78,18 +82,19 @@ class Residual:
         if not norms.adds_as_is:
             out = output(None)
             wait = tp.begin_all_reduce(out) if tp.size > 1 else None
-            return Residual(hidden, tp, self._all_reduce, out, norms, _wait=wait)
+            return Residual(hidden, tp, self._all_reduce, self.by_row, out, norms, _wait=wait)
         if tp.size == 1:
-            return Residual(output(hidden), tp)
+            return self.become(output(hidden))
         if self._all_reduce is not AllReduce.NCCL:
             part = output(None)
-            return Residual(hidden, tp, self._all_reduce, part, _sent=tp.send_ahead(part, self._all_reduce))
+            sent = tp.send_ahead(part, self._all_reduce)
+            return Residual(hidden, tp, self._all_reduce, self.by_row, part, _sent=sent)
         out = output(hidden if tp.rank == 0 else None)  # the hidden states must enter the sum once
-        return Residual(out, tp, self._all_reduce, _wait=tp.begin_all_reduce(out))
+        return Residual(out, tp, self._all_reduce, self.by_row, _wait=tp.begin_all_reduce(out))
 
     def deferring(self, x: torch.Tensor, o_proj: LinearMethod) -> Residual:
         """This settled residual stream plus a GEMM of x [num_tokens, size_in] deferred to the next sublayer."""
-        return Residual(self._hidden, self._tp, self._all_reduce, _deferred=(x, o_proj))
+        return Residual(self._hidden, self._tp, self._all_reduce, self.by_row, _deferred=(x, o_proj))
 
     @property
     def deferred_o_proj(self) -> tuple[torch.Tensor, torch.Tensor, LinearMethod] | None:
@@ -97,25 +102,32 @@ class Residual:
         return None if self._deferred is None else (self._hidden, *self._deferred)
 
     def become(self, hidden: torch.Tensor) -> Residual:
-        """A settled residual stream of these hidden states."""
-        return Residual(hidden, self._tp, self._all_reduce)
+        """A settled residual stream of these hidden states of the same tokens."""
+        return Residual(hidden, self._tp, self._all_reduce, self.by_row)
 
     def times(self, factor: torch.Tensor) -> Residual:
         """All hidden states multiplied by factor [1]."""
         residual, hidden = self.settled(None)
         return residual.become(hidden * factor)
 
+    def plus_at(self, rows: torch.Tensor, vectors: torch.Tensor) -> Residual:
+        """This settled residual stream plus vectors [k, hidden_size] at some tokens; rows int64 [k]."""
+        return self.become(self._hidden.index_add(0, rows, vectors))
+
     def at(self, indices: torch.Tensor) -> Residual:
         """Some tokens of this settled residual stream; indices int [num_chosen]."""
-        return replace(self, _hidden=self._hidden[indices])
+        by_row = None if self.by_row is None else self.by_row[indices]
+        return Residual(self._hidden[indices], self._tp, self._all_reduce, by_row)
 
     def split(self, sizes: Sequence[int]) -> MicroBatches:
         """This settled residual stream as micro-batches of these sizes."""
-        return tuple(Residual(hidden, self._tp, self._all_reduce) for hidden in self._hidden.split(list(sizes)))
+        fields = repeat(None) if self.by_row is None else self.by_row.split(list(sizes))
+        parts = zip(self._hidden.split(list(sizes)), fields, strict=False)
+        return tuple(Residual(hidden, self._tp, self._all_reduce, by_row) for hidden, by_row in parts)
 
     def reduced_by(self, all_reduce: AllReduce) -> Residual:
         """This settled residual stream, with `all_reduce` for the outputs of later sublayers."""
-        return Residual(self._hidden, self._tp, all_reduce)
+        return Residual(self._hidden, self._tp, all_reduce, self.by_row)
 
     def _added(self) -> Residual:
         if self._deferred is not None:
@@ -129,7 +141,7 @@ class Residual:
         hidden = self._hidden
         if self._output is not None and self._norms is not None:
             hidden = self._norms.add(hidden, self._output)
-        return Residual(hidden, self._tp, self._all_reduce)
+        return self.become(hidden)
 
 
 # The residual stream of a long prompt passes GEMMs, norms and MLPs as two micro-batches, its first and its last tokens:
@@ -139,4 +151,8 @@ MicroBatches = tuple[Residual, ...]
 
 def join(parts: MicroBatches) -> Residual:
     """Joins settled micro-batches."""
-    return parts[0] if len(parts) == 1 else parts[0].become(torch.cat([part._hidden for part in parts]))
+    if len(parts) == 1:
+        return parts[0]
+    fields = [part.by_row for part in parts if part.by_row is not None]
+    whole = replace(parts[0], by_row=torch.cat(fields) if fields else None)
+    return whole.become(torch.cat([part._hidden for part in parts]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.layers.config import QueryGrowth, RopeConfig
+from minisgl_backend.layers.mixer_config import AttentionTemperatureTuning, RopeConfig
 
 
 def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -88,6 +89,13 @@ def dynamic_frequencies(
     return default_frequencies(head_dim, theta * times ** (head_dim / (head_dim - 2)))
 
 
+class RopeTable(NamedTuple):
+    """Cosines and sines by position."""
+
+    number: int  # in its model
+    cos_sin: torch.Tensor  # float32 [max_seq_len, head_dim], as of `rope_table`
+
+
 def rotary_table(
     frequencies: torch.Tensor, max_position: int, device: torch.device, attention_factor: float = 1.0, still: int = 0
 ) -> torch.Tensor:
@@ -111,13 +119,27 @@ def rope_table(rope: RopeConfig | None, head_dim: int, max_seq_len: int, device:
     return rotary_table(frequencies, max_seq_len, device, attention_factor, still=(head_dim - rotary_dim) // 2)
 
 
-def query_growth(growth: QueryGrowth | None, max_seq_len: int, device: torch.device) -> torch.Tensor | None:
-    """float32 [max_seq_len]: factor of the queries at each position; None: no factor."""
-    if growth is None:
-        return None
-    positions = torch.arange(growth.offset, growth.offset + max_seq_len, dtype=torch.float32, device=device)
-    steps = positions.div_(growth.every).floor_()
-    return steps.log1p_().mul_(growth.beta).add_(1.0)
+class RopeTables:
+    """The rope tables of a model: layers with the same rope and head size share one."""
+
+    def __init__(self, max_seq_len: int, device: torch.device) -> None:
+        self.max_seq_len = max_seq_len  # tokens
+        self._device = device
+        self._tables: dict[tuple[RopeConfig | None, int], RopeTable] = {}
+
+    def of(self, rope: RopeConfig | None, head_dim: int) -> RopeTable:
+        """See `rope_table`."""
+        key = rope, head_dim
+        if key not in self._tables:
+            cos_sin = rope_table(rope, head_dim, self.max_seq_len, self._device)
+            self._tables[key] = RopeTable(len(self._tables), cos_sin)
+        return self._tables[key]
+
+
+def query_temperatures(tuning: AttentionTemperatureTuning, max_seq_len: int, device: torch.device) -> torch.Tensor:
+    """float32 [max_seq_len]: factor of the queries at each position."""
+    positions = torch.arange(tuning.offset, tuning.offset + max_seq_len, dtype=torch.float32, device=device)
+    return positions.div_(tuning.every).floor_().log1p_().mul_(tuning.beta).add_(1.0)
 
 
 def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None:

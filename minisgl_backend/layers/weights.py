@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.layers.mixer_config import RopeConfig
+from minisgl_backend.layers.rotary import RopeTable, RopeTables
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
 from minisgl_backend.weights.methods import WeightMethods
@@ -26,6 +28,16 @@ class LayerContext:
     tp: TensorParallel
     methods: WeightMethods  # of linear layers and experts, by path
     path: str = ""  # dotted path: model.layers.3.mlp
+    ropes: RopeTables | None = None  # which the mixers of a model share
+
+    def within(self, max_seq_len: int) -> LayerContext:
+        """The context of a model that is asked for up to this many positions."""
+        return dataclasses.replace(self, ropes=RopeTables(max_seq_len, self.device))
+
+    def rope_table(self, rope: RopeConfig | None, head_dim: int) -> RopeTable:
+        """See `RopeTables.of`; only after `within`."""
+        assert self.ropes is not None, "only mixers ask, which are in a model"
+        return self.ropes.of(rope, head_dim)
 
     def at(self, name: str) -> LayerContext:
         """The context of a submodule."""

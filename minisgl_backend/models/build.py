@@ -8,15 +8,12 @@ from pathlib import Path
 
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, LayerGroup
-from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_kernels, select_ops
 from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers
-from minisgl_backend.kv.latent import KVLayout, LatentLayout
-from minisgl_backend.kv.layout import MHALayout
-from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig
+from minisgl_backend.layers.mixer import cache_of
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -93,7 +90,7 @@ def attention_needs(
     config: ModelConfig, *, tp_size: int, compute_capability: int | None, dtype: str, kv_dtype: str
 ) -> AttentionNeeds:
     """What attention backends must serve for this model on a machine, on each of `tp_size` ranks."""
-    kinds = [layer.attention for layer in config.layers]
+    kinds = config.attentions
     return AttentionNeeds(
         compute_capability=compute_capability,
         dtype=dtype,
@@ -127,24 +124,17 @@ def attention_spec(
     `kv_dtype`: of keys and values in the cache; None: `dtype`. `most_cache_groups`: see `kv.groups`; with one, as
     where layers differ in their layouts, layers that differ in windows keep all tokens.
     """
-    kinds = [_kind(layer.attention, max_seq_len) for layer in config.layers]
-    layouts = {kind: _kv_layout(kind, tp_size, kv_dtype or dtype) for kind in kinds}
-    if len(set(layouts.values())) > 1:  # pages of groups would not be equal
+    caches = (cache_of(layer.mixer, tp_size, kv_dtype or dtype, max_seq_len) for layer in config.layers)
+    kinds = [kind for kind in caches if kind is not None]
+    if len({kind.kv for kind in kinds}) > 1:  # pages of groups would not be equal
         most_cache_groups = 1
     windows = [kind.window if kind.chunk is None else Chunk(kind.chunk) for kind in kinds]
     grouped = group_layers(windows, page_size, max_seq_len, most_cache_groups)
     alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
-        LayerGroup(
+        dataclasses.replace(
+            kind,
             layers=tuple(index for index, other in enumerate(alike) if other == (kind, cache_group)),
-            num_q_heads=kind.num_q_heads // tp_size,
-            kv=layouts[kind],
-            window=kind.window,
-            chunk=kind.chunk,
-            scale=kind.scale,
-            soft_cap=kind.soft_cap,
-            sinks=kind.sinks,
-            latent=_latent_heads(kind),
             cache_group=cache_group,
         )
         for kind, cache_group in dict.fromkeys(alike)
@@ -158,46 +148,6 @@ def attention_spec(
         dtype=dtype,
         device=device,
         flashinfer_tensor_cores=flashinfer_tensor_cores,
-    )
-
-
-def _kv_layout(attention: AttentionConfig | LatentAttentionConfig, tp_size: int, dtype: torch.dtype) -> KVLayout:
-    if isinstance(attention, LatentAttentionConfig):
-        return LatentLayout(rank=attention.kv_lora_rank, rope_dim=attention.qk_rope_head_dim, dtype=dtype)
-    return MHALayout(num_kv_heads=max(1, attention.num_kv_heads // tp_size), head_dim=attention.head_dim, dtype=dtype)
-
-
-def _latent_heads(attention: AttentionConfig | LatentAttentionConfig) -> LatentHeads | None:
-    if isinstance(attention, AttentionConfig):
-        return None
-    return LatentHeads(
-        rank=attention.kv_lora_rank,
-        nope_dim=attention.qk_nope_head_dim,
-        rope_dim=attention.qk_rope_head_dim,
-        v_dim=attention.v_head_dim,
-    )
-
-
-def _kind(
-    attention: AttentionConfig | LatentAttentionConfig, max_seq_len: int
-) -> AttentionConfig | LatentAttentionConfig:
-    """What layers of one group have in common. A window or a chunk that no sequence outgrows is none: its layers join
-    those that see everything."""
-    if isinstance(attention, LatentAttentionConfig):
-        return attention
-    window, chunk = (
-        size if size is not None and size < max_seq_len else None for size in (attention.window, attention.chunk)
-    )
-    return AttentionConfig(
-        num_q_heads=attention.num_q_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        rope=None,
-        window=window,
-        chunk=chunk,
-        scale=attention.scale,
-        soft_cap=attention.soft_cap,
-        sinks=attention.sinks,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import cast
 
 import torch
@@ -10,42 +11,30 @@ from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.attention import AttentionBlock, SelfAttention
-from minisgl_backend.layers.config import (
-    AttentionConfig,
-    LatentAttentionConfig,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    RopeConfig,
-    UngatedMlpConfig,
-    ValueNormAttentionConfig,
-)
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, UngatedMlpConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
-from minisgl_backend.layers.latent_attention import LatentAttention
+from minisgl_backend.layers.mixer import Mixer, make_mixer
 from minisgl_backend.layers.mlp import GatedMLP, UngatedMLP
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.moe import MoeMLP
-from minisgl_backend.layers.norm import SublayerNorms, make_norm
+from minisgl_backend.layers.norm import Norm, SublayerNorms, make_norm
 from minisgl_backend.layers.pooling import ClassificationHead
 from minisgl_backend.layers.residual import MicroBatches, Residual, join
-from minisgl_backend.layers.rotary import rope_table
-from minisgl_backend.layers.value_norm_attention import ValueNormAttention
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.models.borders import Borders
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.method import LinearMethod, process_weights_after_loading
 from minisgl_backend.weights.parts import WeightPart
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each with norms around it and added to the residual stream."""
+    """A mixer, then an MLP, each with norms around it and added to the residual stream."""
 
-    def __init__(
-        self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
-    ) -> None:
+    def __init__(self, layer: LayerConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self._tp = layer_context.tp
-        self.self_attn = _attention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
+        self.mixer = make_mixer(layer.mixer, hidden_size, layer_context)
         self.mlp = _mlp(layer.mlp, hidden_size, layer_context.at("mlp"))
         names = _NORM_NAMES[layer.norms]
         norms = {
@@ -54,47 +43,41 @@ class DecoderLayer(nn.Module):
         }
         for name, norm in norms.items():
             self.add_module(name, norm)
-        self.output_factor = OutputFactor(layer_context) if layer.output_factor else None
-        self._attention_norms, self._mlp_norms = (
+        self.layer_scalar = LayerScalar(layer_context) if layer.layer_scalar else None
+        self._mixer_norms, self._mlp_norms = (
             SublayerNorms(norms.get(before), norms.get(after), layer.residual_multiplier) for before, after in names
         )
 
+    @property
+    def input_norm(self) -> Norm | None:
+        """The first thing that happens to its input."""
+        return self._mixer_norms.before
+
     def derive_weights(self) -> None:
         """Computes tensors that are derived from weights. Called when all weights are loaded."""
-        self.self_attn.derive_weights()
-        self.mlp.derive_weights(self.self_attn.o_proj, self._mlp_norms)
+        self.mixer.derive_weights()
+        self.mlp.derive_weights(self.mixer.o_proj, self._mlp_norms)
 
-    def keep_input(self, micro_batches: MicroBatches, outs: Iterable[torch.Tensor]) -> MicroBatches:
-        """Copies this layer's input to each of `outs`, [num_tokens, hidden_size]."""
-        kept, states = zip(*[one.whole(self._attention_norms.before) for one in micro_batches], strict=True)
-        for out in outs:
-            for part, state in zip(out.split([one.num_tokens for one in kept]), states, strict=True):
-                part.copy_(state)
-        return tuple(kept)
-
-    def store(self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Only stores these tokens in attention's KV pool: hidden [num_tokens, hidden_size] as in `forward`, positions
-        and slots int [num_tokens]."""
-        _, qkv = self.self_attn.qkv_proj(Residual(hidden, self._tp), self._attention_norms.before)
-        self.self_attn.store(qkv, positions, slots)
+    def store(self, hidden: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
+        """Only keeps these tokens: hidden [num_tokens, hidden_size] as in `forward`, slots int [num_tokens]."""
+        _, projected = self.mixer.qkv_proj(Residual(hidden, self._tp), self.input_norm)
+        self.mixer.store(projected, tokens, slots)
 
     def forward(
         self,
         micro_batches: MicroBatches,
-        positions: torch.Tensor,
+        tokens: ModelInput,
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
     ) -> MicroBatches:
-        """num_tokens in all micro-batches, positions int [num_tokens] -> all tokens, or those at `logits_indices`."""
+        """All tokens, in micro-batches -> all of them, or those at `logits_indices`."""
         defers = self.mlp.takes_o_proj
-        micro_batches = self.self_attn(
-            micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
-        )
+        micro_batches = self.mixer(micro_batches, self._mixer_norms, tokens, ctx, logits_indices, defers_o_proj=defers)
         outputs = tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
-        return outputs if self.output_factor is None else tuple([self.output_factor(one) for one in outputs])
+        return outputs if self.layer_scalar is None else tuple([self.layer_scalar(one) for one in outputs])
 
 
-class OutputFactor(WeightedLayer):
+class LayerScalar(WeightedLayer):
     """A stored number that multiplies the residual stream."""
 
     def __init__(self, layer_context: LayerContext) -> None:
@@ -109,20 +92,6 @@ class OutputFactor(WeightedLayer):
         return [WeightPart(name=self._name, shape=(1,), target=self.weight)]
 
 
-def _attention(
-    attention: AttentionConfig | LatentAttentionConfig,
-    hidden_size: int,
-    index: int,
-    cos_sin: torch.Tensor,
-    layer_context: LayerContext,
-) -> AttentionBlock:
-    if isinstance(attention, ValueNormAttentionConfig):
-        return ValueNormAttention(attention, hidden_size, index, cos_sin, layer_context)
-    if isinstance(attention, AttentionConfig):
-        return SelfAttention(attention, hidden_size, index, cos_sin, layer_context)
-    return LatentAttention(attention, hidden_size, index, cos_sin, layer_context)
-
-
 def _mlp(
     mlp: MlpConfig | UngatedMlpConfig | MoeConfig, hidden_size: int, layer_context: LayerContext
 ) -> GatedMLP | UngatedMLP | MoeMLP:
@@ -134,43 +103,40 @@ def _mlp(
 
 
 class ParallelDecoderLayer(DecoderLayer):
-    """Attention and MLP in parallel, with the same norm, added to the residual stream together: with tensor parallelism
-    they need one all-reduce."""
+    """Mixer and MLP in parallel, with the same norm, added to the residual stream together: tensor parallelism needs
+    one all-reduce."""
 
     def derive_weights(self) -> None:
-        self.self_attn.derive_weights()
+        self.mixer.derive_weights()
 
     def forward(
         self,
         micro_batches: MicroBatches,
-        positions: torch.Tensor,
+        tokens: ModelInput,
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
     ) -> MicroBatches:
-        settled, normed = zip(*[one.settled(self._attention_norms.before) for one in micro_batches], strict=True)
+        settled, normed = zip(*[one.settled(self.input_norm) for one in micro_batches], strict=True)
         residual, x = join(settled), normed[0] if len(normed) == 1 else torch.cat(normed)
-        attended = self.self_attn.heads(self.self_attn.qkv_proj.of(x), positions, ctx)
+        mixed = self.mixer.mix(self.mixer.qkv_proj.of(x), tokens, ctx)
         if logits_indices is not None:
-            attended, x, residual = attended[logits_indices], x[logits_indices], residual.at(logits_indices)
+            mixed, x, residual = mixed[logits_indices], x[logits_indices], residual.at(logits_indices)
         sizes = self._tp.micro_batches(len(x))
         residual = residual.reduced_by(self._tp.all_reduce_for(len(x), captured=ctx.captured))
-        parts = zip(residual.split(sizes), x.split(sizes), attended.split(sizes), strict=True)
+        parts = zip(residual.split(sizes), x.split(sizes), mixed.split(sizes), strict=True)
         return tuple([self._plus_both(*one) for one in parts])
 
-    def _plus_both(self, residual: Residual, x: torch.Tensor, attended: torch.Tensor) -> Residual:
-        o_proj, mlp = self.self_attn.o_proj, self.mlp
-        return residual.plus(lambda added_to: mlp.part(x, o_proj.part(attended, added_to)), self._attention_norms)
+    def _plus_both(self, residual: Residual, x: torch.Tensor, mixed: torch.Tensor) -> Residual:
+        o_proj, mlp = self.mixer.o_proj, self.mlp
+        return residual.plus(lambda added_to: mlp.part(x, o_proj.part(mixed, added_to)), self._mixer_norms)
 
 
-def decoder_layer(
-    layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
-) -> DecoderLayer:
+def decoder_layer(layer: LayerConfig, hidden_size: int, layer_context: LayerContext) -> DecoderLayer:
     """The module of one layer."""
-    kind = ParallelDecoderLayer if layer.norms == "parallel" else DecoderLayer
-    return kind(layer, index, hidden_size, cos_sin, layer_context)
+    return (ParallelDecoderLayer if layer.norms == "parallel" else DecoderLayer)(layer, hidden_size, layer_context)
 
 
-# Norms before and after attention, before and after the MLP, by LayerConfig.norms; "": none.
+# Norms before and after the mixer, before and after the MLP, by LayerConfig.norms; "": none.
 _NORM_NAMES = {
     "before": (("input_layernorm", ""), ("post_attention_layernorm", "")),
     "after": (("", "post_attention_layernorm"), ("", "post_feedforward_layernorm")),
@@ -195,29 +161,35 @@ class Decoder(nn.Module):
         self._tp = layer_context.tp
         self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        """Hidden states after the final norm, [num_logits, hidden_size], of the tokens of `ctx.logits_indices`.
 
-        `ctx.logits_indices` selects the tokens. For the others the last layer only computes keys and values, unless
-        `ctx.aux` requests all: that saves most of one layer in a long prompt's prefill.
+        For the others the last layer's mixer only keeps what later tokens see, unless `ctx.aux` requests all: that
+        saves most of one layer in a long prompt's prefill.
         """
-        micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
+        hidden = self.embed_tokens(tokens.token_ids)
+        if tokens.given is not None:
+            hidden = hidden.index_copy(0, tokens.given.rows, tokens.given.vectors)
+        micro_batches: MicroBatches = (Residual(hidden, self._tp, by_row=tokens.by_row),)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         *earlier, last = (layers[index] for index in self._warm_up_layers) if ctx.is_warm_up else layers
-        kept = {} if ctx.aux is None or ctx.is_warm_up else ctx.aux.by_layer()
+        borders = Borders.of_pass(tokens, ctx)
         for index, layer in enumerate(earlier):
-            if index in kept:
-                micro_batches = layer.keep_input(micro_batches, kept[index])
-            micro_batches = layer(micro_batches, positions, ctx)
-        if len(earlier) in kept:
-            micro_batches = last.keep_input(micro_batches, kept[len(earlier)])
-        behind, indices = kept.get(len(layers), ()), ctx.logits_indices
-        micro_batches = last(micro_batches, positions, ctx, None if behind else indices)
+            if borders is not None:
+                micro_batches = borders.cross(index, micro_batches, layer.input_norm)
+            micro_batches = layer(micro_batches, tokens, ctx)
+        if borders is None:
+            return self._normed(last(micro_batches, tokens, ctx, ctx.logits_indices))
+        micro_batches, end = borders.cross(len(earlier), micro_batches, last.input_norm), len(layers)
+        if not borders.needs_all(end):
+            return self._normed(last(micro_batches, tokens, ctx, ctx.logits_indices))
+        hidden = self._normed(borders.add(end, last(micro_batches, tokens, ctx), self.norm))
+        borders.keep(end, hidden)
+        return hidden if ctx.logits_indices is None else hidden[ctx.logits_indices]
+
+    def _normed(self, micro_batches: MicroBatches) -> torch.Tensor:
         normed = [one.settled(self.norm)[1] for one in micro_batches]
-        hidden = normed[0] if len(normed) == 1 else torch.cat(normed)
-        for out in behind:
-            out.copy_(hidden)
-        return hidden[indices] if behind and indices is not None else hidden
+        return normed[0] if len(normed) == 1 else torch.cat(normed)
 
 
 class CausalLM(nn.Module):
@@ -226,20 +198,9 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, layer_context: LayerContext, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
-        self._tp = layer_context.tp
-        # Layers with the same rope share a table.
-        tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
-            (a.rope, a.rope_head_dim): rope_table(a.rope, a.rope_head_dim, max_seq_len, layer_context.device)
-            for a in dict.fromkeys(layer.attention for layer in config.layers)
-        }
+        self._tp, layer_context = layer_context.tp, layer_context.within(max_seq_len)
         layers = (
-            decoder_layer(
-                layer,
-                index,
-                config.hidden_size,
-                tables[layer.attention.rope, layer.attention.rope_head_dim],
-                layer_context.at(f"model.layers.{index}"),
-            )
+            decoder_layer(layer, config.hidden_size, layer_context.at(f"model.layers.{index}"))
             for index, layer in enumerate(config.layers)
         )
         self.model = Decoder(config, layers, layer_context.at("model"))
@@ -252,15 +213,16 @@ class CausalLM(nn.Module):
             else None
         )
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
-        return self.model(input_ids, positions, ctx)
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        """See `Decoder`."""
+        return self.model(tokens, ctx)
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """Binds attention to this pool."""
+        """Binds the mixers to this pool."""
+        layers = count()
         for module in self.modules():
-            if isinstance(module, AttentionBlock):
-                module.bind(spec, pool)
+            if isinstance(module, Mixer):
+                module.bind(spec, pool, layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's dtype."""

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import (
-    AttentionConfig,
-    LatentAttentionConfig,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    NormConfig,
-    UngatedMlpConfig,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig
+from minisgl_backend.layers.mixer_config import HeadsConfig, NormConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +44,19 @@ class DecoderConfig:
         return tuple(f"model.layers.{self.num_layers + index}." for index in range(self.num_draft_layers))
 
     @property
+    def attentions(self) -> tuple[HeadsConfig, ...]:
+        """Of the layers whose mixer is attention, in their order: they have a part of the pages."""
+        return tuple(one for layer in self.layers if (one := layer.mixer.attention) is not None)
+
+    @property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct head sizes of the layers."""
-        return tuple(dict.fromkeys(layer.attention.head_dim for layer in self.layers))
+        return tuple(dict.fromkeys(attention.head_dim for attention in self.attentions))
 
     @property
     def latents(self) -> tuple[int, int] | None:
         """kv_lora_rank and qk_rope_head_dim of a model with latents (MLA) in all layers; None: keys and values."""
-        attention = self.layers[0].attention
-        if isinstance(attention, AttentionConfig):
-            return None
-        return attention.kv_lora_rank, attention.qk_rope_head_dim
+        return next((attention.latents for attention in self.attentions), None)
 
     @property
     def mixture(self) -> MoeConfig | None:
@@ -70,63 +65,19 @@ class DecoderConfig:
 
     def check(self) -> None:
         """Raises ConfigError for combinations that the engine does not support for any family."""
-        if len({type(layer.attention) for layer in self.layers}) > 1:
+        if len({attention.latents is None for attention in self.attentions}) > 1:
             raise ConfigError("config.json: some layers keep latents (MLA); allowed: in all layers, or in none")
         for layer in self.layers:
-            attention = layer.attention
-            if attention.num_q_heads % attention.num_kv_heads:
-                raise ConfigError(
-                    f"config.json: num_key_value_heads is {attention.num_kv_heads}; allowed: a divisor of "
-                    f"num_attention_heads ({attention.num_q_heads})"
-                )
-            if attention.window is not None and attention.chunk is not None:
-                raise ConfigError("config.json: a layer has a window and chunks of attention; allowed: one of them")
-            if attention.head_dim % 2:
-                raise ConfigError(f"config.json: head_dim is {attention.head_dim}; allowed: an even number")
+            layer.mixer.check()
 
     @property
     def layer_weights_per_token(self) -> int:
         """Number of weights of all layers that one token uses; two operations each."""
-        heads = sum(attention_weights(layer.attention, self.hidden_size) for layer in self.layers)
-        return heads + self.hidden_size * sum(_mlp_rows_per_token(layer) for layer in self.layers)
+        size = self.hidden_size
+        return sum(layer.mixer.num_weights(size) + size * layer.mlp.rows_per_token() for layer in self.layers)
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. With more ranks than KV heads,
-        several ranks have the same head."""
+        """Raises ConfigError unless mixers and MLPs split evenly over `size` ranks."""
         for layer in self.layers:
-            sizes = {"num_attention_heads": layer.attention.num_q_heads}
-            if size % layer.attention.num_kv_heads:
-                sizes["num_key_value_heads"] = layer.attention.num_kv_heads
-            if isinstance(layer.mlp, (MlpConfig, UngatedMlpConfig)):
-                sizes["intermediate_size"] = layer.mlp.intermediate_size
-            else:
-                sizes["moe_intermediate_size"] = layer.mlp.intermediate_size
-                sizes["shared_expert_intermediate_size"] = layer.mlp.shared_intermediate_size
-            for key, value in sizes.items():
-                if value % size:
-                    or_multiple = " or a multiple" if key == "num_key_value_heads" else ""
-                    raise ConfigError(
-                        f"tp is {size}; allowed: a divisor{or_multiple} of the model's {key}, which is {value}"
-                    )
-
-
-def attention_weights(attention: AttentionConfig | LatentAttentionConfig, hidden_size: int) -> int:
-    """Number of weights of the linear layers around attention."""
-    a = attention
-    if isinstance(a, AttentionConfig):
-        return 2 * (a.num_q_heads + a.num_kv_heads) * a.head_dim * hidden_size
-    qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
-    queries = a.num_q_heads * qk_dim * (a.q_lora_rank or hidden_size) + (a.q_lora_rank or 0) * hidden_size
-    expanded = a.num_q_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
-    return queries + expanded + (a.head_dim + a.num_q_heads * a.v_head_dim) * hidden_size
-
-
-def _mlp_rows_per_token(layer: LayerConfig) -> int:
-    """Number of weight rows, each of hidden_size, that one token uses in one layer's MLP."""
-    mlp = layer.mlp
-    if isinstance(mlp, MlpConfig):
-        return 3 * mlp.intermediate_size
-    if isinstance(mlp, UngatedMlpConfig):
-        return 2 * mlp.intermediate_size
-    experts = 3 * mlp.intermediate_size * mlp.experts_per_token + mlp.num_experts
-    return experts + 3 * mlp.shared_intermediate_size + mlp.shared_gate
+            layer.mixer.check_tp(size)
+            layer.mlp.check_tp(size)

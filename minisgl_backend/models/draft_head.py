@@ -16,6 +16,7 @@ from torch import nn
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.weights import WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.files import Checkpoint
@@ -36,22 +37,22 @@ class DraftHead(nn.Module, ABC):
         return states
 
     @abstractmethod
-    def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def keep(self, tokens: ModelInput, hidden: torch.Tensor, slots: torch.Tensor) -> None:
         """Only stores keys and values (or latents) of these positions; slots int [num_tokens], the others as in
         `forward`."""
 
     @abstractmethod
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+        self, tokens: ModelInput, hidden: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A pass over combined states, or the head's own states of the previous draft, and the next tokens.
 
-        token_ids int [num_tokens], hidden [num_tokens, hidden_size], positions int [num_tokens]: of the hidden states
+        hidden [num_tokens, hidden_size], at the positions of `tokens`, whose ids are those of the tokens that follow
         -> logits of the tokens that it can draft, [num_tokens, n], and the hidden states for the next draft,
         [num_tokens, hidden_size].
         """
 
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [n, draft vocabulary] -> logits of the model's vocabulary, [n, vocab_size], with the lowest number for
         tokens that the head cannot draft."""
         return logits

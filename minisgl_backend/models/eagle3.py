@@ -67,9 +67,7 @@ class Eagle3Config(ModelConfig):
         if own.get("use_aux_hidden_state", True) is not True:
             refuse("eagle_config", dict(own), "use_aux_hidden_state true: heads that read one state are not EAGLE-3's")
         layer = LayerConfig(
-            attention=attention(
-                keys, num_kv_heads=keys.integer("num_attention_heads"), qkv_bias=bias, output_bias=bias
-            ),
+            mixer=attention(keys, num_kv_heads=keys.integer("num_attention_heads"), qkv_bias=bias, output_bias=bias),
             mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
             norm=norm(keys),
         )

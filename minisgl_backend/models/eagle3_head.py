@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.attention import SelfAttention
-from minisgl_backend.layers.config import AttentionConfig, MlpConfig
+from minisgl_backend.layers.config import MlpConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.linear import RowParallelLinear
 from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.residual import Residual
-from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.build import layer_context_of
 from minisgl_backend.models.draft_head import DraftHead
@@ -46,7 +47,7 @@ class DraftVocabulary(WeightedLayer):
         self.ids.data.add_(torch.arange(len(self.ids), device=self.ids.device))
         self.ids.data.clamp_(0, vocab_size - 1)
 
-    def spread(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def to_target_vocab(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """As of `Eagle3Head`."""
         lowest = torch.finfo(logits.dtype).min
         return logits.new_full((len(logits), vocab_size), lowest).index_copy_(1, self.ids, logits)
@@ -62,15 +63,14 @@ class DraftVocabulary(WeightedLayer):
 class MidLayer(nn.Module):
     """The head's one layer, named as in published checkpoints."""
 
-    def __init__(self, config: Eagle3Config, cos_sin: torch.Tensor, layer_context: LayerContext) -> None:
+    def __init__(self, config: Eagle3Config, layer_context: LayerContext) -> None:
         super().__init__()
         layer, size = config.layers[0], config.hidden_size
-        assert isinstance(layer.attention, AttentionConfig), "as heads are read"
         assert isinstance(layer.mlp, MlpConfig), "as heads are read"
         self._tp = layer_context.tp
         self._norm_before_residual = config.norm_before_residual
         context = layer_context.at("self_attn")
-        self.self_attn = SelfAttention(layer.attention, size, 0, cos_sin, context, input_size=2 * size)
+        self.self_attn = SelfAttention(layer.mixer, size, context, input_size=2 * size)
         self.mlp = GatedMLP(layer.mlp, size, layer_context.at("mlp"))
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             make_norm(size, layer.norm, name, layer_context)
@@ -78,20 +78,20 @@ class MidLayer(nn.Module):
         )
         self._mlp_norms = SublayerNorms(self.post_attention_layernorm)
 
-    def keep(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def keep(self, embedded: torch.Tensor, hidden: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         """Only stores keys and values of these positions; slots int [num_tokens], the others as in `forward`."""
-        self.self_attn.store(self._projected(embedded, self.hidden_norm(hidden)), positions, slots)
+        self.self_attn.store(self._projected(embedded, self.hidden_norm(hidden)), tokens, slots)
 
     def forward(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+        self, embedded: torch.Tensor, hidden: torch.Tensor, tokens: ModelInput, ctx: ForwardContext
     ) -> Residual:
-        """embedded and hidden [num_tokens, hidden_size], positions int [num_tokens] -> the layer's hidden states."""
+        """embedded and hidden [num_tokens, hidden_size] -> the layer's hidden states."""
         normed = self.hidden_norm(hidden)
         # The residual stream may be overwritten, so it is copied; here, and not between GEMMs and attention, where a
         # kernel without early launch would cost more.
         residual = Residual(normed if self._norm_before_residual else hidden.clone(), self._tp)
         qkv = self._projected(embedded, normed)
-        attended = self.self_attn.heads(qkv, positions, ctx)
+        attended = self.self_attn.mix(qkv, tokens, ctx)
         all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
         o_proj: RowParallelLinear = self.self_attn.o_proj
         residual = o_proj(residual.reduced_by(all_reduce), attended, SublayerNorms(None))
@@ -113,10 +113,8 @@ class Eagle3Head(DraftHead):
         super().__init__()
         self.config: Eagle3Config = config
         self.states_size = NUM_STATES * config.target_hidden_size
-        attention = config.layers[0].attention
-        cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
         self.fc: LinearMethod = layer_context.methods.plain_linear(_whole("fc", config), None)
-        self.midlayer = MidLayer(config, cos_sin, layer_context.at("midlayer"))
+        self.midlayer = MidLayer(config, layer_context.within(max_seq_len).at("midlayer"))
         self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)
         self.lm_head = ParallelLMHead(config.draft_vocab_size, config.hidden_size, "lm_head", layer_context, None)
         is_whole = config.draft_vocab_size == config.vocab_size
@@ -129,22 +127,23 @@ class Eagle3Head(DraftHead):
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         return self.fc.apply_weights(states)
 
-    def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        self.midlayer.keep(F.embedding(token_ids, self._embedded), hidden, positions, slots)
+    def keep(self, tokens: ModelInput, hidden: torch.Tensor, slots: torch.Tensor) -> None:
+        self.midlayer.keep(F.embedding(tokens.token_ids, self._embedded), hidden, tokens, slots)
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+        self, tokens: ModelInput, hidden: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self.midlayer(F.embedding(token_ids, self._embedded), hidden, positions, ctx)
+        residual = self.midlayer(F.embedding(tokens.token_ids, self._embedded), hidden, tokens, ctx)
         residual, normed = residual.settled(self.norm)
         _, states = residual.settled(None)
         return self.lm_head(normed), states
 
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.vocabulary is None else self.vocabulary.spread(logits, self.config.vocab_size)
+    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor:
+        vocabulary, size = self.vocabulary, self.config.vocab_size
+        return logits if vocabulary is None else vocabulary.to_target_vocab(logits, size)
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        self.midlayer.self_attn.bind(spec, pool)
+        self.midlayer.self_attn.bind(spec, pool, count())
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         for module in self.modules():

@@ -27,6 +27,7 @@ from minisgl_backend.kernels.select import select_kernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
@@ -300,7 +301,7 @@ def kernel_choices(
     model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, page_parts=spec.page_parts))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
-        hidden = model(ints(), ints(), _NoAttention(slots=(ints(),), is_warm_up=True))
+        hidden = model(ModelInput(ints(), ints()), _NoAttention(slots=(ints(),), is_warm_up=True))
         if notes.rows <= MOST_LOGITS:
             model.decode_logits(hidden)
     return notes.choices

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.norm import make_norm
 from minisgl_backend.layers.residual import Residual
-from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.build import is_redundant, layer_context_of
 from minisgl_backend.models.decoder import CausalLM, decoder_layer
@@ -37,35 +38,34 @@ class MtpHead(DraftHead):
         super().__init__()
         self.config, self.states_size = config, config.hidden_size
         self._tp = layer_context.tp
-        own, size, attention = layer_context.at(config.prefix[:-1]), config.hidden_size, config.draft_layer.attention
-        cos_sin = rope_table(attention.rope, attention.rope_head_dim, max_seq_len, layer_context.device)
+        own, size = layer_context.within(max_seq_len).at(config.prefix[:-1]), config.hidden_size
         self.enorm, self.hnorm = (make_norm(size, config.norm, name, own) for name in ("enorm", "hnorm"))
         output = LinearOutput(name=own.name("eh_proj"), size=size, start=0, local=size)
         # Not quantized in any checkpoint.
         self.eh_proj: LinearMethod = own.methods.plain_linear(
             LinearSpec(outputs=(output,), input_size=2 * size, local_inputs=2 * size)
         )
-        self.layer = decoder_layer(config.draft_layer, 0, size, cos_sin, own)
+        self.layer = decoder_layer(config.draft_layer, size, own)
         self.norm = make_norm(size, config.norm, "norm", own.at("shared_head"))
         # Functions and not modules, which would become its submodules.
         self._embed, self._logits = model.model.embed_tokens.forward, model.logits
 
-    def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        self.layer.store(self._projected(token_ids, hidden), positions, slots)
+    def keep(self, tokens: ModelInput, hidden: torch.Tensor, slots: torch.Tensor) -> None:
+        self.layer.store(self._projected(tokens.token_ids, hidden), tokens, slots)
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+        self, tokens: ModelInput, hidden: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = Residual(self._projected(token_ids, hidden), self._tp)
-        (residual,) = self.layer((residual,), positions, ctx)  # too few tokens for micro-batches
+        residual = Residual(self._projected(tokens.token_ids, hidden), self._tp)
+        (residual,) = self.layer((residual,), tokens, ctx)  # too few tokens for micro-batches
         _, states = residual.settled(self.norm)
         return self._logits(states), states
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
-        self.layer.self_attn.bind(spec, pool)
+        self.layer.mixer.bind(spec, pool, count())
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
-        of_prompts = (self.eh_proj, self.layer.self_attn.qkv_proj.method)
+        of_prompts = (self.eh_proj, self.layer.mixer.qkv_proj.method)
         for module in self.modules():
             if isinstance(module, LinearMethod):
                 module.prepare([module], batch_sizes, longest if module in of_prompts else 0)

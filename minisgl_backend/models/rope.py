@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.keys import Keys, is_positive, refuse
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -21,6 +21,7 @@ from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.groups import Window
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
@@ -41,7 +42,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 class Model(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -233,7 +234,7 @@ class ModelRunner:
         if self._pieces is None or plan.prefill is None or not self._pieces.fits(len(rows)):
             return self._hidden_states(rows, positions, plan, logits_indices)
         token_ids, slots = self._table.lookup(rows, positions)
-        hidden = self._pieces.run(token_ids, positions, slots, plan)
+        hidden = self._pieces.run(ModelInput(token_ids, positions), slots, plan)
         self._observe(rows, positions, self._pieces.aux)
         return hidden if logits_indices is None else hidden[logits_indices]
 
@@ -274,7 +275,7 @@ class ModelRunner:
             captured=captured,
             aux=self._aux_states(len(rows)),
         )
-        hidden = self._model.forward(token_ids, positions, ctx)
+        hidden = self._model.forward(ModelInput(token_ids, positions), ctx)
         self._observe(rows, positions, ctx.aux)
         return hidden
 

@@ -11,6 +11,7 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.fallback.build import build_fallback
@@ -108,7 +109,7 @@ class PagedModel:
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
-        logits = self.model.logits(self.model(input_ids, flat_positions, ctx)).cpu()
+        logits = self.model.logits(self.model(ModelInput(input_ids, flat_positions), ctx)).cpu()
         return dict(zip(new, logits.split([1] * len(new) if last_only else counts), strict=True))
 
     def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:

@@ -8,6 +8,7 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.draft_head import DraftHead
 from tests.specs import make_pool
@@ -56,12 +57,13 @@ class PagedHead:
         head, last = self._head, len(states) - 1
         hidden = head.combine(states)
         for positions in torch.arange(last).split(5):
-            head.keep(torch.tensor(token_ids)[positions + 1], hidden[positions], positions, self.slots(positions))
+            tokens = ModelInput(torch.tensor(token_ids)[positions + 1], positions)
+            head.keep(tokens, hidden[positions], self.slots(positions))
         drafts, every = [token_ids[-1]], []
         hidden = hidden[-1:]
         for position in range(last, last + count):
             at, token = torch.tensor([position]), torch.tensor(drafts[-1:])
-            logits, hidden = head(token, hidden, at, self.pass_of(position))
+            logits, hidden = head(ModelInput(token, at), hidden, self.pass_of(position))
             every.append(logits[0])
-            drafts.append(int(head.spread(logits).argmax(-1)))
+            drafts.append(int(head.to_target_vocab(logits).argmax(-1)))
         return drafts[1:], torch.stack(every)

@@ -105,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_windows_are_there(case: Case) -> None:
     """Without them the answers would be others."""
     config = ModelConfig.load(case.folder)
-    assert any(layer.attention.window or layer.attention.chunk for layer in config.layers)
+    assert any(layer.mixer.window or layer.mixer.chunk for layer in config.layers)
     path = case.folder / "config.json"
     kept = path.read_text()
     path.write_text(re.sub('"(sliding_window|attention_chunk_size)": ', r"\g<0>4", kept))

@@ -13,7 +13,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig, RopeConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig, LatentAttentionConfig, RopeConfig
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
@@ -64,7 +64,7 @@ def test_a_native_family_reads_it(name: str) -> None:
     assert read.vocab_size == text.vocab_size
     assert read.norm.eps == next(getattr(text, key) for key in EPS if hasattr(text, key))
     assert bool(read.quantization.rules) == ("quantization_config" in config)
-    for layer, (attention, kind) in enumerate(zip((one.attention for one in read.layers), kinds(text), strict=True)):
+    for layer, (attention, kind) in enumerate(zip((one.mixer for one in read.layers), kinds(text), strict=True)):
         assert attention.num_q_heads == text.num_attention_heads
         if isinstance(attention, LatentAttentionConfig):
             assert (attention.kv_lora_rank, attention.v_head_dim) == (text.kv_lora_rank, text.v_head_dim)
@@ -156,7 +156,7 @@ def test_gemma_4_31b_is_native_but_for_its_format() -> None:
     config = published("nvidia--Gemma-4-31B-IT-NVFP4")
     read = ModelConfig.from_dicts({**config, "quantization_config": None}, {})
     assert (read.num_layers, read.max_position, read.unknown_keys) == (60, 262144, ())
-    assert {(one.attention.head_dim, one.attention.window) for one in read.layers} == {(256, 1024), (512, None)}
+    assert {(one.mixer.head_dim, one.mixer.window) for one in read.layers} == {(256, 1024), (512, None)}
 
 
 @pytest.mark.parametrize("name", [name for name, row in SOURCES.items() if "tokenizer" in row])

@@ -17,7 +17,7 @@ SMALL = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_size": 256}
 def test_the_moe_shape_is_read_as_its_authors_mean_it() -> None:
     config = ModelConfig.from_dicts(SHAPES["qwen3-30b-a3b"], {})
     (layer,) = set(config.layers)
-    moe, attention = layer.mlp, layer.attention
+    moe, attention = layer.mlp, layer.mixer
     assert isinstance(moe, MoeConfig)
     assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (128, 8, 768)
     assert moe.router.renormalize

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, RopeConfig
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
 from minisgl_backend.models.fallback.module import base_name, logits_head
@@ -67,7 +68,7 @@ def describe_source(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         layers=tuple(
-            LayerConfig(attention=_attention(call, positions), mlp=mlp, norm=NormConfig(eps=1e-6)) for call in calls
+            LayerConfig(mixer=_attention(call, positions), mlp=mlp, norm=NormConfig(eps=1e-6)) for call in calls
         ),
         norm=NormConfig(eps=1e-6),
         max_position=positions,

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.fallback.attention import AttentionCalls
 
 
@@ -65,14 +66,25 @@ class TransformersCausalLM(nn.Module):
         self._calls = AttentionCalls(model)
         self._sinks = tuple(sinks)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        """Hidden states after the final norm, at `ctx.logits_indices`."""
         self._calls.begin(ctx)
+        positions = tokens.positions if tokens.rotation is None else tokens.rotation.positions
         outputs = self._base(
-            input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False, return_dict=True
+            **self._inputs(tokens), position_ids=positions[None].long(), use_cache=False, return_dict=True
         )
         hidden: torch.Tensor = outputs[0][0]
         return hidden if ctx.logits_indices is None else hidden[ctx.logits_indices]
+
+    def _inputs(self, tokens: ModelInput) -> dict[str, torch.Tensor]:
+        """Token ids, or embeddings with the given vectors in their places. Its class knows nothing else of an input."""
+        given, ids = tokens.given, tokens.token_ids[None].long()
+        if tokens.by_row is not None or (tokens.rotation and tokens.rotation.tables) or (given and given.planes):
+            raise NotImplementedError("transformers' classes take token ids or vectors, and positions")
+        if given is None:
+            return {"input_ids": ids}
+        embedding: nn.Module = self.model.get_input_embeddings()
+        return {"inputs_embeds": embedding(ids).index_copy(1, given.rows, given.vectors[None])}
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         """Binds attention to this pool."""

@@ -25,7 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("qk_norm", (True,))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.layers.config import LayerConfig, NormConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp
 from minisgl_backend.models.keys import Keys
@@ -24,7 +25,7 @@ def cohere(keys: Keys, layers: Sequence[LayerConfig]) -> DecoderConfig:
 def parallel_layer(keys: Keys, rope: RopeConfig | None, window: int | None) -> LayerConfig:
     bias = keys.boolean("attention_bias", False)
     return LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,

@@ -6,16 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.layers.config import (
-    Activation,
-    AttentionConfig,
-    LayerConfig,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-    UngatedActivation,
-    UngatedMlpConfig,
-)
+from minisgl_backend.layers.config import Activation, LayerConfig, MlpConfig, UngatedActivation, UngatedMlpConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import longest, max_positions, read_rope
@@ -38,13 +30,13 @@ class Family:
     tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
-def attention(keys: Keys, **more: Any) -> AttentionConfig:
-    """Self-attention with sizes and rope under their usual names; `more`: other fields. Its `num_kv_heads` and
-    `head_dim` are defaults for absent keys, its `rope` replaces the usual reader's."""
+def attention(keys: Keys, kind: type[AttentionConfig] = AttentionConfig, **more: Any) -> AttentionConfig:
+    """Self-attention of this kind with sizes and rope under their usual names; `more`: other fields. Its `num_kv_heads`
+    and `head_dim` are defaults for absent keys, its `rope` replaces the usual reader's."""
     num_q_heads = keys.integer("num_attention_heads")
     head_dim = more.pop("head_dim", None) or keys.integer("hidden_size") // num_q_heads
     head_dim = keys.integer("head_dim", head_dim)
-    return AttentionConfig(
+    return kind(
         num_q_heads=num_q_heads,
         num_kv_heads=keys.integer("num_key_value_heads", more.pop("num_kv_heads", None)),
         head_dim=head_dim,
@@ -88,7 +80,7 @@ def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
 
 def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
     """Vocabulary, hidden size, context and tied weights under their usual names; the final norm as in the layers."""
-    ropes = [layer.attention.rope for layer in layers]
+    ropes = [layer.mixer.rope for layer in layers]
     return DecoderConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),

@@ -33,7 +33,7 @@ def read(keys: Keys) -> DecoderConfig:
     check_window(size, types)
     layers = {
         kind: LayerConfig(
-            attention=attention(keys, window=size if kind == SLIDING else None),
+            mixer=attention(keys, window=size if kind == SLIDING else None),
             mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
             norm=norm(keys, eps=1e-5),
         )

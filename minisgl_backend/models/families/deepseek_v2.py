@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import math
 
-from minisgl_backend.layers.config import (
-    LatentAttentionConfig,
-    LayerConfig,
-    MoeConfig,
-    NormConfig,
-    RopeConfig,
-    RouterConfig,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import LatentAttentionConfig, NormConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, activation, decoder, mlp, norm
 from minisgl_backend.models.keys import Keys, refuse
@@ -29,7 +23,7 @@ def read(keys: Keys) -> DecoderConfig:
     attention = latent_attention(keys, interleaved=True)
     num_dense, dense, mixture = keys.integer("first_k_dense_replace", 0, least=0), mlp(keys), _mixture(keys)
     layers = [
-        LayerConfig(attention=attention, mlp=dense if layer < num_dense else mixture, norm=norm(keys))
+        LayerConfig(mixer=attention, mlp=dense if layer < num_dense else mixture, norm=norm(keys))
         for layer in range(keys.integer("num_hidden_layers"))
     ]
     return decoder(keys, layers)

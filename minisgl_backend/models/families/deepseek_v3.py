@@ -18,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("moe_layer_freq", (1,))
     keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # for training, and for the authors' own serving code
     attention = latent_attention(keys, interleaved=keys.boolean("rope_interleave", True))
-    layers = [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=3)]
+    layers = [LayerConfig(mixer=attention, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=3)]
     drafts = keys.integer("num_nextn_predict_layers", 1, least=0)
     keys.without_effect("num_mtp_layers")  # the same, as transformers names it
     return decoder(keys, layers, num_draft_layers=drafts)

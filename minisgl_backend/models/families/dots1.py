@@ -20,7 +20,7 @@ def read(keys: Keys) -> DecoderConfig:
     slides = [kind == SLIDING for kind in types] or [layer >= first for layer in range(num_layers)]
     heads = head_norm_attention(keys)
     layers = [
-        LayerConfig(attention=replace(heads, window=size if sliding else None), mlp=mlp, norm=norm(keys))
+        LayerConfig(mixer=replace(heads, window=size if sliding else None), mlp=mlp, norm=norm(keys))
         for sliding, mlp in zip(slides, mlps(keys, dense=0, norm_topk_prob=False), strict=True)
     ]
     return decoder(keys, layers)

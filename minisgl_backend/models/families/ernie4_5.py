@@ -12,7 +12,7 @@ from minisgl_backend.models.rope import read_rope
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_bias", (False,))
     layer = LayerConfig(
-        attention=attention(keys, rope=read_rope(keys, keys.integer("head_dim"), interleaved=True)),
+        mixer=attention(keys, rope=read_rope(keys, keys.integer("head_dim"), interleaved=True)),
         mlp=mlp(keys),
         norm=norm(keys, eps=1e-5),
     )

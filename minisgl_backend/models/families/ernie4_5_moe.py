@@ -25,9 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
     # MTP layers are stored apart from the others: see `left_out`.
     keys.without_effect("num_nextn_predict_layers")
     norms = norm(keys, eps=1e-5)
-    return decoder(
-        keys, [LayerConfig(attention=heads, mlp=mixture if one else dense, norm=norms) for one in has_experts]
-    )
+    return decoder(keys, [LayerConfig(mixer=heads, mlp=mixture if one else dense, norm=norms) for one in has_experts])
 
 
 def _mixture(keys: Keys) -> MoeConfig:

@@ -20,7 +20,7 @@ def read(keys: Keys) -> DecoderConfig:
     def layer(kind: str) -> LayerConfig:
         slides = kind == SLIDING
         return LayerConfig(
-            attention=attention(
+            mixer=attention(
                 keys,
                 rope=rope if slides or not is_mixed else None,
                 window=window if slides else None,

@@ -33,7 +33,7 @@ def read(keys: Keys) -> DecoderConfig:
     }
     mlps: dict[str, MlpConfig | MoeConfig] = {"dense": mlp(keys), "sparse": _experts(keys)}
     layers = [
-        LayerConfig(attention=heads[kind == SLIDING], mlp=mlps[sparse], norm=norm(keys, eps=1e-5))
+        LayerConfig(mixer=heads[kind == SLIDING], mlp=mlps[sparse], norm=norm(keys, eps=1e-5))
         for kind, sparse in zip(types, _mlp_types(keys, num_layers), strict=True)
     ]
     keys.without_effect("num_nextn_predict_layers")  # MTP layers are stored apart: see `left_out`

@@ -17,7 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("hidden_activation", ("gelu_pytorch_tanh",))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(keys, qkv_bias=bias, output_bias=bias),
+        mixer=attention(keys, qkv_bias=bias, output_bias=bias),
         mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation="gelu_tanh"),
         norm=norm(keys, weight_offset=1.0),
     )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.keys import Keys
@@ -48,7 +49,7 @@ def gemma(
 
     def layer(kind: str) -> LayerConfig:
         return LayerConfig(
-            attention=attention(
+            mixer=attention(
                 keys,
                 qkv_bias=bias,
                 output_bias=bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
 from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig, RopeConfig, ValueNormAttentionConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig, ValueNormAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import (
     FULL,
@@ -47,7 +48,7 @@ def read(keys: Keys) -> DecoderConfig:
     def layer(index: int, kind: str) -> LayerConfig:
         head_dim, num_kv_heads = sizes[index]
         return LayerConfig(
-            attention=ValueNormAttentionConfig(
+            mixer=ValueNormAttentionConfig(
                 num_q_heads=keys.integer("num_attention_heads"),
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -56,12 +57,12 @@ def read(keys: Keys) -> DecoderConfig:
                 scale=1.0,
                 qk_norm=norm(keys),
                 value_norm_eps=norm(keys).eps,
-                values_are_keys=kind == FULL and keys.boolean("attention_k_eq_v", False),
+                k_eq_v=kind == FULL and keys.boolean("attention_k_eq_v", False),
             ),
             mlp=mlp(keys, "hidden_activation"),
             norm=norm(keys),
             norms="both",
-            output_factor=True,
+            layer_scalar=True,
         )
 
     return decoder(

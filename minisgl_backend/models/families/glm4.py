@@ -12,7 +12,7 @@ from minisgl_backend.weights.names import Stored, TensorNames
 
 def read(keys: Keys) -> DecoderConfig:
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", True),
             rope=read_rope(keys, keys.integer("head_dim"), partial=True, interleaved=True),

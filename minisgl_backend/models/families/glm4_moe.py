@@ -18,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
         rope=read_rope(keys, head_dim, partial=True, part=0.5),
         qk_norm=norm(keys, eps=1e-5) if keys.boolean("use_qk_norm", False) else None,
     )
-    layers = [LayerConfig(attention=heads, mlp=one, norm=norm(keys, eps=1e-5)) for one in mlps(keys, dense=1)]
+    layers = [LayerConfig(mixer=heads, mlp=one, norm=norm(keys, eps=1e-5)) for one in mlps(keys, dense=1)]
     return decoder(keys, layers, num_draft_layers=keys.integer("num_nextn_predict_layers", 1, least=0))
 
 

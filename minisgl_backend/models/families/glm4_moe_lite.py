@@ -17,7 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
     attention = latent_attention(keys, interleaved=keys.boolean("rope_interleave", True))
     dense, sparse = mlp(keys), routed_experts(keys, scaling=1.8)
     layers = [
-        LayerConfig(attention=attention, mlp=dense if kind == _DENSE else sparse, norm=norm(keys, eps=1e-5))
+        LayerConfig(mixer=attention, mlp=dense if kind == _DENSE else sparse, norm=norm(keys, eps=1e-5))
         for kind in _mlp_types(keys)
     ]
     return decoder(keys, layers, num_draft_layers=keys.integer("num_nextn_predict_layers", 1, least=0))

@@ -17,7 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
 
     def layer(kind: str) -> LayerConfig:
         return LayerConfig(
-            attention=attention(
+            mixer=attention(
                 keys, qkv_bias=bias, output_bias=bias, window=size if kind == SLIDING else None, sinks=True
             ),
             mlp=mixture,

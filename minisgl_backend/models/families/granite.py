@@ -11,7 +11,7 @@ from minisgl_backend.models.keys import Keys
 def read(keys: Keys) -> DecoderConfig:
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,

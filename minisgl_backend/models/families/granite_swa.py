@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, check_window, layer_types, window
@@ -23,16 +24,14 @@ def with_sinks(keys: Keys, without: DecoderConfig) -> DecoderConfig:
     ropes = _ropes(keys, without)
 
     def layer(plain: LayerConfig, kind: str, rope: RopeConfig | None) -> LayerConfig:
-        assert isinstance(plain.attention, AttentionConfig), "Granite keeps no latents"
-        heads = replace(plain.attention, rope=rope, window=size if kind == SLIDING else None, sinks=True)
-        return replace(plain, attention=heads)
+        return plain.with_mixer(rope=rope, window=size if kind == SLIDING else None, sinks=True)
 
     return replace(without, layers=tuple(map(layer, without.layers, types, ropes)))
 
 
 def _ropes(keys: Keys, plain: DecoderConfig) -> list[RopeConfig | None]:
     """By layer: the config's rope with the theta of layer_rope_theta, where 0 means no position embedding."""
-    ropes = [layer.attention.rope for layer in plain.layers]
+    ropes = [layer.mixer.rope for layer in plain.layers]
     thetas = keys.get("layer_rope_theta")
     if thetas is None:
         return ropes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import AttentionConfig, MlpConfig
+from minisgl_backend.layers.config import MlpConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
 from minisgl_backend.models.families.common import FULL, Family, activation, layer_types
@@ -26,12 +26,8 @@ def read(keys: Keys) -> DecoderConfig:
     has_rope = keys.choice("position_embedding_type", (None, "rope", "nope")) == "rope"
     dense = granite.read(keys)
     mlp = MlpConfig(intermediate_size=size, activation=activation(keys))
-    layers = []
-    for layer in dense.layers:
-        assert isinstance(layer.attention, AttentionConfig), "Granite keeps no latents"
-        heads = layer.attention if has_rope else replace(layer.attention, rope=None)
-        layers.append(replace(layer, mlp=mlp, attention=heads))
-    return replace(dense, layers=tuple(layers))
+    unrotated = {} if has_rope else {"rope": None}
+    return replace(dense, layers=tuple(replace(layer.with_mixer(**unrotated), mlp=mlp) for layer in dense.layers))
 
 
 _MAMBA = ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads", "proj_bias")

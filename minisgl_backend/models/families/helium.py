@@ -15,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     if num_heads * head_dim != hidden_size:  # of the attention's output
         refuse("head_dim", head_dim, f"hidden_size / num_attention_heads ({hidden_size} / {num_heads})")
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", False),
             rope=read_rope(keys, head_dim, interleaved=True),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormBehindRopeAttentionConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
 from minisgl_backend.models.keys import Keys, is_positive, refuse
@@ -12,7 +13,7 @@ from minisgl_backend.weights.names import Stored, TensorNames
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("num_experts", (1,))
-    layer = LayerConfig(attention=hunyuan_attention(keys), mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    layer = LayerConfig(mixer=hunyuan_attention(keys), mlp=mlp(keys), norm=norm(keys, eps=1e-5))
     return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
@@ -22,12 +23,12 @@ def hunyuan_attention(keys: Keys) -> AttentionConfig:
     head_dim = keys.integer("head_dim", keys.integer("hidden_size") // num_heads)
     return attention(
         keys,
+        NormBehindRopeAttentionConfig,
         num_kv_heads=num_heads,
         qkv_bias=bias,
         output_bias=bias,
         rope=_rope(keys, head_dim),
         qk_norm=norm(keys, eps=1e-5),
-        qk_norm_behind_rope=True,
     )
 
 

@@ -23,7 +23,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_mixed_mlp_moe", (True,))
     keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
-        attention=hunyuan_attention(keys),
+        mixer=hunyuan_attention(keys),
         mlp=MoeConfig(
             num_experts=num_experts,
             experts_per_token=experts_per_token,

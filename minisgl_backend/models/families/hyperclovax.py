@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
 from minisgl_backend.models.families.common import Family
@@ -15,16 +14,11 @@ from minisgl_backend.weights.names import Stored, TensorNames
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_post_norm", (True,))
     like_granite = granite.read(keys)
-    layers = tuple(replace(layer, norms="both", attention=_scaled(keys, layer)) for layer in like_granite.layers)
+    # An absent multiplier means 1 for Granite, and the usual scale here.
+    scale = keys.number("attention_multiplier", like_granite.attentions[0].head_dim ** -0.5)
+    layers = tuple(replace(layer.with_mixer(scale=scale), norms="both") for layer in like_granite.layers)
     # Logits are multiplied by the number by which Granite divides them.
     return replace(like_granite, layers=layers, logits_multiplier=keys.number("logits_scaling", 1.0))
-
-
-def _scaled(keys: Keys, layer: LayerConfig) -> AttentionConfig:
-    """An absent multiplier means 1 for Granite, and the usual scale here."""
-    assert isinstance(layer.attention, AttentionConfig), "Granite keeps no latents"
-    usual = layer.attention.head_dim**-0.5
-    return replace(layer.attention, scale=keys.number("attention_multiplier", usual))
 
 
 FAMILY = Family(

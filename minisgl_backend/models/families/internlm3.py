@@ -12,7 +12,7 @@ def read(keys: Keys) -> DecoderConfig:
     bias = keys.boolean("attention_bias", keys.boolean("qkv_bias", False))
     keys.choice("mlp_bias" if keys.get("mlp_bias") is not None else "bias", (bias,))  # as in transformers
     layer = LayerConfig(
-        attention=attention(keys, qkv_bias=bias, output_bias=bias),
+        mixer=attention(keys, qkv_bias=bias, output_bias=bias),
         mlp=mlp(keys, bias=bias),
         norm=norm(keys, eps=1e-5),
     )

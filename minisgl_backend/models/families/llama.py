@@ -21,7 +21,7 @@ def read(keys: Keys) -> DecoderConfig:
     layer_types(keys, num_layers, allowed=(FULL,))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,

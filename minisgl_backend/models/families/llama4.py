@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, QueryGrowth, RouterConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import (
+    AttentionConfig,
+    AttentionTemperatureTuning,
+    TemperatureTunedAttentionConfig,
+)
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, Family, activation, attention, decoder, layer_types, norm
 from minisgl_backend.models.keys import Keys, refuse
@@ -30,7 +35,7 @@ def read(keys: Keys) -> DecoderConfig:
     mixture = _mixture(keys)
     layers = [
         LayerConfig(
-            attention=_attention(keys, has_rope=bool(has_rope), chunk=chunk if kind == _CHUNKED else None),
+            mixer=_attention(keys, has_rope=bool(has_rope), chunk=chunk if kind == _CHUNKED else None),
             mlp=mixture if index in sparse else dense,
             norm=norm(keys, eps=1e-5),
         )
@@ -59,11 +64,14 @@ def _sparse_layers(keys: Keys, num_layers: int) -> set[int]:
 
 
 def _attention(keys: Keys, *, has_rope: bool, chunk: int | None) -> AttentionConfig:
-    bias, growth = keys.boolean("attention_bias", False), _growth(keys)
+    bias, tuning = keys.boolean("attention_bias", False), _temperature_tuning(keys)
     rope = read_rope(keys, keys.integer("head_dim"), interleaved=True)
     if rope.type not in _ROPES:
         refuse("rope_type", rope.type, ", ".join(_ROPES))
     has_norm = keys.boolean("use_qk_norm", True) and has_rope
+    tuned: dict[str, Any] = {}
+    if tuning is not None and not has_rope:
+        tuned = {"kind": TemperatureTunedAttentionConfig, "tuning": tuning}
     return attention(
         keys,
         rope=rope if has_rope else None,
@@ -71,16 +79,16 @@ def _attention(keys: Keys, *, has_rope: bool, chunk: int | None) -> AttentionCon
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=norm(keys, eps=1e-5, weight=False) if has_norm else None,  # the same before or after the rope
-        query_growth=None if has_rope else growth,
+        **tuned,
     )
 
 
-def _growth(keys: Keys) -> QueryGrowth | None:
+def _temperature_tuning(keys: Keys) -> AttentionTemperatureTuning | None:
     tuned = keys.get("attn_temperature_tuning", True)
     if not isinstance(tuned, int) or tuned < 0:  # early configs have 4
         refuse("attn_temperature_tuning", tuned, "true or false")
-    growth = QueryGrowth(beta=keys.number("attn_scale"), every=keys.integer("floor_scale"), offset=1)
-    return growth if tuned else None
+    tuning = AttentionTemperatureTuning(beta=keys.number("attn_scale"), every=keys.integer("floor_scale"), offset=1)
+    return tuning if tuned else None
 
 
 def _mixture(keys: Keys) -> MoeConfig:

@@ -47,7 +47,7 @@ def read(keys: Keys) -> DecoderConfig:
     # The MTP layer is stored apart from the others: see `left_out`.
     keys.without_effect("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
     layers = [
-        LayerConfig(attention=heads[kind], mlp=mlps[sparse], norm=norm(keys))
+        LayerConfig(mixer=heads[kind], mlp=mlps[sparse], norm=norm(keys))
         for kind, sparse in zip(types, kinds, strict=True)
     ]
     return decoder(keys, layers)

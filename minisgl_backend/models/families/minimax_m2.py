@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, norm
 from minisgl_backend.models.families.mixtral import experts_stored
@@ -22,11 +23,11 @@ def read(keys: Keys) -> DecoderConfig:
         refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
     keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
+            NormOverHeadsAttentionConfig,
             rope=read_rope(keys, head_dim, partial=True, part=rotary_dim / head_dim),
             qk_norm=norm(keys),
-            qk_norm_over_heads=True,
         ),
         mlp=MoeConfig(
             num_experts=num_experts,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
@@ -13,10 +11,10 @@ from minisgl_backend.models.keys import Keys
 def read(keys: Keys) -> DecoderConfig:
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, None)
     heads = attention(keys)
-    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
+    layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys))
     types = layer_types(keys, num_layers) or (SLIDING,) * num_layers
     windows = [size if kind == SLIDING else None for kind in types]
-    return decoder(keys, [replace(layer, attention=replace(heads, window=one)) for one in windows])
+    return decoder(keys, [layer.with_mixer(window=one) for one in windows])
 
 
 FAMILY = Family(model_type="ministral", read=read, defaults={"num_key_value_heads": 8, "sliding_window": 4096})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, QueryGrowth
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionTemperatureTuning, TemperatureTunedAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
 from minisgl_backend.models.keys import Keys, refuse
@@ -27,22 +28,23 @@ _ROPE = {
 def read(keys: Keys) -> DecoderConfig:
     # transformers only reads the longest sequence from its own key.
     rope = read_rope(keys, keys.integer("head_dim"), apart=(_BETA, "max_position_embeddings"))
-    heads = attention(keys, rope=rope, window=window(keys, None), query_growth=_growth(keys))
-    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    tuning = _temperature_tuning(keys)
+    heads = attention(keys, TemperatureTunedAttentionConfig, rope=rope, window=window(keys, None), tuning=tuning)
+    layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
     return replace(
         decoder(keys, [layer] * keys.integer("num_hidden_layers")),
         max_position=max_positions(keys),
     )
 
 
-def _growth(keys: Keys) -> QueryGrowth:
+def _temperature_tuning(keys: Keys) -> AttentionTemperatureTuning:
     values = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
     beta, original = values.get(_BETA), values.get("original_max_position_embeddings")
     if not isinstance(beta, (int, float)) or isinstance(beta, bool) or beta < 0:
         refuse(_BETA, beta, "a number, 0 or more")
     if not isinstance(original, int) or isinstance(original, bool) or original < 1:
         refuse("original_max_position_embeddings", original, "an integer, 1 or more")
-    return QueryGrowth(beta=float(beta), every=original)
+    return AttentionTemperatureTuning(beta=float(beta), every=original)
 
 
 FAMILY = Family(

@@ -23,11 +23,11 @@ def read(keys: Keys) -> DecoderConfig:
     size = window(keys, 4096)
     types = layer_types(keys, num_layers)  # transformers reads none for this architecture
     layer = LayerConfig(
-        attention=attention(keys, window=None if FULL in types else size),
+        mixer=attention(keys, window=None if FULL in types else size),
         mlp=mlp(keys),
         norm=norm(keys),
     )
-    if len(set(types)) > 1 and outgrows(keys, layer.attention.rope, size):
+    if len(set(types)) > 1 and outgrows(keys, layer.mixer.rope, size):
         refuse("layer_types", list(types), "one type for all layers of MistralForCausalLM")
     return decoder(keys, [layer] * num_layers)
 

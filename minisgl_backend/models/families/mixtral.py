@@ -15,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     if experts_per_token > num_experts:
         refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
     layer = LayerConfig(
-        attention=attention(keys, window=window(keys, None)),
+        mixer=attention(keys, window=window(keys, None)),
         mlp=MoeConfig(
             num_experts=num_experts,
             experts_per_token=experts_per_token,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, NormConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, ungated_mlp
 from minisgl_backend.models.keys import Keys
@@ -14,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     head_dim = keys.integer("head_dim", keys.integer("hidden_size") // num_q_heads)
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=num_q_heads,
             qkv_bias=bias,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
 from minisgl_backend.models.keys import Keys
@@ -11,13 +12,13 @@ from minisgl_backend.models.keys import Keys
 def read(keys: Keys) -> DecoderConfig:
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
+            NormOverHeadsAttentionConfig,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=norm(keys, eps=1e-5),
-            qk_norm_over_heads=True,
         ),
         mlp=mlp(keys),
         norm=norm(keys, eps=1e-5),

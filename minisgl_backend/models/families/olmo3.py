@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import (
     FULL,
@@ -32,15 +33,15 @@ def read(keys: Keys) -> DecoderConfig:
 
     def layer(kind: str) -> LayerConfig:
         return LayerConfig(
-            attention=attention(
+            mixer=attention(
                 keys,
+                NormOverHeadsAttentionConfig,
                 num_kv_heads=num_heads,
                 rope=ropes[kind],
                 window=size if kind == SLIDING else None,
                 qkv_bias=bias,
                 output_bias=bias,
                 qk_norm=norm(keys, eps=1e-5),
-                qk_norm_over_heads=True,
             ),
             mlp=mlp(keys),
             norm=norm(keys, eps=1e-5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, norm
 from minisgl_backend.models.families.qwen3_moe import experts
@@ -14,13 +15,13 @@ def read(keys: Keys) -> DecoderConfig:
     if (clip := keys.get("clip_qkv")) is not None:
         refuse("clip_qkv", clip, "null")
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
+            NormOverHeadsAttentionConfig,
             num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=norm(keys, eps=1e-5),
-            qk_norm_over_heads=True,
         ),
         mlp=experts(keys, size_key="intermediate_size"),
         norm=norm(keys, eps=1e-5),

@@ -15,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     head_dim = keys.integer("hidden_size") // num_q_heads
     keys.choice("attention_bias", (False,))  # a key of its checkpoints, which transformers does not read
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys, num_kv_heads=num_q_heads, rope=read_rope(keys, head_dim, partial=True), window=window(keys, None)
         ),
         mlp=mlp(keys),

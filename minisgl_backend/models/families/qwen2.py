@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
@@ -13,9 +12,9 @@ from minisgl_backend.models.keys import Keys, refuse
 
 def read(keys: Keys) -> DecoderConfig:
     heads = attention(keys, qkv_bias=True)
-    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
+    layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys))
     windows = windows_above(keys)
-    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows])
+    return decoder(keys, [layer.with_mixer(window=size) for size in windows])
 
 
 def windows_above(keys: Keys) -> list[int | None]:

@@ -22,7 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
     )
     windows = windows_where(keys, _slides)
     layers = [
-        LayerConfig(attention=replace(shared, window=window), mlp=mixture if is_sparse else dense, norm=norm(keys))
+        LayerConfig(mixer=replace(shared, window=window), mlp=mixture if is_sparse else dense, norm=norm(keys))
         for window, is_sparse in zip(windows, sparse_layers(keys), strict=True)
     ]
     return decoder(keys, layers)

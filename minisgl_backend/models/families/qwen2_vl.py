@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
@@ -23,8 +21,8 @@ def read(keys: Keys) -> DecoderConfig:
     keys.without_effect(*_AROUND)
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
     heads = attention(keys, qkv_bias=True, rope=read_rope(keys, head_dim, mrope=True))
-    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
-    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows_above(keys)])
+    layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    return decoder(keys, [layer.with_mixer(window=size) for size in windows_above(keys)])
 
 
 # With the names of transformers 4 and 5.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
@@ -13,9 +12,9 @@ from minisgl_backend.models.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     heads = head_norm_attention(keys, head_dim=128)
-    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
+    layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys))
     windows = windows_above(keys)
-    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows])
+    return decoder(keys, [layer.with_mixer(window=size) for size in windows])
 
 
 def head_norm_attention(keys: Keys, head_dim: int | None = None) -> AttentionConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RopeConfig, RouterConfig
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, mlp, norm, outgrows, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
@@ -17,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
     dense, mixture = mlp(keys), experts(keys)
     sparse = sparse_layers(keys)
     mlps = [mixture if is_sparse else dense for is_sparse in sparse]
-    return decoder(keys, [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps])
+    return decoder(keys, [LayerConfig(mixer=attention, mlp=one, norm=norm(keys)) for one in mlps])
 
 
 def _window(keys: Keys, rope: RopeConfig | None) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
@@ -11,7 +12,7 @@ from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:
-    layer = LayerConfig(attention=text_attention(keys, head_dim=128), mlp=mlp(keys), norm=norm(keys))
+    layer = LayerConfig(mixer=text_attention(keys, head_dim=128), mlp=mlp(keys), norm=norm(keys))
     return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 

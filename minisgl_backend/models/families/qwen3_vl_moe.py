@@ -19,7 +19,7 @@ def read(keys: Keys) -> DecoderConfig:
     heads = text_attention(keys, keys.integer("hidden_size") // keys.integer("num_attention_heads"))
     dense, mixture = mlp(keys), experts(keys)
     mlps = [mixture if is_sparse else dense for is_sparse in sparse_layers(keys)]
-    return decoder(keys, [LayerConfig(attention=heads, mlp=one, norm=norm(keys)) for one in mlps])
+    return decoder(keys, [LayerConfig(mixer=heads, mlp=one, norm=norm(keys)) for one in mlps])
 
 
 _GATE_UP = tuple(f"mlp.experts.{kind}_proj.weight" for kind in ("gate", "up"))

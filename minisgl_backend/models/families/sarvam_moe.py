@@ -18,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
         rope=read_rope(keys, keys.integer("head_dim"), partial=True),
         qk_norm=norm(keys) if keys.boolean("use_qk_norm", True) else None,
     )
-    layers = [LayerConfig(attention=heads, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=1)]
+    layers = [LayerConfig(mixer=heads, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=1)]
     drafts = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, least=0), least=0)
     return decoder(keys, layers, num_draft_layers=drafts)
 

@@ -10,7 +10,7 @@ from minisgl_backend.models.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", True),
             output_bias=keys.boolean("attention_out_bias", False),

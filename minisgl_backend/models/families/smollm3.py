@@ -24,7 +24,7 @@ def read(keys: Keys) -> DecoderConfig:
     rope = read_rope(keys, keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads")))
     layers = [
         LayerConfig(
-            attention=attention(
+            mixer=attention(
                 keys,
                 qkv_bias=bias,
                 output_bias=bias,

@@ -15,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("first_k_dense_replace", (0,))
     keys.choice("use_qk_norm", (False,))
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", False),
             rope=read_rope(keys, keys.integer("head_dim"), partial=True),

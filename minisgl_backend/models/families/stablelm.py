@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, NormConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp
 from minisgl_backend.models.keys import Keys
@@ -13,7 +14,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("qk_layernorm", (False,))
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
     layer = LayerConfig(
-        attention=attention(
+        mixer=attention(
             keys,
             num_kv_heads=32,
             qkv_bias=keys.boolean("use_qkv_bias", False),

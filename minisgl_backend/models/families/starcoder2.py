@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, NormConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, ungated_mlp, window
 from minisgl_backend.models.keys import Keys
@@ -14,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("norm_type", ("layer_norm",))
     keys.choice("mlp_type", ("default",))
     layer = LayerConfig(
-        attention=attention(keys, num_kv_heads=2, qkv_bias=bias, output_bias=bias, window=window(keys, None)),
+        mixer=attention(keys, num_kv_heads=2, qkv_bias=bias, output_bias=bias, window=window(keys, None)),
         mlp=ungated_mlp(keys, "gelu_pytorch_tanh", bias=bias),
         norm=NormConfig(eps=keys.number("norm_epsilon", 1e-5), kind="layer", bias=True),
     )

@@ -13,7 +13,7 @@ from minisgl_backend.models.keys import Keys
 def read(keys: Keys) -> DecoderConfig:
     keys.without_effect("embedding_initializer_range")  # of training
     layer = LayerConfig(
-        attention=latent_attention(keys, interleaved=keys.boolean("rope_interleave", True)),
+        mixer=latent_attention(keys, interleaved=keys.boolean("rope_interleave", True)),
         mlp=mlp(keys),
         norm=norm(keys),
     )

@@ -25,12 +25,13 @@ from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.layers.context import AuxStates, ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.graphs.head_buffers import HeadBuffers
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
-Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
+Forward = Callable[[ModelInput, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
 AtAttention = Callable[[AttentionLayer], None]  # called between two pieces
 AuxStatesOf = Callable[[int], AuxStates | None]  # number of tokens -> additional outputs of a pass
 PromptInputs = Callable[[int], PromptTensors]  # size of a pass -> its inputs, filled for a capture
@@ -128,17 +129,15 @@ class PiecewiseRunner(ABC):
     def fits(self, num_tokens: int) -> bool:
         return piece_size(num_tokens, self.sizes) > 0
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: tuple[torch.Tensor, ...], plan: PairPlan
-    ) -> torch.Tensor:
-        """Token ids, positions and slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
+    def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan) -> torch.Tensor:
+        """Plain tokens, and their slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
         hidden_size].
 
         The next run overwrites them. `plan`: attention's plan for these tokens.
         """
-        num_tokens = len(token_ids)
+        num_tokens = len(tokens.token_ids)
         size = piece_size(num_tokens, self.sizes)
-        torch.stack([token_ids, positions, *slots], out=self._inputs[:, :num_tokens])
+        torch.stack([tokens.token_ids, tokens.positions, *slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
         self._heads.clear_attended(num_tokens, size)  # NaN there would reach the padding page
         heads = self._heads.first(num_tokens)
@@ -179,7 +178,7 @@ class PiecewiseRunner(ABC):
             is_warm_up=is_warm_up,
             aux=self._aux_of(size),
         )
-        self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
+        self._last.copy_(self._forward(ModelInput(inputs.token_ids, inputs.positions), context))
 
     def _pass(self, size: int, at_attention: AtAttention, is_warm_up: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
@@ -191,7 +190,7 @@ class PiecewiseRunner(ABC):
             is_warm_up=is_warm_up,
             aux=self._aux_of(size),
         )
-        self._hidden[:size].copy_(self._forward(token_ids, positions, context))
+        self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions), context))
 
     def _aux_of(self, size: int) -> AuxStates | None:
         return None if self.aux is None else replace(self.aux, out=self.aux.out[:size])

@@ -23,6 +23,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json_if_there
@@ -147,7 +148,7 @@ class DraftModelProposer(DeviceProposer):
             is_warm_up=is_warm_up,
             captured=captured,
         )
-        return self._model.forward(token_ids, positions, ctx)
+        return self._model.forward(ModelInput(token_ids, positions), ctx)
 
 
 def _check_vocabulary(folder: Path, model: ModelConfig, target: ModelConfig, target_dir: Path) -> None:

@@ -25,6 +25,7 @@ from minisgl_backend.attention.pair import PairPlan
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.draft_head import DraftHead
@@ -90,7 +91,8 @@ class HeadProposer(DeviceProposer):
         is_known &= positions > 0
         # Unknown states go to the padding page as zeros, since NaN there would spread.
         previous = torch.where(is_known[:, None], previous, 0)
-        self._head.keep(token_ids, previous, before, torch.where(is_known, slots_before, 0))
+        tokens = ModelInput(token_ids, before)
+        self._head.keep(tokens, previous, torch.where(is_known, slots_before, 0))
         if len(rows) > KEPT:  # a chunk's last states are kept, the others go to the padding row
             goes_on = rows[KEPT:] == rows[:-KEPT]
             padding = torch.where(goes_on, self._table.padding_row, rows[:-KEPT])
@@ -134,9 +136,9 @@ class HeadProposer(DeviceProposer):
         positions = lengths - 1
         _, slots = self._table.lookup(rows, positions)
         ctx = EagerContext(slots=slots, attention=self._attention, plan=plan, captured=captured)
-        drafted, states = self._head(token_ids, chain, positions, ctx)
+        drafted, states = self._head(ModelInput(token_ids, positions), chain, ctx)
         chain.copy_(states)
-        logits = self._head.spread(drafted)
+        logits = self._head.to_target_vocab(drafted)
         lengths.add_(1)  # also of padding, which has as many tokens as the shortest possible row
         # NaN logits may give any token id; the target's embedding only has rows for its vocabulary.
         sampled = self._sample(logits, rows, lengths).clamp_(0, self._head.config.vocab_size - 1)

@@ -217,6 +217,8 @@ def _load(
     if device.type == "cuda" and isinstance(model, torch.nn.Module):
         add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, layouts, free_at_start)))
     if scales is not None:
+        kept = [layer.mixer.attention is not None for layer in model_config.layers]
+        scales = [scale for scale, is_kept in zip(scales, kept, strict=True) if is_kept]
         scales += [ONE] * (len(page_parts) - len(scales))
 
     def runner_with(num_pages: int, **captures: Any) -> ModelRunner:

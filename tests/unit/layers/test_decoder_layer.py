@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,18 +14,12 @@ from ranks import on_ranks
 
 from minisgl_backend.attention.base import PrefillInputs
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.config import (
-    AttentionConfig,
-    LayerConfig,
-    MlpConfig,
-    NormConfig,
-    RopeConfig,
-    UngatedMlpConfig,
-)
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, UngatedMlpConfig
 from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, NormOverHeadsAttentionConfig, RopeConfig
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual, join
-from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import WeightedLayer
 from minisgl_backend.models.decoder import decoder_layer
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -35,14 +30,14 @@ CPU = torch.device("cpu")
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS = 48, 4, 2, 16, 21
 EPS = 1e-5
 PLAIN = LayerConfig(
-    attention=AttentionConfig(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, rope=RopeConfig()),
+    mixer=AttentionConfig(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, rope=RopeConfig()),
     mlp=MlpConfig(intermediate_size=64),
     norm=NormConfig(eps=EPS),
 )
 
 
 def with_attention(**changes: object) -> LayerConfig:
-    return dataclasses.replace(PLAIN, attention=dataclasses.replace(PLAIN.attention, **changes))  # type: ignore[arg-type]
+    return PLAIN.with_mixer(**changes)
 
 
 GEMMA = NormConfig(eps=EPS, weight_offset=1.0)
@@ -57,8 +52,15 @@ LAYERS = {
     "multiplier": dataclasses.replace(PLAIN, residual_multiplier=0.22),
     "both with multiplier": dataclasses.replace(PLAIN, norms="both", residual_multiplier=0.5),
     "head norms with offset": with_attention(qk_norm=GEMMA),
-    "norms over heads": with_attention(
-        qk_norm=NormConfig(eps=EPS), qk_norm_over_heads=True, rope=RopeConfig(rotary_dim=8)
+    "norms over heads": dataclasses.replace(
+        PLAIN,
+        mixer=NormOverHeadsAttentionConfig(
+            num_q_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            qk_norm=NormConfig(eps=EPS),
+            rope=RopeConfig(rotary_dim=8),
+        ),
     ),
     "partial rotary": with_attention(rope=RopeConfig(rotary_dim=8), qk_norm=NormConfig(eps=EPS), qkv_bias=True),
     "no rope": with_attention(rope=None),
@@ -95,7 +97,7 @@ def rotate(x: torch.Tensor, rope: RopeConfig | None) -> torch.Tensor:
 
 
 def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    config = layer.attention
+    config = layer.mixer
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -103,10 +105,11 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
     def attention(x: torch.Tensor) -> torch.Tensor:
         q, k, v = (linear(x, f"self_attn.{name}_proj") for name in "qkv")
         heads = {"q": HEADS, "k": KV_HEADS}
-        if config.qk_norm is not None and config.qk_norm_over_heads:
+        over_heads = isinstance(config, NormOverHeadsAttentionConfig)
+        if config.qk_norm is not None and over_heads:
             q, k = (norm(one, w[f"self_attn.{name}_norm.weight"], config.qk_norm) for name, one in (("q", q), ("k", k)))
         q, k, v = q.view(-1, heads["q"], DIM), k.view(-1, heads["k"], DIM), v.view(-1, heads["k"], DIM)
-        if config.qk_norm is not None and not config.qk_norm_over_heads:
+        if config.qk_norm is not None and not over_heads:
             q, k = (norm(one, w[f"self_attn.{name}_norm.weight"], config.qk_norm) for name, one in (("q", q), ("k", k)))
         q, k = rotate(q, config.rope), rotate(k, config.rope)
         k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (k, v))
@@ -153,21 +156,20 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
 
 def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     context = layer_context(torch.float32, tp)
-    table = rope_table(layer.attention.rope, DIM, TOKENS, CPU)
-    module = decoder_layer(layer, 0, HIDDEN, table, context)
+    module = decoder_layer(layer, HIDDEN, context.within(TOKENS))
     for part in (part for one in module.modules() if isinstance(one, WeightedLayer) for part in one.weight_parts()):
         values = w[part.name].narrow(part.dim, part.start, part.target.shape[part.dim])
         if part.row_order is not None:
             values = values.unflatten(0, (-1, len(part.row_order)))[:, list(part.row_order)].flatten(0, 1)
         part.target.data.copy_(values + part.add)
     module.derive_weights()
-    a = layer.attention
+    a = layer.mixer
     spec = one_group(
         num_q_heads=HEADS // tp.size, num_kv_heads=max(1, KV_HEADS // tp.size), head_dim=DIM, page_size=8,
         max_seq_len=32, max_rows=1, window=a.window, scale=a.scale, soft_cap=a.soft_cap, sinks=a.sinks,
     )  # fmt: skip
     pool, pair = make_pool(spec, 4), create_attention("torch", "torch", spec)
-    module.self_attn.bind(spec, pool)
+    module.mixer.bind(spec, pool, count())
     lengths, starts, rows = (np.array(one, dtype=np.int32) for one in ([TOKENS], [0, TOKENS], [0]))
     prefill = PrefillInputs(
         cu_seqlens_q=torch.from_numpy(starts), kv_lens=torch.from_numpy(lengths), rows=torch.from_numpy(rows),
@@ -176,7 +178,7 @@ def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tenso
     )  # fmt: skip
     ctx = EagerContext(slots=(torch.arange(8, 8 + TOKENS),), attention=pair, plan=pair.plan(prefill, None))
     with torch.inference_mode():
-        after = module((Residual(hidden.clone(), tp),), torch.arange(TOKENS), ctx)
+        after = module((Residual(hidden.clone(), tp),), ModelInput(torch.zeros(TOKENS), torch.arange(TOKENS)), ctx)
         last = RMSNorm(HIDDEN, NormConfig(eps=0.0), "last", context)
         last.weight.data.fill_(1.0)
         residual, _ = join(after).settled(last)
@@ -190,8 +192,8 @@ def weights(layer: LayerConfig) -> dict[str, torch.Tensor]:
     def random(*shape: int, scale: float = 0.2) -> torch.Tensor:
         return torch.randn(shape, generator=draw) * scale
 
-    a, size = layer.attention, layer.mlp.intermediate_size
-    q, kv, over = HEADS * DIM, KV_HEADS * DIM, a.qk_norm_over_heads
+    a, size = layer.mixer, layer.mlp.intermediate_size
+    q, kv, over = HEADS * DIM, KV_HEADS * DIM, isinstance(a, NormOverHeadsAttentionConfig)
     found = {
         "self_attn.q_proj.weight": random(q, HIDDEN), "self_attn.k_proj.weight": random(kv, HIDDEN),
         "self_attn.v_proj.weight": random(kv, HIDDEN), "self_attn.o_proj.weight": random(HIDDEN, q),

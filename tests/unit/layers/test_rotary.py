@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
-from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.layers.rotary import default_frequencies, head_order, rope_table, rotary_table
 from minisgl_backend.models.config import ModelConfig
 
@@ -43,7 +43,7 @@ def test_scaled_tables(scaling: dict[str, Any], head_dim: int) -> None:
     expected = rotary_table(frequencies, 256, torch.device("cpu"), attention_factor)
     config = ModelConfig.from_dicts(hf.to_dict(), {})
     torch.testing.assert_close(
-        rope_table(config.layers[0].attention.rope, head_dim, 256, torch.device("cpu")), expected, rtol=1e-5, atol=1e-5
+        rope_table(config.layers[0].mixer.rope, head_dim, 256, torch.device("cpu")), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -63,7 +63,7 @@ def test_longrope_tables(max_seq_len: int, partial: float) -> None:
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](hf, torch.device("cpu"), seq_len=max_seq_len)
     expected = rotary_table(frequencies, 200, torch.device("cpu"), factor, still=32 - pairs)
-    rope = ModelConfig.from_dicts(hf.to_dict(), {}).layers[0].attention.rope
+    rope = ModelConfig.from_dicts(hf.to_dict(), {}).layers[0].mixer.rope
     found = rope_table(rope, 64, max_seq_len, torch.device("cpu"))[:200]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -114,7 +114,7 @@ def test_layers_of_gemma4_are_numbered_with_zeros_before(architecture: str, monk
     text = config.get("text_config", config)
     text["eos_token_id"] = 2
     assert "05" in text["per_layer_config"]
-    heads = [layer.attention.head_dim for layer in ModelConfig.from_dicts(config, {}).layers]
+    heads = [layer.mixer.head_dim for layer in ModelConfig.from_dicts(config, {}).layers]
     assert heads == [512 if kind == "full_attention" else 256 for kind in text["layer_types"]]
     config_class = CONFIG_MAPPING[FAMILIES[architecture].model_type]
     assert list(wrong_defaults(config_class, config, monkeypatch)) == []

@@ -95,7 +95,7 @@ def test_auto_falls_back_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         config = load_model_config(folder)
     assert config.implementation == "transformers"
-    assert len({layer.attention.window for layer in config.layers}) == 2
+    assert len({layer.mixer.window for layer in config.layers}) == 2
     assert "ModernBertDecoderForCausalLM runs through transformers' own code" in caplog.text
     assert "architectures is" in caplog.text
     with pytest.raises(ConfigError, match="architectures"):

@@ -112,7 +112,7 @@ def test_theta_of_a_config_without_rope_keys(architecture: str) -> None:
     meant = text.pop("rope_parameters")
     layers = ModelConfig.from_dicts(config, {}).layers
     types = text["layer_types"] if "full_attention" in meant else [None] * len(layers)
-    ropes = [(layer.attention.rope, meant[kind] if kind else meant) for layer, kind in zip(layers, types, strict=True)]
+    ropes = [(layer.mixer.rope, meant[kind] if kind else meant) for layer, kind in zip(layers, types, strict=True)]
     assert any(rope for rope, _ in ropes)
     assert all(rope is None or rope.theta == values["rope_theta"] for rope, values in ropes)
 
@@ -124,7 +124,7 @@ def test_original_positions_of_phi3_where_config_json_has_none() -> None:
     rope["original_max_position_embeddings"] = 2048
     config = default(PHI3, max_position_embeddings=131072, rope_parameters=rope, eos_token_id=2)
     del config["original_max_position_embeddings"]
-    read = ModelConfig.from_dicts(config, {}).layers[0].attention.rope
+    read = ModelConfig.from_dicts(config, {}).layers[0].mixer.rope
     meant = CONFIG_MAPPING["phi3"](max_position_embeddings=131072, rope_parameters=dict(rope)).rope_parameters
     assert read is not None
     assert read.original_max_position == meant["original_max_position_embeddings"] == 4096
@@ -134,7 +134,7 @@ def test_a_dynamic_rope_is_that_of_the_longest_sequence() -> None:
     """As transformers has it for a sequence of that length; within the context it changes nothing."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20000.0}
     read = ModelConfig.from_dicts(default(LLAMA, rope_parameters=dynamic), {})
-    rope, cpu = read.layers[0].attention.rope, torch.device("cpu")
+    rope, cpu = read.layers[0].mixer.rope, torch.device("cpu")
     assert rope is not None
     context = default(LLAMA)["max_position_embeddings"]
     assert read.max_seq_len() == context
@@ -186,7 +186,7 @@ def test_layers_with_windows_are_those_of_transformers(architecture: str, bound:
     sizes = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 512, "max_window_layers": bound}
     meant = CONFIG_MAPPING[FAMILIES[architecture].model_type](**sizes).layer_types
     config = default(architecture, **sizes, layer_types=None, eos_token_id=2)
-    windows = [layer.attention.window for layer in ModelConfig.from_dicts(config, {}).layers]
+    windows = [layer.mixer.window for layer in ModelConfig.from_dicts(config, {}).layers]
     assert windows == [512 if kind == "sliding_attention" else None for kind in meant]
 
 
@@ -197,8 +197,8 @@ def test_patterns_of_exaone4(pattern: str | int, slides: str) -> None:
     """transformers documents letters, after which the last layer is global."""
     changes = {"num_hidden_layers": 8, "sliding_window": 512, "sliding_window_pattern": pattern, "layer_types": None}
     layers = ModelConfig.from_dicts(default("Exaone4ForCausalLM", **changes), {}).layers
-    assert [layer.attention.window for layer in layers] == [512 if one == "L" else None for one in slides]
-    assert [layer.attention.rope is not None for layer in layers] == [one == "L" for one in slides]
+    assert [layer.mixer.window for layer in layers] == [512 if one == "L" else None for one in slides]
+    assert [layer.mixer.rope is not None for layer in layers] == [one == "L" for one in slides]
 
 
 LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"

@@ -150,7 +150,7 @@ def test_ropes_that_transformers_does_not_read(
     arch: str, more: dict[str, Any], change: Any, kind: str, factor: float, tmp_path: Path
 ) -> None:
     folder = find_model_dir(str(write(tmp_path / "model.gguf", arch, change=change, **more)))
-    rope = ModelConfig.load(folder).layers[0].attention.rope
+    rope = ModelConfig.load(folder).layers[0].mixer.rope
     assert rope is not None
     assert (rope.type, rope.factor) == (kind, pytest.approx(factor))
 

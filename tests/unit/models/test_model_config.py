@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, NormConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, RopeConfig
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.generation import GenerationDefaults
 
@@ -40,9 +41,9 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 
 def test_reads_sizes() -> None:
     config = read()
-    assert (config.num_layers, config.layers[0].attention.num_kv_heads, config.head_dims) == (2, 2, (16,))
+    assert (config.num_layers, config.layers[0].mixer.num_kv_heads, config.head_dims) == (2, 2, (16,))
     attention = AttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=10000.0))
-    layer = LayerConfig(attention=attention, mlp=MlpConfig(intermediate_size=96), norm=NormConfig(eps=1e-5))
+    layer = LayerConfig(mixer=attention, mlp=MlpConfig(intermediate_size=96), norm=NormConfig(eps=1e-5))
     assert config.layers == (layer,) * 2
     assert config.mixture is None
     assert not config.tie_word_embeddings
@@ -57,7 +58,7 @@ def test_reads_sizes() -> None:
     ],
 )
 def test_both_spellings_of_rope(spelling: dict[str, Any]) -> None:
-    rope = read(**spelling).layers[0].attention.rope
+    rope = read(**spelling).layers[0].mixer.rope
     assert rope == RopeConfig(
         type="llama3",
         theta=5e5,
@@ -79,8 +80,8 @@ def test_rope_scaling_beside_rope_parameters_counts() -> None:
     saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert read(**saved, rope_scaling={**yarn, "rope_theta": 5e5}) == read(rope_theta=5e5, rope_scaling=yarn)
     assert read(**saved, rope_theta=5e5, rope_scaling=yarn) == read(rope_theta=5e5, rope_scaling=yarn)
-    assert read(**saved, rope_scaling=None).layers[0].attention.rope == RopeConfig(theta=5e5)
-    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).layers[0].attention.rope == RopeConfig()
+    assert read(**saved, rope_scaling=None).layers[0].mixer.rope == RopeConfig(theta=5e5)
+    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).layers[0].mixer.rope == RopeConfig()
     with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but transformers ignores"):
         read(**saved, rope_scaling=yarn)
 
@@ -195,7 +196,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     config = read(**changes)
-    assert tuple(layer.attention.window for layer in config.layers) == windows
+    assert tuple(layer.mixer.window for layer in config.layers) == windows
     assert config.max_seq_len() == config.max_position
 
 

@@ -142,6 +142,6 @@ def test_a_released_config_is_read(name: str) -> None:
 
 def test_minimax_m2_rotates_as_many_dimensions_as_rotary_dim_says() -> None:
     """The tests against transformers do not show it: what it saves has partial_rotary_factor, which counts first."""
-    rope = ModelConfig.from_dicts(MINIMAX_M2, {}).layers[0].attention.rope
+    rope = ModelConfig.from_dicts(MINIMAX_M2, {}).layers[0].mixer.rope
     assert rope is not None
     assert (rope.rotary_dim, rope.theta) == (64, 5e6)
