@@ -36,11 +36,12 @@ from benchmarks.path_http_client import HttpExchange, packed_request, run_http_e
 from benchmarks.served import START_SECONDS
 from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
+from minisgl_backend.host.options.endpoint import EndpointSettings
+from minisgl_backend.host.options.engine import read_engine_config
+from minisgl_backend.host.options.server import ServerSettings
 from minisgl_backend.host.repository import parse_options, render_repository
-from minisgl_backend.host.serve_options import ServerSettings
 from minisgl_backend.host.server_process import ServerProcess
-from minisgl_backend.host.settings import read_engine_config
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.process.processes import descendants, process_table
 

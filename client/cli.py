@@ -259,12 +259,8 @@ def openai(
 ) -> None:
     """Serve OpenAI's API before a server that runs elsewhere; scripts/serve.sh has it built in."""
     from minisgl_backend.errors import ConfigError
-    from minisgl_backend.host.openai_endpoint import (
-        EndpointSettings,
-        api_keys_of,
-        files_folder_of,
-        serve_until_signal,
-    )
+    from minisgl_backend.host.openai_endpoint import serve_until_signal
+    from minisgl_backend.host.options.endpoint import EndpointSettings, api_keys_of, files_folder_of
 
     with errors_in_one_line():
         server = parse_url(url, "grpc")
@@ -288,7 +284,7 @@ def openai(
                 allowed_hosts=tuple(allowed_hosts or ()),
                 ignore_unknown_fields=ignore_unknown_fields,
                 response_store_bytes=response_store_bytes,
-                files_folder=files_folder_of(files_dir, port, max_files_bytes),
+                files_folder=files_folder_of(files_dir or "", port, max_files_bytes),
                 max_files_bytes=max_files_bytes,
                 max_batch_requests=max_batch_requests,
             )

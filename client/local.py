@@ -42,7 +42,7 @@ class _PassedOn(TyperCommand):
 
 class _Serve(_PassedOn):
     def option_names(self) -> list[str]:
-        from minisgl_backend.host.serve_options import server_parser
+        from minisgl_backend.host.options.server import server_parser
 
         return server_parser("minisgl serve").option_names()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +16,11 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from minisgl_backend import __version__
-from minisgl_backend.config import OPTIONS, EngineConfig, Option
+from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, MinisglError
 from minisgl_backend.foreign_options import explain_unknown
+from minisgl_backend.host.options.commands import declared_options, one_option, table_options, with_options
 from minisgl_backend.installation import model_repository
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.process.spawn import log_to_stderr
@@ -79,12 +80,6 @@ ENVIRONMENT = """Environment:
 """
 
 
-def _shown_default(option: Option) -> str:
-    if option.default is None:
-        return "unset"
-    return str(option.default).lower() if option.type is bool else str(option.default)
-
-
 def _options_text() -> str:
     """The options as Markdown, for the first help page."""
     lines = [
@@ -95,7 +90,7 @@ def _options_text() -> str:
         shown = [option for option in map(OPTIONS.__getitem__, names) if not option.internal]
         lines += ["", f"{panel}", ""] if shown else []
         for option in shown:
-            lines.append(f"* `{option.flags[0]}` ({_shown_default(option)}): {option.help}")
+            lines.append(f"* `{option.flags[0]}` ({option.shown_default}): {option.help}")
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +112,7 @@ app = typer.Typer(
 
 
 class EngineCommand(TyperCommand):
-    """Says what an option of another server is called here."""
+    """Says in one line what is wrong, and what an option of another server is called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -127,44 +122,41 @@ class EngineCommand(TyperCommand):
             if name is None:
                 raise
             known = [option for param in self.params for option in param.opts]
-            typer.secho(f"error: {explain_unknown(name, known)}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(2) from None
+            raise _refused(explain_unknown(name, known)) from None
 
-
-def with_engine_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds an option for every row of the options table; the function gets them as one EngineConfig, `config`."""
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
-    added = [_parameter(option, panel) for panel, names in PANELS.items() for option in map(OPTIONS.__getitem__, names)]
-
-    file_option = typer.Option(
-        "--config", metavar="FILE", help="YAML as of minisgl serve; options given here come before it"
-    )
-    file = inspect.Parameter(
-        "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file_option]
-    )
-
-    def command(config_file: Path | None, **values: Any) -> None:
+    def invoke(self, ctx: Any) -> Any:
         try:
-            set_by_user = {p.name: values.pop(p.name) for p in added}
-            texts = {} if config_file is None else dict(_parameters_in(config_file))
-            texts |= {name: str(value) for name, value in set_by_user.items() if value not in (None, False)}
-            environment = Environment.read()
-            log_to_stderr("engine", environment.log_level)
-            function(config=EngineConfig.from_parameters(texts), **values)
+            return super().invoke(ctx)
         except MinisglError as error:
-            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(2) from None
+            raise _refused(error) from None
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__signature__ = inspect.Signature([*own, file, *added])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in (*own, file, *added)}
-    return command
+
+def _refused(problem: object) -> typer.Exit:
+    typer.secho(f"error: {problem}", err=True, fg=typer.colors.RED)
+    return typer.Exit(2)
+
+
+def with_engine_options(function: Callable[..., None]) -> Callable[..., Any]:
+    """Adds an option for every row of the options table; the function gets them as one EngineConfig, `config`."""
+    file = typer.Option("--config", metavar="FILE", help="YAML as of minisgl serve; options given here come before it")
+    added = [one_option("config_file", Path | None, file)]
+    for panel, names in PANELS.items():
+        added += table_options({name: OPTIONS[name] for name in names}, panel)
+    return with_options("config", added, _read_config)(function)
+
+
+def _read_config(values: dict[str, Any]) -> EngineConfig:
+    file = values.pop("config_file")
+    texts = {} if file is None else dict(_parameters_in(file))
+    texts |= {name: str(value) for name, value in values.items() if value not in (None, False)}
+    log_to_stderr("engine", Environment.read().log_level)
+    return EngineConfig.from_parameters(texts)
 
 
 def _parameters_in(file: Path) -> Mapping[str, str]:
     """The engine options in a file of the server's; its other options are checked. Raises ConfigError."""
-    from minisgl_backend.host.serve_options import parse_arguments
-    from minisgl_backend.host.settings import read_parameters
+    from minisgl_backend.host.options.engine import read_parameters
+    from minisgl_backend.host.options.server import parse_arguments
 
     arguments = parse_arguments(["--config", str(file)], "minisgl serve")
     repository = arguments.server.repository
@@ -177,30 +169,6 @@ def _parameters_in(file: Path) -> Mapping[str, str]:
     return {**own, **arguments.engine_parameters}
 
 
-def _parameter(option: Option, panel: str) -> inspect.Parameter:
-    shown = (
-        "unset" if option.default is None else str(option.default).lower() if option.type is bool else option.default
-    )
-    text = f"{option.help} (allowed: {option.allowed}; default: {shown})"
-    if option.type is bool:
-        declaration = typer.Option(
-            *option.flags, help=option.help, rich_help_panel=panel, show_default=False, hidden=option.internal
-        )
-        annotation: Any = Annotated[bool, declaration]
-        default: Any = False
-    else:
-        declaration = typer.Option(
-            *option.flags,
-            help=text,
-            rich_help_panel=panel,
-            show_default=False,
-            metavar=option.type.__name__.upper(),
-            hidden=option.internal,
-        )
-        annotation, default = Annotated[str | None, declaration], None
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
 @app.callback()
 def about(
     version: Annotated[
@@ -210,29 +178,37 @@ def about(
     """What comes before a command; the help text stands at `app`."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What `generate` may say of its answers; None: the model's default."""
+
+    max_tokens: Annotated[int | None, typer.Option(help="New tokens; unset: up to the context limit")] = None
+    temperature: Annotated[float | None, typer.Option(help="0: greedy; unset: the model's default")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; unset: the model's default")] = None
+    top_k: Annotated[int | None, typer.Option(help="0: off; unset: the model's default")] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times")] = None
+
+
 @app.command(cls=EngineCommand)
 @with_engine_options
+@with_options("sampling", declared_options(Sampling))
 def generate(
     config: EngineConfig,
+    sampling: dict[str, Any],
     prompts: Annotated[list[str], typer.Argument(help="One prompt or several; `-` reads one a line from stdin")],
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template")] = False,
     system: Annotated[str, typer.Option(help="A system message before each prompt")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="New tokens; unset: up to the context limit")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy; unset: the model's default")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; unset: the model's default")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0: off; unset: the model's default")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times")] = None,
 ) -> None:
     """Load the model and answer prompts."""
     from minisgl_backend.llm import LLM
 
     texts = [line.rstrip("\n") for line in sys.stdin] if prompts == ["-"] else prompts
-    chosen = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    values: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    stop = tuple(sampling.pop("stop") or ())
+    values = {name: value for name, value in sampling.items() if value is not None}
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
     with LLM(config.model, **options) as llm:
-        params = llm.sampling_params(stop=tuple(stop or ()), **values)
+        params = llm.sampling_params(stop=stop, **values)
         bar = len(texts) > 1
         if raw or not llm.tokenizer.has_chat_template:
             outputs = llm.generate(texts, params, progress=bar)
@@ -266,7 +242,7 @@ def check(
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.host.model_check import check_folder
-    from minisgl_backend.host.settings import read_engine_config
+    from minisgl_backend.host.options.engine import read_engine_config
     from minisgl_backend.runner.start.memory import memory_of
     from minisgl_backend.weights.files import Checkpoint
 

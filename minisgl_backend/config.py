@@ -7,17 +7,15 @@ and the command-line flags of the offline tools. `runner.start.resolve` turns it
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.foreign_options import explain_unknown_argument
+from minisgl_backend.option_table import at_least, between, check_all, one_of, option, options_of
 from minisgl_backend.speculative_config import ALLOWED, MEANING, SpeculativeConfig, read_speculative_config
 
 DTYPES = ("auto", *number_formats.DTYPES)
@@ -27,64 +25,6 @@ CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
 MODEL_IMPLS = ("auto", "native", "transformers")
-
-
-@dataclass(frozen=True)
-class Option:
-    """One row of the options table."""
-
-    name: str
-    type: type  # str, int, float or bool
-    optional: bool  # None is allowed, and written as an empty parameter
-    default: Any
-    help: str
-    flags: tuple[str, ...]  # command-line spellings, the first one is canonical
-    allowed: str  # description of allowed values, for error messages
-    check: Callable[[Any], bool]
-    internal: bool  # for benchmarks and tests: accepted everywhere, but not documented
-
-    def parse(self, text: str) -> Any:
-        """The value that `text` stands for. Raises ConfigError naming the option, the text and what is allowed."""
-        text = text.strip()
-        if self.optional and text.lower() in ("", "none", "auto") and self.default is None:
-            return None
-        try:
-            if self.type is bool:
-                value: Any = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[
-                    text.lower()
-                ]
-            else:
-                value = self.type(text)
-        except (ValueError, KeyError):
-            raise ConfigError(f"{self.name} is {text!r}; allowed: {self.allowed}") from None
-        return self.validate(value)
-
-    def validate(self, value: Any) -> Any:
-        """Returns the value. Raises ConfigError if it is not allowed."""
-        if value is None and self.optional:
-            return value
-        right_type = isinstance(value, self.type) or (self.type is float and isinstance(value, int))
-        if not right_type or (self.type is not bool and isinstance(value, bool)) or not self.check(value):
-            raise ConfigError(f"{self.name} is {value!r}; allowed: {self.allowed}")
-        return value
-
-
-def _option(
-    default: Any,
-    help: str,
-    allowed: str,
-    check: Callable[[Any], bool] = lambda value: True,
-    *flags: str,
-    internal: bool = False,
-) -> Any:
-    return field(
-        default=default,
-        metadata={"help": help, "allowed": allowed, "check": check, "flags": tuple(flags), "internal": internal},
-    )
-
-
-def _positive(value: int) -> bool:
-    return value >= 1
 
 
 def _power_of_two(value: int) -> bool:
@@ -126,164 +66,159 @@ def read_weights(text: str) -> dict[str, float] | None:
 class EngineConfig:
     """The user's settings, checked one by one at construction (ConfigError), not yet against a model or machine."""
 
-    model: str = _option(
+    model: str = option(
         "demo",
         "model folder in Hugging Face format (config.json, safetensors, tokenizer), a .gguf file, a hub id where the "
         "host has a network, or `demo` for the model that comes with the project",
         "a folder, a .gguf file, a hub id or `demo`",
         lambda value: bool(value.strip()),
     )
-    model_impl: str = _option(
+    model_impl: str = one_of(
         "auto",
         "code that runs the model: a family of this project (native), or transformers' own classes with this engine's "
         "attention, KV cache and sampling; auto: native where there is such a family, else transformers",
-        ", ".join(MODEL_IMPLS),
-        MODEL_IMPLS.__contains__,
+        MODEL_IMPLS,
     )
-    dtype: str = _option(
+    dtype: str = one_of(
         "auto",
         "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX-512 "
         "BF16 and g++ 11 or later; all others become float16 on a GPU, float32 on a CPU",
-        ", ".join(DTYPES),
-        DTYPES.__contains__,
+        DTYPES,
     )
-    kv_cache_dtype: str = _option(
+    kv_cache_dtype: str = one_of(
         "auto",
         "number format of the KV cache; fp8_e4m3 holds twice the tokens of 16-bit numbers, for a little quality; "
         "auto: that of dtype",
-        ", ".join(KV_DTYPES),
-        KV_DTYPES.__contains__,
+        KV_DTYPES,
     )
-    quantization: str | None = _option(
+    quantization: str | None = one_of(
         None,
         "number format that weights of linear layers and experts are converted to while they load; fp8: e4m3 with a "
         "scale for each output, and activations in FP8 with a scale for each token: half the memory of 16 bits for a "
         "little quality, on GPUs from compute capability 8.9 on; unset: as dtype says",
-        ", ".join(number_formats.CONVERTED_FORMATS),
-        number_formats.CONVERTED_FORMATS.__contains__,
+        number_formats.CONVERTED_FORMATS,
     )
-    attention_backend: str = _option(
+    attention_backend: str = option(
         "auto",
         "attention kernels, or `PREFILL,DECODE` for one each",
         f"auto, one of {' '.join(BACKENDS)}, or two of them as PREFILL,DECODE",
         _backend_names,
         "--attn",
     )
-    page_size: int | None = _option(
+    page_size: int | None = option(
         None,
         "tokens a KV page; unset: the best measured one for the backends",
         "a power of two",
         _power_of_two,
     )
-    num_pages: int | None = _option(
-        None, "exact number of KV pages; unset: as many as memory_ratio allows", "1 or more", _positive
+    num_pages: int | None = option(
+        None, "exact number of KV pages; unset: as many as memory_ratio allows", "1 or more", at_least(1)
     )
-    memory_ratio: float = _option(
+    memory_ratio: float = option(
         0.9,
         "share of the free device memory that weights and KV cache may take",
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
     )
-    max_prefill_length: int | None = _option(
+    max_prefill_length: int | None = option(
         None,
         "token budget of one step; longer prompts are computed in chunks; unset: 8192, but 16384 of a mixture of "
         "experts that a GPU computes in a quarter of a second",
         "1 or more",
-        _positive,
+        at_least(1),
     )
-    mixed_prefill_length: int | None = _option(
+    mixed_prefill_length: int | None = option(
         None,
         "chunked prefill: most prompt tokens of a step that also decodes, so that a long prompt does not freeze "
         "streams; 0: prompts first, streams wait; unset: what this machine computes in 22 ms, or in twice the time of "
         "a step of one token where that is more, measured at start, and more while over a second's worth of prompts "
         "waits",
         "0 or more",
-        lambda value: value >= 0,
+        at_least(0),
     )
-    max_running_requests: int = _option(256, "sequences in one step", "1 to 4096", lambda value: 1 <= value <= 4096)
-    max_waiting_requests: int = _option(
+    max_running_requests: int = option(256, "sequences in one step", "1 to 4096", between(1, 4096))
+    max_waiting_requests: int = option(
         4096,
         "requests in the queue, of each engine core with dp above 1; one more is answered UNAVAILABLE",
         "1 or more",
-        _positive,
+        at_least(1),
     )
-    max_seq_len_override: int | None = _option(
+    max_seq_len_override: int | None = option(
         None,
         "longest sequence, prompt and answer; unset: the model's own limit",
         "2 or more",
-        lambda value: value >= 2,
+        at_least(2),
     )
-    cuda_graph_max_bs: int | None = _option(
+    cuda_graph_max_bs: int | None = option(
         None,
         "largest decode batch captured as a CUDA graph; 0 switches graphs off; unset: chosen from free memory",
         "0 or more",
-        lambda value: value >= 0,
+        at_least(0),
     )
-    cuda_graph_max_tokens: int | None = _option(
+    cuda_graph_max_tokens: int | None = option(
         None,
         "largest step with prompt tokens whose layers run as CUDA graphs from one attention to the next; 0: launched "
         "kernel by kernel; unset: 2048 to 8192, more for a small model, but 0 where cuda_graph_max_bs is 0, and never "
         "more than a step can have",
         "0 or more",
-        lambda value: value >= 0,
+        at_least(0),
     )
-    cache_type: str = _option("radix", "prefix cache", ", ".join(CACHE_TYPES), CACHE_TYPES.__contains__, "--cache")
-    schedule_policy: str = _option(
+    cache_type: str = one_of("radix", "prefix cache", CACHE_TYPES, "--cache")
+    schedule_policy: str = one_of(
         "fcfs",
         "order of the queue: first come first served, or longest cached prefix first",
-        ", ".join(POLICIES),
-        POLICIES.__contains__,
+        POLICIES,
     )
-    background_slowdown: float = _option(
+    background_slowdown: float = option(
         2.0,
         "how many times as long as without them a step may take with requests below the default priority, as those of "
         "batches, while others run; 1: they wait meanwhile",
         "1 to 1000",
-        lambda value: 1 <= value <= 1000,
+        between(1, 1000),
     )
-    fair_shares: bool = _option(
+    fair_shares: bool = option(
         False,
         "tenants share the engine fairly, whose names requests bring along (`tenant`, or `--tenants` of the endpoint): "
         "who was served least goes first, and who has more than its share of a full batch gives way to who has less "
         "than half of it",
         "true or false",
     )
-    tenant_weights: str = _option(
+    tenant_weights: str = option(
         "",
         "with fair_shares: the shares of some tenants, as `NAME=WEIGHT,NAME=WEIGHT`; all others have 1",
         "NAME=WEIGHT, more of them after commas; weights above 0 and at most 1000",
         lambda value: read_weights(value) is not None,
     )
-    max_waiting_requests_per_tenant: int | None = _option(
+    max_waiting_requests_per_tenant: int | None = option(
         None,
         "with fair_shares: requests of one tenant in the queue; one more is answered UNAVAILABLE; unset: half of "
         "max_waiting_requests",
         "1 or more",
-        _positive,
+        at_least(1),
     )
-    tp: int = _option(
+    tp: int = option(
         1,
         "tensor-parallel size; must divide the model's heads, or be a multiple of its KV heads",
         "1 or more",
-        _positive,
+        at_least(1),
     )
-    dp: int = _option(
+    dp: int = option(
         1,
         "data-parallel size: engine cores of one server, each with a whole model on tp GPUs of its own; a request goes "
         "where its prefix is cached, unless that core has more to do",
         "1 to 64",
-        lambda value: 1 <= value <= 64,
+        between(1, 64),
     )
-    nodes: int = _option(
+    nodes: int = option(
         1,
         "machines that share one model, each with tp / nodes of its ranks; node 0 serves",
         "1 to 64",
-        lambda value: 1 <= value <= 64,
+        between(1, 64),
     )
-    rendezvous: str | None = _option(
+    rendezvous: str | None = option(
         None, "address of node 0, at which the other nodes meet it", "HOST:PORT", _host_and_port
     )
-    kv_events_endpoint: str | None = _option(
+    kv_events_endpoint: str | None = option(
         None,
         "address of ZeroMQ at which each engine core publishes what its prefix cache stores and removes, as vLLM does "
         "(KV events): `tcp://*:5557` listens, `tcp://HOST:5557` connects to a subscriber that listens; core i of "
@@ -291,62 +226,60 @@ class EngineConfig:
         "tcp://HOST:PORT or ipc://PATH",
         _zmq_address,
     )
-    kv_events_replay_endpoint: str | None = _option(
+    kv_events_replay_endpoint: str | None = option(
         None,
         "address at which those who missed KV events ask for them again, without a key: `tcp://127.0.0.1:5657` is for "
         "this machine alone, `tcp://*:5657` for all who reach it; unset: none",
         "tcp://HOST:PORT or ipc://PATH",
         _zmq_address,
     )
-    kv_events_topic: str = _option("", "topic of the KV events, which subscribers may filter by", "any text")
-    disable_pynccl: bool = _option(
+    kv_events_topic: str = option("", "topic of the KV events, which subscribers may filter by", "any text")
+    disable_pynccl: bool = option(
         False,
         "leave all sums over ranks to torch's NCCL; else through memory that the GPUs share, where they can",
         "true or false",
     )
-    speculative_config: str | None = _option(
+    speculative_config: str | None = option(
         None,
         f"speculative decoding, which changes no text: {MEANING}; unset: none",
         ALLOWED,
     )
-    enable_embeddings: bool = _option(
+    enable_embeddings: bool = option(
         True,
         "answer requests for embeddings and scores; false: each is refused",
         "true or false",
     )
-    dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)
-    trust_remote_code: bool = _option(
+    dummy_weights: bool = option(False, "random weights, for benchmarks", "true or false", internal=True)
+    trust_remote_code: bool = option(
         False,
         "let the tokenizer, and a model that runs through transformers, use Python code found in the model folder",
         "true or false",
     )
-    idle_cpus: str = _option(
+    idle_cpus: str = one_of(
         "auto",
         "idle processors while sequences run: poll for work, which shortens the way of each token, or sleep as the "
         "kernel likes; auto: poll in a virtual machine, if the process may ask for it",
-        "auto, poll, sleep",
-        ("auto", "poll", "sleep").__contains__,
+        ("auto", "poll", "sleep"),
     )
-    runner: str = _option(
+    runner: str = option(
         "model",
         "null replaces the model by a runner that returns tokens without computing, to measure everything else",
         ", ".join(RUNNERS),
         RUNNERS.__contains__,
         internal=True,
     )
-    null_runner_rate: float = _option(
+    null_runner_rate: float = option(
         0.0,
         "tokens a second of each stream with runner=null; 0: as fast as steps go",
         "0 or more",
-        lambda v: v >= 0,
+        at_least(0),
         internal=True,
     )
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
             object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
-        for option in OPTIONS.values():
-            option.validate(getattr(self, option.name))
+        check_all(self, OPTIONS)
         self._check_nodes()
         self._check_kv_event_ports()
         self._check_speculation()
@@ -414,26 +347,4 @@ class EngineConfig:
         return cls(**values)
 
 
-def _options_of(config_class: type) -> dict[str, Option]:
-    hints = typing.get_type_hints(config_class)
-    options = {}
-    for spec in dataclasses.fields(config_class):
-        hint, optional = hints[spec.name], False
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-            optional = True
-            hint = next(part for part in typing.get_args(hint) if part is not type(None))
-        options[spec.name] = Option(
-            name=spec.name,
-            type=hint,
-            optional=optional,
-            default=spec.default,
-            help=spec.metadata["help"],
-            flags=("--" + spec.name.replace("_", "-"), *spec.metadata["flags"]),
-            allowed=spec.metadata["allowed"],
-            check=spec.metadata["check"],
-            internal=spec.metadata["internal"],
-        )
-    return options
-
-
-OPTIONS: Mapping[str, Option] = types.MappingProxyType(_options_of(EngineConfig))
+OPTIONS = options_of(EngineConfig)

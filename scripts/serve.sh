@@ -11,7 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 for python in "$root/.venv/bin/python" "${PYTHON:-python3}" python3.12 python3.11 python3.10; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     answer=0
-    PYTHONPATH=$root "$python" -S -m minisgl_backend.host.serve_options "$@" || answer=$?
+    PYTHONPATH=$root "$python" -S -m minisgl_backend.host.options.server "$@" || answer=$?
     case $answer in
       0) break ;;
       3) exit 0 ;;

@@ -23,8 +23,8 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.option_parser import OptionParser
-from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.options.parser import OptionParser
+from minisgl_backend.host.options.server import parse_arguments
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.folder import DEMO, find_model_dir

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.option_parser import OptionParser
+from minisgl_backend.host.options.parser import OptionParser
 from minisgl_backend.models.fetchable import FETCHABLE, Fetchable, find_fetchable, megabytes
 
 

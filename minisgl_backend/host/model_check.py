@@ -12,7 +12,7 @@ from pathlib import Path
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.settings import read_engine_config, read_parameters
+from minisgl_backend.host.options.engine import read_engine_config, read_parameters
 from minisgl_backend.models.folder import DEMO, is_local
 from minisgl_backend.process.memory import free_host_bytes
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.option_arguments import INFER_HELP, add_engine_options, given_parameters
-from minisgl_backend.host.option_parser import OptionParser
+from minisgl_backend.host.options.arguments import INFER_HELP, add_engine_options, given_parameters
+from minisgl_backend.host.options.parser import OptionParser
 from minisgl_backend.host.repository import add_infer_models, render_repository
 from minisgl_backend.host.triton_server import check_ascii, is_plain_path
 from minisgl_backend.installation import model_repository

@@ -24,8 +24,8 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
-from minisgl_backend.host.serve_options import Arguments, say
-from minisgl_backend.host.settings import read_engine_config
+from minisgl_backend.host.options.engine import read_engine_config
+from minisgl_backend.host.options.server import Arguments, say
 from minisgl_backend.ipc.node_link import (
     READY,
     Accepted,
@@ -337,11 +337,11 @@ def serve_node(arguments: Arguments) -> int:
     """The command for nodes above 0, like that of `host.server_supervisor`. Raises ConfigError."""
     config = read_engine_config(arguments.server.repository, arguments.engine_parameters)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
-    node = Node(config, Environment.read(), arguments.node_rank, read_secret(os.environ), model_dir)
-    supervisor = NodeSupervisor(node, say, arguments.start_timeout, arguments.server.exit_timeout)
-
+    server = arguments.server
+    node = Node(config, Environment.read(), server.node_rank or 0, read_secret(os.environ), model_dir)
+    supervisor = NodeSupervisor(node, say, server.start_timeout, server.exit_timeout)
     on_stop_signals(supervisor.stop)
-    host, port = arguments.server.host, arguments.health_port
+    host, port = server.host, server.health_port
     problem = free_port_error(host, [("--health-port", port)]) if port else None
     if problem is not None:
         raise ConfigError(problem)

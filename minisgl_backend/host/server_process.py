@@ -26,7 +26,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
-from minisgl_backend.host.serve_options import ADMIN_APIS, ServerSettings
+from minisgl_backend.host.options.server import ADMIN_APIS, ServerSettings
 from minisgl_backend.host.server_log import LogFilter
 from minisgl_backend.host.triton_server import DIE_WITH_PARENT, TritonInstall
 from minisgl_backend.ipc.channel import socket_directory

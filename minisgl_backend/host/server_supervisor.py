@@ -20,9 +20,9 @@ from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.model_check import check_repository, may_lack_gpu
 from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
-from minisgl_backend.host.option_check import OptionCheck
+from minisgl_backend.host.options.check import OptionCheck
+from minisgl_backend.host.options.server import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
 from minisgl_backend.host.repository import INFER_ENGINE, INFER_MODEL, add_infer_models, render_repository
-from minisgl_backend.host.serve_options import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 from minisgl_backend.process.exit_status import describe_end
@@ -57,7 +57,7 @@ class Supervisor:
     def run(self) -> int:
         """Serves until a signal. Returns the exit code: 1 if the server never started successfully."""
         on_stop_signals(self._on_signal)
-        port = self._arguments.health_port
+        port = self._settings.health_port
         health = HealthServer(self._settings.host, port, self._not_ready_reason) if port else None
         try:
             return self._keep_running()
@@ -118,7 +118,7 @@ class Supervisor:
 
     def _wait_until_ready(self, server: ServerProcess, check: OptionCheck | None) -> tuple[float | None, str | None]:
         """(monotonic time at which it became ready, or None; what is wrong, if known)."""
-        limit = self._arguments.start_timeout
+        limit = self._settings.start_timeout
         deadline = time.monotonic() + (limit or float("inf"))
         try:
             while server.exit_code is None and not self._stop.wait(0.1):
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
     try:
         parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments, program)
         check_engine_packages()
-        if parsed.node_rank:
+        if parsed.server.node_rank:
             return serve_node(parsed)
         install = find_triton_server()
         if parsed.endpoint is not None:
@@ -258,9 +258,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
 def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
     """The settings with the repository to serve: a copy in `folder` if options differ."""
     repository = arguments.server.repository
-    if arguments.engine_parameters or arguments.infer:
+    if arguments.engine_parameters or arguments.server.infer:
         render_repository(repository, folder, arguments.engine_parameters)
-        if arguments.infer and not (repository / INFER_MODEL).is_dir():
+        if arguments.server.infer and not (repository / INFER_MODEL).is_dir():
             add_infer_models(folder)
         return replace(arguments.server, repository=folder)
     if not is_plain_path(repository):  # the Python backend's shell would split it

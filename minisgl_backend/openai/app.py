@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import minisgl_backend
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.browsers import BrowserGuard
 from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.error_answers import add_error_answers

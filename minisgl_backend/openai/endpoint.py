@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from minisgl_backend.host.openai_endpoint import BATCHES, FILES, EndpointSettings
+from minisgl_backend.host.options.endpoint import BATCHES, FILES, EndpointSettings
 from minisgl_backend.openai.answers import PendingAnswer, Start, StreamSigns
 from minisgl_backend.openai.batches.batches import BatchStore
 from minisgl_backend.openai.batches.files import FileStore

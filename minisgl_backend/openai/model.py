@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import ModelInfo, TritonServer

@@ -10,7 +10,8 @@ import sys
 import uvicorn
 
 from minisgl_backend.environment import Environment
-from minisgl_backend.host.openai_endpoint import SETTINGS_VARIABLE, EndpointSettings
+from minisgl_backend.host.openai_endpoint import SETTINGS_VARIABLE
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
 from minisgl_backend.process.resources import raise_file_limit
 from minisgl_backend.process.spawn import TIED, begin_child

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.delivery.client_checks import ClientChecks
 from minisgl_backend.delivery.text_output import StreamError, TextOutputEncoder
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.settings import read_engine_config
+from minisgl_backend.host.options.engine import read_engine_config
 from minisgl_backend.ipc.acks import AckSender
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec

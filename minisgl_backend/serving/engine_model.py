@@ -19,8 +19,8 @@ from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.host.options.engine import model_name, read_engine_config
 from minisgl_backend.host.server_watch import start_watch
-from minisgl_backend.host.settings import model_name, read_engine_config
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
 from minisgl_backend.process.spawn import log_to_stderr

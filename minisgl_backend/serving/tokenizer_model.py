@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
-from minisgl_backend.host.settings import is_demo, model_name, read_engine_config
+from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.parsers.thinking import TAIL

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.host.serve_options import parse_arguments, server_parser
+from minisgl_backend.host.options.server import parse_arguments, server_parser
 from tests.docs.blocks import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra dev is not installed")
@@ -122,7 +122,7 @@ def test_a_group_of_pods_is_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(spec["size"]):
         monkeypatch.setenv("LWS_WORKER_INDEX", str(index))
         parsed = parse_arguments(arguments)
-        assert parsed.node_rank == index
+        assert parsed.server.node_rank == index
         options = parsed.engine_parameters
         assert options["rendezvous"] == f"minisgl-nodes-0.minisgl-nodes.default:{ports['rendezvous']}"
         assert int(options["tp"]) == spec["size"] * int(container["resources"]["limits"]["nvidia.com/gpu"])

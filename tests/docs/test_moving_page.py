@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.foreign_options import FOREIGN_OPTIONS, ForeignOption
-from minisgl_backend.host.serve_options import server_parser
+from minisgl_backend.host.options.server import server_parser
 from tests.docs.blocks import ROOT
 
 PAGE = ROOT / "docs" / "moving.md"

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl_backend.config import OPTIONS, Option
+from minisgl_backend.config import OPTIONS
 from minisgl_backend.environment import Environment
-from minisgl_backend.host.serve_options import server_parser
+from minisgl_backend.host.options.server import server_parser
+from minisgl_backend.option_table import Option
 from tests.docs.blocks import ROOT
 
 PAGE = ROOT / "docs" / "options.md"

@@ -15,7 +15,8 @@ from typing import Any
 import openai
 
 from benchmarks.served import free_ports
-from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from tests.e2e.conftest import RunningServer
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minisgl_backend.host.serve_options import parse_arguments, server_parser
+from minisgl_backend.host.options.server import parse_arguments, server_parser
 from tests.packaging.installed import ROOT
 
 FOLDER = ROOT / "docs" / "deploy"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.options.server import parse_arguments
 from tests.packaging.installed import ROOT
 
 FOLDER = ROOT / "docs" / "deploy"
@@ -86,5 +86,5 @@ def test_what_runs_is_a_command_line_of_ours(dockerfile: Path) -> None:
     arguments = parse_arguments(entry[4:])
     exposed = re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE)[-1].split()
     assert sorted(map(int, exposed)) == sorted(port for _, port in arguments.ports)
-    assert f"127.0.0.1:{arguments.health_port}/health/ready" in text
+    assert f"127.0.0.1:{arguments.server.health_port}/health/ready" in text
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE)[-1] not in ("root", "0")

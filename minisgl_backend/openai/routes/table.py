@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fastapi import FastAPI
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai import page
 from minisgl_backend.openai.batches.files import MAX_FILE_BYTES
 from minisgl_backend.openai.batches.message_batches import PATH as MESSAGE_BATCHES

@@ -21,7 +21,7 @@ from minisgl_backend.config import BACKENDS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import doctor
 from minisgl_backend.host.doctor import NOTE, OK, PROBLEM, Finding
-from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.options.server import parse_arguments
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.process import installed
 

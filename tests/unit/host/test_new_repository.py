@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.host.new_repository import main
-from minisgl_backend.host.settings import read_engine_config
+from minisgl_backend.host.options.engine import read_engine_config
 from minisgl_backend.installation import model_repository
 
 

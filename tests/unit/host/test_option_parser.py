@@ -11,7 +11,7 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.foreign_options import FOREIGN_OPTIONS, ForeignOption, explain_unknown
 from minisgl_backend.host.new_repository import init_parser
-from minisgl_backend.host.serve_options import open_ports_warning, parse_arguments, server_parser
+from minisgl_backend.host.options.server import open_ports_warning, parse_arguments, server_parser
 from minisgl_backend.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,7 +168,7 @@ def test_a_file_is_left_alone_until_yaml_is_installed(tmp_path: Path) -> None:
     """The script asks before anything is installed; without site-packages there is no PyYAML."""
     file = tmp_path / "server.yaml"
     file.write_text("pagesize: 3\n")
-    command = [sys.executable, "-S", "-m", "minisgl_backend.host.serve_options", "--config", str(file)]
+    command = [sys.executable, "-S", "-m", "minisgl_backend.host.options.server", "--config", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run([command[0], *command[2:]], capture_output=True, text=True, cwd=ROOT, check=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.options.engine import read_parameters
 from minisgl_backend.host.repository import add_infer_models, parse_options, render_repository, set_parameters
-from minisgl_backend.host.settings import read_parameters
 from minisgl_backend.installation import model_repository
 
 CONFIG = """name: "engine"

@@ -16,8 +16,8 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import server_process, server_supervisor
-from minisgl_backend.host.option_check import OptionCheck
-from minisgl_backend.host.serve_options import parse_arguments, say
+from minisgl_backend.host.options.check import OptionCheck
+from minisgl_backend.host.options.server import parse_arguments, say
 from minisgl_backend.host.server_log import LogFilter
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.server_supervisor import Supervisor

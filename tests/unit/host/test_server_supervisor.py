@@ -24,8 +24,8 @@ from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import doctor
 from minisgl_backend.host.health import HealthServer
-from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of
-from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
+from minisgl_backend.host.options.endpoint import EndpointSettings, api_keys_of
+from minisgl_backend.host.options.server import ADMIN_APIS, parse_arguments
 from minisgl_backend.host.server_process import server_arguments
 from minisgl_backend.host.server_supervisor import Supervisor, main
 from minisgl_backend.host.triton_server import TritonInstall
@@ -139,7 +139,7 @@ def test_the_model_may_stand_alone() -> None:
 
 def test_no_health_endpoint_and_no_limit() -> None:
     arguments = parse_arguments(["--health-port", "0", "--start-timeout", "0"])
-    assert (arguments.health_port, arguments.start_timeout) == (0, 0)
+    assert (arguments.server.health_port, arguments.server.start_timeout) == (0, 0)
 
 
 def test_a_model_folder_with_letters_beyond_ascii_is_served_by_links(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_options_are_answered_without_any_package() -> None:
     """As scripts/serve.sh asks on a fresh clone; -S hides what is installed."""
 
     def ask(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-S", "-m", "minisgl_backend.host.serve_options", *arguments]
+        command = [sys.executable, "-S", "-m", "minisgl_backend.host.options.server", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         return done.returncode, done.stdout + done.stderr
 

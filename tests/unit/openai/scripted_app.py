@@ -21,7 +21,7 @@ import uvicorn
 from tritonclient.grpc import service_pb2
 
 from benchmarks.served import free_ports
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
 from minisgl_backend.openai.routes.table import FAMILIES, Family
 from minisgl_backend.openai.triton import Generation, ModelInfo, Prompt, RequestContext

@@ -23,8 +23,9 @@ import pytest
 from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import openai_endpoint
-from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
-from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
+from minisgl_backend.host.options.endpoint import EndpointSettings
+from minisgl_backend.host.options.server import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 120.0
@@ -218,7 +219,7 @@ def test_a_folder_of_files_that_was_given_must_be_writable(
     with pytest.raises(ConfigError, match=r"--files-dir is '.*', which cannot be written: "):
         parse_arguments(["--files-dir", folder])
     assert parse_arguments(["--files-dir", folder, "--max-files-bytes", "0"]).endpoint is not None, "there are no files"
-    monkeypatch.setattr("minisgl_backend.host.openai_endpoint.default_files_folder", lambda port: folder)
+    monkeypatch.setattr("minisgl_backend.host.options.endpoint.default_files_folder", lambda port: folder)
     assert parse_arguments([]).endpoint is not None, "a default that is no use is told later"
 
 

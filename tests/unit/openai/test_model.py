@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai import model as model_module
 from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.errors import ApiError

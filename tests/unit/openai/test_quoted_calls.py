@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
 from minisgl_backend.openai.chat import ChatAnswer

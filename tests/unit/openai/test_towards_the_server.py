@@ -20,7 +20,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from benchmarks.served import free_ports
-from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.limits import ApiKeys
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"

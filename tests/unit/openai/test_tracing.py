@@ -11,7 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
 from minisgl_backend.openai.routes.pooling import OPERATIONS
 from minisgl_backend.openai.tracing import MAX_QUEUED, RequestTrace, TraceRequests, Tracing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
 from minisgl_backend.openai.app import create_app

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.options.server import parse_arguments
 from minisgl_backend.host.server_supervisor import main
 from minisgl_backend.process.node_options import SECRET, SECRET_FILE, fill_in, read_launcher, read_secret
 
@@ -118,7 +118,7 @@ def test_wrong_options_end_in_one_line(arguments: list[str], message: str, capsy
 
 
 def test_several_nodes_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_arguments(PLACED).node_rank == 1
+    assert parse_arguments(PLACED).server.node_rank == 1
     monkeypatch.delenv(SECRET)
     with pytest.raises(ConfigError, match=f"{SECRET} is unset"):
         parse_arguments(PLACED)

@@ -8,7 +8,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.settings import is_demo, read_engine_config, read_parameters
+from minisgl_backend.host.options.engine import is_demo, read_engine_config, read_parameters
 from minisgl_backend.serving.schema import (
     ENSEMBLES,
     INPUTS,

@@ -20,21 +20,25 @@ import minisgl_backend
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.addresses import is_loopback, reached_at
-from minisgl_backend.host.endpoint_options import add_endpoint_options, endpoint_of
-from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.host.option_arguments import (
+from minisgl_backend.host.options.arguments import (
     INFER_HELP,
     add_engine_options,
+    add_options,
     given_parameters,
     tcp_port,
     tcp_port_or_none,
+    values_of,
 )
-from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
+from minisgl_backend.host.options.endpoint import EndpointSettings, add_endpoint_options, endpoint_of
+from minisgl_backend.host.options.parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.fetchable import NotFetched
+from minisgl_backend.option_table import Argument, option, options_of
 from minisgl_backend.process.node_options import fill_in, read_secret
+
+_REPOSITORY = model_repository().resolve()
 
 ANSWERED = 3  # exit code of this module as a program: help or the version was printed, and that is all
 
@@ -43,19 +47,71 @@ ANSWERED = 3  # exit code of this module as a program: help or the version was p
 ADMIN_APIS = ("model-repository", "shared-memory", "logging", "trace")
 
 
+def _which_port(text: str) -> int:
+    raise argparse.ArgumentTypeError("there are several: --openai-port, --http-port, --grpc-port, --metrics-port")
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 0 or more")
+    return int(text)
+
+
+def _apis(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in ADMIN_APIS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(ADMIN_APIS)}, with commas between them")
+    return names
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of a server's start. Ports are TCP ports; timeouts are in seconds."""
 
-    repository: Path
-    host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    exit_timeout: int
-    verbose: bool
+    repository: Path = option(  # noqa: RUF009 - a path never changes
+        _REPOSITORY, "the model repository", argument=Argument(reads=lambda text: Path(text).resolve())
+    )
+    host: str = option(
+        "127.0.0.1",
+        "address to listen on; 0.0.0.0, ::: all",
+        argument=Argument(reads=lambda text: text.removeprefix("[").removesuffix("]")),
+    )
+    http_port: int = option(8000, "", argument=Argument(metavar="PORT", reads=tcp_port))
+    grpc_port: int = option(8001, "", argument=Argument(metavar="PORT", reads=tcp_port))
+    metrics_port: int = option(8002, "", argument=Argument(metavar="PORT", reads=tcp_port))
+    health_port: int = option(  # 0: no health endpoint
+        8003,
+        "GET /health/ready tells the truth; 0: no such endpoint",
+        argument=Argument(metavar="PORT", reads=tcp_port_or_none),
+    )
+    allowed_apis: tuple[str, ...] = option(  # of ADMIN_APIS
+        (),
+        f"open these interfaces of tritonserver to all who reach its ports: {', '.join(ADMIN_APIS)}",
+        argument=Argument(flag="--allow", metavar="API,...", reads=_apis, default="none"),
+    )
+    node_rank: int | None = option(  # with several nodes; above 0: this machine runs ranks but serves no clients
+        None,
+        "which of --nodes this is: 0 serves",
+        argument=Argument(metavar="N", reads=_number, default="as torchrun, srun or a LeaderWorkerSet says"),
+    )
+    start_timeout: int = option(  # until the first start must have succeeded
+        3600,
+        "end if the model is not ready by then, downloads included; 0: wait for ever",
+        argument=Argument(metavar="SECONDS", reads=_seconds),
+    )
+    exit_timeout: int = option(
+        30, "for requests in flight at the end", argument=Argument(metavar="SECONDS", reads=_seconds)
+    )
+    infer: bool = option(False, INFER_HELP, argument=Argument())  # adds the model `infer`
+    verbose: bool = option(False, "tritonserver's whole log", argument=Argument())
     quiet: bool = False  # warnings and errors alone: LOG_LEVEL
-    allowed_apis: tuple[str, ...] = ()  # of ADMIN_APIS: open to everyone
     arguments: tuple[str, ...] = ()  # further arguments for tritonserver itself
 
     @property
@@ -69,17 +125,16 @@ class ServerSettings:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+SERVER_OPTIONS = options_of(ServerSettings)
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The validated command line."""
 
     server: ServerSettings
-    health_port: int  # 0: no health endpoint
     endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
-    start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
     engine_parameters: dict[str, str]  # engine options that were given; empty: the repository unchanged
-    infer: bool = False  # adds the model `infer`
-    node_rank: int = 0  # with several nodes; above 0: this machine runs ranks but serves no clients
 
     def example_command(self, *, has_chat_template: bool) -> str:
         """To try the server with: a question where the model answers some, else a text that it goes on with."""
@@ -98,13 +153,9 @@ class Arguments:
     @property
     def ports(self) -> list[tuple[str, int]]:
         """(option, TCP port) of everything that will listen."""
-        ports = [
-            ("--http-port", self.server.http_port),
-            ("--grpc-port", self.server.grpc_port),
-            ("--metrics-port", self.server.metrics_port),
-        ]
-        if self.health_port:
-            ports.append(("--health-port", self.health_port))
+        names = ("http_port", "grpc_port", "metrics_port", "health_port")
+        ports = [(SERVER_OPTIONS[name].label, getattr(self.server, name)) for name in names]
+        ports = [(flag, port) for flag, port in ports if port]
         if self.endpoint is not None:
             ports.append(("--openai-port", self.endpoint.port))
         return ports
@@ -119,19 +170,12 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     parser = server_parser(program)
     values = fill_in(_values_of(parser, arguments[:split]), os.environ)
     settings = ServerSettings(
-        repository=Path(values["repository"]).resolve(),
-        host=values["host"].removeprefix("[").removesuffix("]"),
-        http_port=values["http_port"],
-        grpc_port=values["grpc_port"],
-        metrics_port=values["metrics_port"],
-        exit_timeout=values["exit_timeout"],
-        verbose=values["verbose"],
+        **values_of(SERVER_OPTIONS, values),
         quiet=Environment.read().log_level in ("WARNING", "ERROR"),
-        allowed_apis=values["allow"],
         arguments=tuple(arguments[split + 1 :]),
     )
     parameters = given_parameters(parser, values)
-    check_ascii("the package", Path(__file__).resolve().parents[1])
+    check_ascii("the package", Path(minisgl_backend.__file__).resolve().parent)
     check_ascii("the model repository", settings.repository)
     if not parameters.get("model", "").isascii():
         from minisgl_backend.weights.gguf_index import name_of  # options are also read before anything is installed
@@ -139,31 +183,24 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
         model = Path(parameters["model"])
         values["served_model_name"] = values["served_model_name"] or [name_of(model)]
         parameters["model"] = str(ascii_links(model))
-    endpoint = endpoint_of(
-        values,
-        host=settings.host,
-        grpc_address=settings.address_of(settings.grpc_port),
-        metrics_address=settings.address_of(settings.metrics_port),
-    )
+    endpoint = None
+    if values["openai_port"]:
+        endpoint = endpoint_of(
+            values,
+            host=settings.host,
+            grpc_address=settings.address_of(settings.grpc_port),
+            metrics_address=settings.address_of(settings.metrics_port),
+        )
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
-    node_rank = values["node_rank"] or 0
-    return Arguments(
-        settings,
-        values["health_port"],
-        endpoint,
-        values["start_timeout"],
-        parameters,
-        infer=values["infer"],
-        node_rank=node_rank,
-    )
+    return Arguments(settings, endpoint, parameters)
 
 
 def open_ports_warning(arguments: Arguments) -> str | None:
     """Which ports answer without a key although others reach them; None if there is nothing to warn of."""
     server, endpoint = arguments.server, arguments.endpoint
     ports = {"HTTP": server.http_port, "gRPC": server.grpc_port, "metrics": server.metrics_port}
-    ports["health"] = arguments.health_port
+    ports["health"] = server.health_port
     has_key = endpoint is not None and bool(endpoint.api_keys)
     if endpoint is not None and not has_key:
         ports["OpenAI's and Anthropic's APIs"] = endpoint.port
@@ -222,74 +259,11 @@ def server_parser(program: str) -> OptionParser:
     )
     parser.add_argument("--version", action="version", version=f"minisgl-backend {minisgl_backend.__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML with options by name; those given here come before it")
-    parser.add_argument("--repository", default=str(model_repository()), help="the model repository [%(default)s]")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0, ::: all [%(default)s]")
     parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)
-    for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=tcp_port, default=default, metavar="PORT", help="[%(default)s]")
-    parser.add_argument(
-        "--health-port",
-        type=tcp_port_or_none,
-        default=8003,
-        metavar="PORT",
-        help="GET /health/ready tells the truth; 0: no such endpoint [%(default)s]",
-    )
-    parser.add_argument(
-        "--allow",
-        type=_apis,
-        default=(),
-        metavar="API,...",
-        help=f"open these interfaces of tritonserver to all who reach its ports: {', '.join(ADMIN_APIS)} [none]",
-    )
-    parser.add_argument(
-        "--node-rank",
-        type=_number,
-        metavar="N",
-        help="which of --nodes this is: 0 serves [as torchrun, srun or a LeaderWorkerSet says]",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        type=_seconds,
-        default=3600,
-        metavar="SECONDS",
-        help="end if the model is not ready by then, downloads included; 0: wait for ever [%(default)s]",
-    )
-    parser.add_argument(
-        "--exit-timeout",
-        type=_seconds,
-        default=30,
-        metavar="SECONDS",
-        help="for requests in flight at the end [%(default)s]",
-    )
-    parser.add_argument("--infer", action="store_true", help=INFER_HELP)
+    add_options(parser, SERVER_OPTIONS)
     add_endpoint_options(parser)
-    parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
     add_engine_options(parser)
     return parser
-
-
-def _which_port(text: str) -> int:
-    raise argparse.ArgumentTypeError("there are several: --openai-port, --http-port, --grpc-port, --metrics-port")
-
-
-def _seconds(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
-    return int(text)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 0 or more")
-    return int(text)
-
-
-def _apis(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in ADMIN_APIS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(ADMIN_APIS)}, with commas between them")
-    return names
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from minisgl_backend.host.options.engine import read_parameters
 from minisgl_backend.host.repository import ENGINE_MODEL
-from minisgl_backend.host.settings import read_parameters
 
 _WRONG_OPTIONS = 2  # exit code; others say nothing about the options
 
