@@ -21,13 +21,13 @@ Which rows are `close`, so that they are measured against each other at start (m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, REMEMBERED, Candidate, Chooser, Table
+from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
 from minisgl_backend.kernels.linear import machete_tiles
 from minisgl_backend.kernels.linear.call import GemmCall
@@ -363,7 +363,6 @@ class LinearChooser(Chooser[LinearKey]):
 
     def __init__(self, weight_format: str, facts: DeviceFacts) -> None:
         super().__init__(CANDIDATES, weight_format, facts)
-        self.weight_format = weight_format
         self._asked: dict[LinearKey, None] = {}  # keys with rows=0
         self._measured: dict[LinearKey, str] = {}  # by `representative`
 
@@ -374,7 +373,7 @@ class LinearChooser(Chooser[LinearKey]):
     def prefer(self, key: LinearKey, kernel: str) -> None:
         """From now on, `kernel` is chosen for all keys with this representative for which it is a contender."""
         self._measured[key] = kernel
-        self.kernel = lru_cache(maxsize=REMEMBERED)(self._kernel)
+        self._remember()
 
     def _kernel(self, key: LinearKey) -> str:
         self._asked[key._replace(rows=0)] = None
