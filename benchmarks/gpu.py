@@ -180,7 +180,7 @@ def _core_start_seconds(warm: str) -> float:
     code = f"""
 from pathlib import Path
 from benchmarks.driver import Driver
-from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers
 if not {warm}:
     GrammarCompilers.warm_up = lambda self: None
 driver = Driver(Path({str(folder)!r}), owns_process=True)

@@ -28,10 +28,9 @@ from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import StartPhases, start_progress
 from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.environment import Environment
-from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.jobs import Limits
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers, Limits
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource
 from minisgl_backend.grammar.manager import GrammarManager
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig

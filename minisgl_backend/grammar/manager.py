@@ -20,9 +20,8 @@ import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
-from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers, Job
 from minisgl_backend.grammar.draft_masks import DraftMasks, has_token_limit
-from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.thinking_budget import ThinkingBudget
 from minisgl_backend.grammar.time_budget import BUSY, MIN_COUNTED_S, TOO_SLOW, ThreadClock, TimeBudget
@@ -163,7 +162,7 @@ class GrammarManager:
     def forced_tokens(self, uid: int, most: int) -> Int32Array:
         """Draft tokens for jump-forward decoding: the text that a sequence's grammar forces after its committed tokens,
         int32 [at most `most`]."""
-        matcher, forced_text_tokenizer = self._matchers.get(uid), self._compilers.forced_text_tokenizer
+        matcher, forced_text_tokenizer = self._matchers.get(uid), self._compilers.processes.forced_text_tokenizer
         if matcher is None or forced_text_tokenizer is None or uid in self._thinking or uid in self._no_jump_forward:
             return NO_INT32
         grammar, clock = self._grammars[uid], ThreadClock()

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import minisgl_backend
 from minisgl_backend.process.interpreter import python_executable
 from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
@@ -42,7 +41,7 @@ def start_child(
 
 def _environment() -> dict[str, str]:
     """This process's environment, set so that a child finds the same package and shares the CPU with other programs."""
-    root = str(Path(minisgl_backend.__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, **torch_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from minisgl_backend.grammar.json_schema.constraints import Constraints, Handler, at_least, at_most
 from minisgl_backend.grammar.json_schema.document import Node, preview
 from minisgl_backend.grammar.json_schema.formula import (
     TRUE,
@@ -14,7 +14,6 @@ from minisgl_backend.grammar.json_schema.formula import (
     Formula,
     Item,
     Items,
-    Size,
     Term,
     Unique,
     all_of,
@@ -22,11 +21,6 @@ from minisgl_backend.grammar.json_schema.formula import (
     branches,
 )
 from minisgl_backend.grammar.json_schema.values import count_of, list_of
-
-if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.constraints import Constraints
-
-Handler = Callable[["Constraints", Node], Formula]
 
 
 def _items(constraints: Constraints, node: Node) -> Formula:
@@ -42,15 +36,6 @@ def _items(constraints: Constraints, node: Node) -> Formula:
 
 def _once(constraints: Constraints, node: Node) -> Formula:
     return TRUE if "prefixItems" in node.schema else _items(constraints, node)
-
-
-def _min_items(constraints: Constraints, node: Node) -> Formula:
-    least = count_of(node, "minItems")
-    return Size(least) if least else TRUE
-
-
-def _max_items(constraints: Constraints, node: Node) -> Formula:
-    return Size(0, count_of(node, "maxItems"))
 
 
 def _contains(constraints: Constraints, node: Node) -> Formula:
@@ -92,9 +77,8 @@ def _or_contained(constraints: Constraints, rest: Term, branch: Branch) -> Term:
 ARRAY_KEYWORDS: Mapping[str, Handler] = {
     "prefixItems": _items,
     "items": _once,
-    "minItems": _min_items,
-    "maxItems": _max_items,
+    "minItems": at_least("minItems"),
+    "maxItems": at_most("maxItems"),
     "contains": _contains,
     "uniqueItems": _unique_items,
-    "unevaluatedItems": lambda constraints, node: TRUE,
 }

@@ -42,6 +42,7 @@ from minisgl_backend.grammar.json_schema.formula import (
     evaluate,
     regex_of,
 )
+from minisgl_backend.grammar.json_schema.keywords import KEYWORDS
 from minisgl_backend.grammar.json_schema.notation import ARGUMENT, Notation
 from minisgl_backend.grammar.json_schema.regex import Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, literal
@@ -60,7 +61,7 @@ class Builder:
     def __init__(self, document: Document, notation: Notation) -> None:
         self._document = document
         self._notation = notation
-        self._constraints = Constraints(document)
+        self._constraints = Constraints(document, KEYWORDS)
         self._rules = Rules()
         self._texts = TextRules(self._rules, notation)
         self._values: dict[frozenset[Term], str] = {}

@@ -1,42 +1,42 @@
-"""The constraints of schema keywords on each JSON type. Keywords that are not here, such as `title`, have none."""
+"""The constraints of schemas on values of each JSON type, from the tables of their keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
-from minisgl_backend.grammar.json_schema import numbers
 from minisgl_backend.grammar.json_schema import regex as rx
-from minisgl_backend.grammar.json_schema.array_keywords import ARRAY_KEYWORDS, unevaluated_items
-from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError, json_text, preview
-from minisgl_backend.grammar.json_schema.emptiness import is_empty
-from minisgl_backend.grammar.json_schema.formats import FORMATS, UNSUPPORTED_FORMATS
+from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError, preview
 from minisgl_backend.grammar.json_schema.formula import (
     FALSE,
-    KINDS,
     TRUE,
     Formula,
-    Item,
     Kind,
-    NumberIn,
-    Properties,
-    Property,
-    Required,
     Size,
     Term,
-    Text,
-    Truth,
     all_of,
-    any_of,
     negation,
     regex_of,
 )
-from minisgl_backend.grammar.json_schema.object_keywords import OBJECT_KEYWORDS, unevaluated_properties
 from minisgl_backend.grammar.json_schema.pattern import PatternError, pattern_regex
-from minisgl_backend.grammar.json_schema.values import count_of, list_of, number_of
+from minisgl_backend.grammar.json_schema.values import count_of
 
-TYPES = (*KINDS, "integer")
+
+@dataclass(frozen=True)
+class Keywords:
+    """What the keywords of a schema say. The second argument is the schema; `last` gets the formula of all others."""
+
+    general: Mapping[str, Callable[[Constraints, Node, Kind], Formula]]  # on values of any type
+    of_kind: Mapping[Kind, Mapping[str, Handler]]  # on values of one type, which they imply
+    last: Mapping[Kind, Mapping[str, Callable[[Constraints, Node, Formula], Formula]]]  # imply no type
+
+    @cached_property
+    def kinds(self) -> set[Kind]:
+        """The types that keywords imply."""
+        return {kind for kind, own in self.of_kind.items() if own}
 
 
 class CyclicRefError(SchemaError):
@@ -46,8 +46,9 @@ class CyclicRefError(SchemaError):
 class Constraints:
     """The constraints of all schemas of a document, cached."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, keywords: Keywords) -> None:
         self.document = document
+        self._keywords = keywords
         self._known: dict[tuple[Term, Kind], Formula] = {}
         self._begun: set[tuple[Term, Kind]] = set()
         self._implied: dict[Node, tuple[set[Kind], list[Node]]] = {}
@@ -75,15 +76,14 @@ class Constraints:
         node = term.node
         found = []
         for keyword in node.schema:  # in the schema's order, which becomes that of properties
-            if keyword in _GENERAL:
-                found.append(_GENERAL[keyword](self, node, kind))
-            elif keyword in _OF_KIND[kind]:
-                found.append(_OF_KIND[kind][keyword](self, node))
+            if keyword in self._keywords.general:
+                found.append(self._keywords.general[keyword](self, node, kind))
+            elif keyword in self._keywords.of_kind[kind]:
+                found.append(self._keywords.of_kind[kind][keyword](self, node))
         formula = all_of(found)
-        if kind == "object" and "unevaluatedProperties" in node.schema:
-            return unevaluated_properties(self, node, formula)
-        if kind == "array" and "unevaluatedItems" in node.schema:
-            return unevaluated_items(self, node, formula)
+        for keyword, apply in self._keywords.last.get(kind, {}).items():
+            if keyword in node.schema:
+                formula = apply(self, node, formula)
         return formula
 
     def subschema(self, node: Node, *path: str | int) -> Term:
@@ -97,7 +97,8 @@ class Constraints:
     def keywords(self, terms: Iterable[Term], kind: Kind) -> list[str]:
         """Keywords in these schemas that only apply to values of that type, for error messages."""
         schemas = [term.node.schema for term in terms if isinstance(term.node.schema, dict)]
-        return list(dict.fromkeys(keyword for one in schemas for keyword in one if keyword in _OF_KIND[kind]))
+        own = self._keywords.of_kind[kind].keys() | self._keywords.last.get(kind, {}).keys()
+        return list(dict.fromkeys(keyword for one in schemas for keyword in one if keyword in own))
 
     def pattern(self, node: Node, keyword: str, pattern: Any) -> rx.Regex:
         if not isinstance(pattern, str):
@@ -112,7 +113,7 @@ class Constraints:
         found: set[Kind] = set()
         todo = [term.node] if term.positive else []
         seen = set(todo)
-        while todo and not found >= _WITH_KEYWORDS:
+        while todo and not found >= self._keywords.kinds:
             node = todo.pop()
             if node not in self._implied:
                 self._implied[node] = self._implied_by(node)
@@ -126,57 +127,28 @@ class Constraints:
         """Types that the schema's own keywords apply to, and its subschemas for the same value."""
         if not isinstance(node.schema, dict):
             return set(), []
-        own = node.schema.keys() - _TYPE_NEUTRAL
-        kinds = {kind for kind, keywords in _OF_KIND.items() if keywords.keys() & own}
+        kinds = {kind for kind, own in self._keywords.of_kind.items() if own.keys() & node.schema.keys()}
         parts = [(key, number) for key in ("allOf", "anyOf", "oneOf") for number in range(len(node[key] or ()))]
         inner = [self.document.child(node, *path) for path in parts]
         inner += [self.document.target(node)] if "$ref" in node.schema else []
         return kinds, list(dict.fromkeys(inner))
 
 
-def _type(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    names = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    if not names or any(not isinstance(name, str) or name not in TYPES for name in names):
-        raise node.error("type", f"is {preview(node['type'])}; allowed: {', '.join(TYPES)}, or a list of these")
-    if kind == "number" and "number" not in names:
-        return Text(numbers.INTEGER) if "integer" in names else FALSE
-    return TRUE if kind in names else FALSE
+Handler = Callable[[Constraints, Node], Formula]
 
 
-def _enum(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return _one_of(constraints, node, "enum", list_of(node, "enum"), kind)
+def at_least(keyword: str) -> Handler:
+    """The keyword is the least number of items or properties."""
+
+    def handler(constraints: Constraints, node: Node) -> Formula:
+        least = count_of(node, keyword)
+        return Size(least) if least else TRUE
+
+    return handler
 
 
-def _const(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return _one_of(constraints, node, "const", [node["const"]], kind)
-
-
-def _one_of(constraints: Constraints, node: Node, keyword: str, values: list[Any], kind: Kind) -> Formula:
-    of_kind = [value for value in values if kind_of(value) == kind]
-    if not of_kind:
-        return FALSE
-    if kind == "null":
-        return TRUE
-    if kind == "boolean":
-        return any_of(Truth(value) for value in of_kind)
-    if kind == "string":
-        return Text(rx.literals(of_kind))
-    if kind == "number":
-        exact = [number_of(node, keyword, value) for value in of_kind]
-        return NumberIn(numbers.among(exact), numbers.none_of(exact))
-    return any_of(_exactly(constraints, node, value) for value in of_kind)
-
-
-def _exactly(constraints: Constraints, node: Node, value: Any) -> Formula:
-    """The array or object equals `value`."""
-
-    def only(part: Any) -> Term:
-        return Term(constraints.document.synthetic({"const": part}, node.pointer, key=("const", json_text(part))))
-
-    if isinstance(value, list):
-        return all_of([Size(len(value), len(value)), *(Item(n, only(part)) for n, part in enumerate(value))])
-    facts = [fact for name, part in value.items() for fact in (Property(name, only(part)), Required(name))]
-    return all_of([*facts, Properties(rx.complement(rx.literals(value)), Required.never, node, "const")])
+def at_most(keyword: str) -> Handler:
+    return lambda constraints, node: Size(0, count_of(node, keyword))
 
 
 def kind_of(value: Any) -> Kind:
@@ -187,142 +159,3 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, str):
         return "string"
     return "null" if value is None else "array" if isinstance(value, list) else "object"
-
-
-def _ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return constraints.of(Term(constraints.document.target(node)), kind)
-
-
-def _dynamic_ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    target = constraints.document.target(node, "$dynamicRef")
-    name = target["$dynamicAnchor"]
-    by_name = str(node["$dynamicRef"]).endswith(f"#{name}")
-    if by_name and isinstance(name, str) and constraints.document.dynamic.get(name, 0) > 1:
-        raise node.error("$dynamicRef", "cannot be kept where several schemas have the anchor; allowed: $ref")
-    return constraints.of(Term(target), kind)
-
-
-def _recursive_ref(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    raise node.error("$recursiveRef", "cannot be kept; allowed: $ref")
-
-
-def _parts(constraints: Constraints, node: Node, keyword: str) -> list[Term]:
-    return [constraints.subschema(node, keyword, number) for number in range(len(list_of(node, keyword, least=1)))]
-
-
-def _all_of(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return all_of([constraints.of(term, kind) for term in _parts(constraints, node, "allOf")])
-
-
-def _any_of(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return any_of([constraints.of(term, kind) for term in _parts(constraints, node, "anyOf")])
-
-
-def _one_of_schemas(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    terms = _parts(constraints, node, "oneOf")
-    own = {key: value for key, value in node.schema.items() if key not in _NO_NEIGHBOURS}
-    # Sibling keywords can also make the alternatives exclusive, such as a required property that differs in each.
-    siblings = [Term(constraints.document.synthetic(own, node.pointer, key=("beside", node)))] if own else []
-    found = []
-    for number, term in enumerate(terms):
-        others = [
-            negation(constraints.of(other, kind))
-            for position, other in enumerate(terms)
-            if position != number and not is_empty(constraints, (term, other, *siblings), kind)
-        ]
-        found.append(all_of([constraints.of(term, kind), *others]))
-    return any_of(found)
-
-
-_NO_NEIGHBOURS = ("oneOf", "anyOf", "allOf", "$ref", "$dynamicRef", "not", "if", "then", "else", "$defs", "definitions")
-
-
-def _not(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    return negation(constraints.of(constraints.subschema(node, "not"), kind))
-
-
-def _if(constraints: Constraints, node: Node, kind: Kind) -> Formula:
-    if "then" not in node.schema and "else" not in node.schema and not _is_annotated(node):
-        return TRUE
-    condition = constraints.of(constraints.subschema(node, "if"), kind)
-    then = constraints.of(constraints.subschema(node, "then"), kind) if "then" in node.schema else TRUE
-    otherwise = constraints.of(constraints.subschema(node, "else"), kind) if "else" in node.schema else TRUE
-    return any_of([all_of([condition, then]), all_of([negation(condition), otherwise])])
-
-
-def _is_annotated(node: Node) -> bool:
-    return "unevaluatedItems" in node.schema or "unevaluatedProperties" in node.schema
-
-
-def _bound(keyword: str, exclusive: str, regex: Callable[[Decimal, bool], rx.Regex]) -> Callable[..., Formula]:
-    def handler(constraints: Constraints, node: Node) -> Formula:
-        if isinstance(node[keyword], bool) and keyword == exclusive:  # draft 4, where it modifies the other keyword
-            return TRUE
-        strict = keyword == exclusive or node[exclusive] is True
-        return Text(regex(number_of(node, keyword, node[keyword]), strict))
-
-    return handler
-
-
-def _multiple_of(constraints: Constraints, node: Node) -> Formula:
-    factor = number_of(node, "multipleOf", node["multipleOf"])
-    if factor <= 0:
-        raise node.error("multipleOf", f"is {preview(node['multipleOf'])}; allowed: above 0")
-    found = numbers.multiples(factor)
-    if found is None:
-        what = f"has too many digits to be kept; allowed: at most {numbers.MAX_PERIOD}, or so many of its last digit"
-        raise node.error("multipleOf", f"is {preview(node['multipleOf'])} and {what}")
-    return Text(found)
-
-
-def _min_length(constraints: Constraints, node: Node) -> Formula:
-    return Text(rx.repeat(rx.ANY_CHAR, count_of(node, "minLength"), None))
-
-
-def _max_length(constraints: Constraints, node: Node) -> Formula:
-    return Text(rx.repeat(rx.ANY_CHAR, 0, count_of(node, "maxLength")))
-
-
-def _pattern(constraints: Constraints, node: Node) -> Formula:
-    return Text(constraints.pattern(node, "pattern", node["pattern"]))
-
-
-def _format(constraints: Constraints, node: Node) -> Formula:
-    name = node["format"]
-    if name in UNSUPPORTED_FORMATS:
-        raise node.error("format", f"is {preview(name)}, which cannot be kept; allowed: {', '.join(FORMATS)}")
-    return Text(pattern_regex(FORMATS[name])) if name in FORMATS else TRUE
-
-
-_TYPE_NEUTRAL = {"unevaluatedItems", "unevaluatedProperties"}  # do not imply a type
-_General = Callable[[Constraints, Node, Kind], Formula]
-_GENERAL: Mapping[str, _General] = {
-    "type": _type,
-    "enum": _enum,
-    "const": _const,
-    "allOf": _all_of,
-    "$ref": _ref,
-    "$dynamicRef": _dynamic_ref,
-    "$recursiveRef": _recursive_ref,
-    "anyOf": _any_of,
-    "oneOf": _one_of_schemas,
-    "not": _not,
-    "if": _if,
-}
-_OF_KIND: Mapping[Kind, Mapping[str, Callable[[Constraints, Node], Formula]]] = {
-    "null": {},
-    "boolean": {},
-    "number": {
-        "minimum": _bound("minimum", "exclusiveMinimum", numbers.at_least),
-        "maximum": _bound("maximum", "exclusiveMaximum", numbers.at_most),
-        "exclusiveMinimum": _bound("exclusiveMinimum", "exclusiveMinimum", numbers.at_least),
-        "exclusiveMaximum": _bound("exclusiveMaximum", "exclusiveMaximum", numbers.at_most),
-        "multipleOf": _multiple_of,
-    },
-    "string": {"minLength": _min_length, "maxLength": _max_length, "pattern": _pattern, "format": _format},
-    "array": ARRAY_KEYWORDS,
-    "object": OBJECT_KEYWORDS,
-}
-_WITH_KEYWORDS = frozenset(kind for kind, keywords in _OF_KIND.items() if keywords)
-_AUXILIARY_KEYWORDS = ("then", "else", "minContains", "maxContains", "additionalItems")  # read by other keywords
-KEYWORDS = frozenset((*_GENERAL, *_AUXILIARY_KEYWORDS)).union(*_OF_KIND.values())  # all that constrain values

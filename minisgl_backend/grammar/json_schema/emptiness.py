@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from minisgl_backend.grammar.json_schema import regex as rx
 from minisgl_backend.grammar.json_schema.automaton import TooManyStatesError, automaton
+from minisgl_backend.grammar.json_schema.constraints import Constraints
 from minisgl_backend.grammar.json_schema.document import SchemaError
 from minisgl_backend.grammar.json_schema.formula import (
     KINDS,
@@ -24,9 +23,6 @@ from minisgl_backend.grammar.json_schema.formula import (
     evaluate,
     regex_of,
 )
-
-if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.constraints import Constraints
 
 DEPTH = 3  # levels of nesting that are examined
 ITEMS = 8  # of an array, the first ones

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from minisgl_backend.grammar.json_schema import regex as rx
+from minisgl_backend.grammar.json_schema.constraints import Constraints, Handler, at_least, at_most
 from minisgl_backend.grammar.json_schema.document import Node
 from minisgl_backend.grammar.json_schema.formula import (
     TRUE,
@@ -14,17 +14,12 @@ from minisgl_backend.grammar.json_schema.formula import (
     Properties,
     Property,
     Required,
-    Size,
     all_of,
     any_of,
     branches,
 )
-from minisgl_backend.grammar.json_schema.values import count_of, map_of, names_of
+from minisgl_backend.grammar.json_schema.values import map_of, names_of
 
-if TYPE_CHECKING:
-    from minisgl_backend.grammar.json_schema.constraints import Constraints
-
-Handler = Callable[["Constraints", Node], Formula]
 _ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties")
 
 
@@ -58,15 +53,6 @@ def _once(keyword: str) -> Handler:
 
 def _required(constraints: Constraints, node: Node) -> Formula:
     return all_of(Required(name) for name in names_of(node, "required", node["required"]))
-
-
-def _min_properties(constraints: Constraints, node: Node) -> Formula:
-    least = count_of(node, "minProperties")
-    return Size(least) if least else TRUE
-
-
-def _max_properties(constraints: Constraints, node: Node) -> Formula:
-    return Size(0, count_of(node, "maxProperties"))
 
 
 def _property_names(constraints: Constraints, node: Node) -> Formula:
@@ -124,11 +110,10 @@ OBJECT_KEYWORDS: Mapping[str, Handler] = {
     "patternProperties": _once("patternProperties"),
     "additionalProperties": _once("additionalProperties"),
     "required": _required,
-    "minProperties": _min_properties,
-    "maxProperties": _max_properties,
+    "minProperties": at_least("minProperties"),
+    "maxProperties": at_most("maxProperties"),
     "propertyNames": _property_names,
     "dependentRequired": _dependent_required,
     "dependentSchemas": _dependent_schemas,
     "dependencies": _dependencies,
-    "unevaluatedProperties": lambda constraints, node: TRUE,
 }

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minisgl_backend.grammar.json_schema.constraints import KEYWORDS, kind_of
+from minisgl_backend.grammar.json_schema.constraints import kind_of
 from minisgl_backend.grammar.json_schema.document import SchemaError, escaped, preview
 from minisgl_backend.grammar.json_schema.formats import FORMATS, UNSUPPORTED_FORMATS
+from minisgl_backend.grammar.json_schema.keywords import CONSTRAINING
 
 _OBJECT = ("properties", "required", "additionalProperties")
 _ARRAY = ("items", "prefixItems", "minItems", "maxItems")
@@ -53,7 +54,7 @@ def _check_outer(node: dict[str, Any], pointer: str, style: str) -> None:
 
 
 def _check(node: dict[str, Any], pointer: str, style: str, allowed: tuple[str, ...]) -> None:
-    found = [keyword for keyword in node if keyword in KEYWORDS]
+    found = [keyword for keyword in node if keyword in CONSTRAINING]
     for keyword in found:
         if keyword not in allowed:
             what = f"cannot be kept in arguments of the style {style}; allowed there: {', '.join(allowed)}"

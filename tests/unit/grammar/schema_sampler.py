@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from minisgl_backend.grammar.translate import translate
+from minisgl_backend.grammar.compiling.translate import translate
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import Grammar
 

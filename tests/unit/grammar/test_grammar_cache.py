@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar import cache as grammar_cache
-from minisgl_backend.grammar.cache import BYTES_PER_CHAR, ENTRY_BYTES, MAX_ENTRIES, GrammarCache
+from minisgl_backend.grammar.compiling import cache as grammar_cache
+from minisgl_backend.grammar.compiling.cache import BYTES_PER_CHAR, ENTRY_BYTES, MAX_ENTRIES, GrammarCache
 from minisgl_backend.request import Grammar
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import MinisglError
-from minisgl_backend.grammar import cache as grammar_cache
-from minisgl_backend.grammar import compiler as grammar_process
-from minisgl_backend.grammar import compilers as grammar_compilers
-from minisgl_backend.grammar.compiler_reply import CompilerReply
-from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.jobs import Job, Limits
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
+from minisgl_backend.grammar.compiling import cache as grammar_cache
+from minisgl_backend.grammar.compiling import compiler as grammar_process
+from minisgl_backend.grammar.compiling import compilers as grammar_compilers
+from minisgl_backend.grammar.compiling import processes as grammar_processes
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers, Job, Limits
+from minisgl_backend.grammar.compiling.reply import CompilerReply
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.processes import process_table
@@ -148,13 +148,13 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
 ) -> None:
     monkeypatch.setattr(grammar_process, "SERIALIZED_FROM_S", seconds)
     monkeypatch.setattr(grammar_process, "SERIALIZE_S_PER_BYTE", 0.0)
-    tokenizer = compilers.load_tokenizer()
+    tokenizer = compilers.processes.load_tokenizer()
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
     grammar = Grammar(kind="json_schema", text=text)
     reply = grammar_process._compile(compiler, grammar_process.text_lengths(tokenizer.info), grammar)
     assert (reply.error, bool(reply.compiled)) == ("", seconds == 0.0)
-    found = compilers.load(grammar, reply)
+    found = compilers.processes.load(reply)
     masks = np.zeros((2, -(-tokenizer.info.vocab_size // 32)), dtype=np.int32)
     for mask, one in zip(masks, (found, grammar_process.compile_grammar(compiler, grammar)), strict=True):
         matcher = xgrammar.GrammarMatcher(one)
@@ -167,14 +167,14 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
 def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) -> None:
     """Those that are remembered are: its cache counts no texts."""
     translated = Grammar(kind="ebnf_grammar", text="root ::= [0-9]+ # of its own")
-    compilers.load(translated, CompilerReply(translated=translated))
-    assert compilers.load_tokenizer().compiler.get_cache_size_bytes() == 0
+    compilers.processes.load(CompilerReply(translated=translated))
+    assert compilers.processes.load_tokenizer().compiler.get_cache_size_bytes() == 0
 
 
 def test_a_compiler_has_a_bound_on_its_memory() -> None:
     program = """
 import xgrammar
-from minisgl_backend.grammar import compiler as module
+from minisgl_backend.grammar.compiling import compiler as module
 from minisgl_backend.request import Grammar
 
 module.MAX_ADDED_BYTES = 64 << 20
@@ -231,16 +231,20 @@ class FakeProcess:
     end = kill
 
 
+class Compiled(str):
+    memory_size_bytes = 1 << 40  # too much for the cache
+
+
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
     """With processes that only pretend, and a hundredth of the times."""
-    monkeypatch.setattr(grammar_compilers, "CompilerProcess", FakeProcess)
+    monkeypatch.setattr(grammar_processes, "CompilerProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "compiled", [], raising=False)
     limits = Limits(quick_s=0.05, deadline_s=0.4, poll_s=0.01)
     compilers = GrammarCompilers(TokenizerSource("", False, 8, []), limits=limits)
-    monkeypatch.setattr(compilers, "_describe_tokenizer", lambda: "")
-    monkeypatch.setattr(compilers, "load_tokenizer", lambda: None)
-    monkeypatch.setattr(compilers, "load", lambda grammar, reply: reply.compiled)
+    monkeypatch.setattr(compilers.processes, "_describe_tokenizer", lambda: "")
+    monkeypatch.setattr(compilers.processes, "load_tokenizer", lambda: None)
+    monkeypatch.setattr(compilers.processes, "load", lambda reply: Compiled(reply.compiled))
     yield Outcomes(compilers)
     compilers.close()
 
@@ -337,7 +341,7 @@ def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.Monke
 def test_those_who_wait_for_the_same_hear_of_a_compiler_that_died(outcomes: Outcomes) -> None:
     told = submit_often(outcomes, "9 deadly", 5)
     wait_for(lambda: bool(FakeProcess.compiled))
-    for process in set(outcomes.compilers._processes):
+    for process in set(outcomes.compilers.processes._running):
         process.kill()
     wait_for(lambda: len(told) == 5)
     assert set(told) == {"guided_decoding_guide cannot be compiled: the compiler died of it"}

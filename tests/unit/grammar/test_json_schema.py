@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("xgrammar")
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.translate import translate
+from minisgl_backend.grammar.compiling.translate import translate
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.request import Grammar
 from tests.unit.grammar.schema_sampler import accepts, ebnf

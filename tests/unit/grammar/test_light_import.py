@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from minisgl_backend.grammar.compiler_process import TokenizerProcess
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource, describe
+from minisgl_backend.grammar.compiling.processes import TokenizerProcess
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource, describe
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 
@@ -19,8 +19,8 @@ pytest.importorskip("xgrammar")
 
 PROGRAM = """
 import sys
-from minisgl_backend.grammar import compiler
-from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
+from minisgl_backend.grammar.compiling import compiler
+from minisgl_backend.grammar.compiling.light_import import UNUSED_PACKAGES, import_xgrammar
 
 xgrammar = import_xgrammar(UNUSED_PACKAGES)
 compiler._check_library(xgrammar)
@@ -38,10 +38,10 @@ def test_what_compiling_needs_is_neither_torch_nor_transformers() -> None:
 CORE = """
 import queue, sys
 import msgspec
-from minisgl_backend.grammar.compilers import GrammarCompilers
-from minisgl_backend.grammar.jobs import Job
-from minisgl_backend.grammar.light_import import UNUSED_PACKAGES
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.compilers import Job
+from minisgl_backend.grammar.compiling.light_import import UNUSED_PACKAGES
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource
 from minisgl_backend.request import Grammar
 
 source = msgspec.json.decode(sys.argv[1], type=TokenizerSource)

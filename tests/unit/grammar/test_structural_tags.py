@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.translate import translate
+from minisgl_backend.grammar.compiling.translate import translate
 from minisgl_backend.request import Grammar
 
 TEXT: dict[str, Any] = {"type": "string"}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from minisgl_backend.engine.core import EngineCore
-from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource
 from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.grammar.thinking_budget import ThinkingBudget
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, ThinkingTags

@@ -13,12 +13,12 @@ import pytest
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.grammar import manager as grammar_module
 from minisgl_backend.grammar import time_budget
-from minisgl_backend.grammar.cache import GrammarCache
-from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.cache import GrammarCache
+from minisgl_backend.grammar.compiling.compilers import GrammarCompilers
+from minisgl_backend.grammar.compiling.tokenizer_info import TokenizerSource
 from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.time_budget import TOO_SLOW, TimeBudget
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar

@@ -10,7 +10,7 @@ import pytest
 import xgrammar
 
 from minisgl_backend import LLM, Grammar, SamplingParams
-from minisgl_backend.grammar.compiler import compile_grammar
+from minisgl_backend.grammar.compiling.compiler import compile_grammar
 from minisgl_backend.parsers.strict import structural_tag
 from minisgl_backend.parsers.table import CALLS as FORMATS
 from tests.unit.parsers.formats import WRITERS, Call

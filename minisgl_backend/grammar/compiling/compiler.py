@@ -1,4 +1,4 @@
-"""The process of a grammar compiler: `python -m minisgl_backend.grammar.compiler`, started by an engine core.
+"""The process of a grammar compiler: `python -m minisgl_backend.grammar.compiling.compiler`, started by an engine core.
 
 Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and a compilation cannot be interrupted. A process
 can be killed, and its memory limited. A grammar that compiled quickly here is known to be harmless, so the engine core
@@ -21,11 +21,11 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.grammar.compiler_reply import CompilerReply, compile_translated
-from minisgl_backend.grammar.helper import begin_helper
-from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
+from minisgl_backend.grammar.compiling.helper import begin_helper
+from minisgl_backend.grammar.compiling.light_import import UNUSED_PACKAGES, import_xgrammar
+from minisgl_backend.grammar.compiling.reply import CompilerReply, compile_translated
+from minisgl_backend.grammar.compiling.translate import translate
 from minisgl_backend.grammar.time_budget import CALL_LIMIT_S, TOO_SLOW
-from minisgl_backend.grammar.translate import translate
 from minisgl_backend.request import Grammar
 
 SERIALIZED_FROM_S = 0.02  # CPU time of all threads: a longer compilation is sent as JSON, unless that is slower

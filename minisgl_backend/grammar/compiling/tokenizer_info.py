@@ -1,5 +1,5 @@
-"""Describes the model's tokenizer to xgrammar: `python -m minisgl_backend.grammar.tokenizer_info`, started by an engine
-core.
+"""Describes the model's tokenizer to xgrammar: `python -m minisgl_backend.grammar.compiling.tokenizer_info`, started by
+an engine core.
 
 It reads all tokens, which takes seconds, while the core loads weights. Where the files say all, transformers is not
 imported, which would take most of that time.
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl_backend.grammar.helper import Helper, begin_helper
-from minisgl_backend.grammar.light_import import UNUSED_PACKAGES, import_xgrammar
+from minisgl_backend.grammar.compiling.helper import Helper, begin_helper
+from minisgl_backend.grammar.compiling.light_import import UNUSED_PACKAGES, import_xgrammar
 from minisgl_backend.process.absent import absent_torch
 from minisgl_backend.text.tokenizer_file import TokenizerFiles
 
