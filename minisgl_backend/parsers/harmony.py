@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from minisgl_backend.parsers.headers import MAX_HEADER, NameFinder
 from minisgl_backend.parsers.json_reader import JsonReader
-from minisgl_backend.parsers.parts import STOP, Part, WhiteSpace, content, partial_suffix
+from minisgl_backend.parsers.parts import STOP, HoldingParser, Part, content, partial_suffix
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -28,7 +28,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _Kind = Literal["reasoning", "content", "call", "other", "nothing"]  # other: to a function that was not offered
 
 
-class HarmonyParser:
+class HarmonyParser(HoldingParser):
     """One choice of one answer: its reasoning, content and calls. White space around a message is dropped.
 
     Tags within the strings of a message to a function are text.
@@ -36,9 +36,8 @@ class HarmonyParser:
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """`functions`: name -> JSON schema of the arguments; calls of other functions are content."""
+        super().__init__()
         self._names = NameFinder(functions)
-        self._held = ""
-        self._space = WhiteSpace()
         self._state: Literal["header", "body", "object", "damaged"] = "header"
         self._kind: _Kind = "content"
         self._name = ""
@@ -57,31 +56,24 @@ class HarmonyParser:
     def thinking(self) -> bool:
         return self._state == "body" and self._kind == "reasoning"
 
-    def feed(self, text: str) -> list[Part]:
-        held = self._space.joined(self._held, text)
-        if held is None:
-            return []
-        self._held = held
-        parts = self._read(is_last=False)
-        self._space.wait(self._held, self._state in ("header", "body"))
-        return parts
+    def _advance(self, parts: list[Part]) -> None:
+        self._read(parts, is_last=False)
 
-    def finish(self, reason: str) -> list[Part]:
-        self._held = self._space.joined(self._held, "") or ""
+    def _ignores_space(self) -> bool:
+        return self._state in ("header", "body")
+
+    def _end(self, parts: list[Part], reason: str) -> None:
         if self._state == "header" and (bare := self._held.strip()):
             is_header = bare.startswith(_BEGINS) and "<|" in bare  # not a text that merely begins like one
             if not is_header:
                 self._begin("")
-        parts = self._read(is_last=True)
+        self._read(parts, is_last=True)
         if self._state == "object" and self._object is not None:
             parts += self._damage(is_begun=True)
         elif self._state == "body" and self._kind in ("call", "other"):  # nothing stands behind its header
             parts += self._without_arguments() if reason == STOP else content("".join(self._raw))
-        self._held = ""
-        return parts
 
-    def _read(self, *, is_last: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _read(self, parts: list[Part], *, is_last: bool) -> None:
         goes_on = True
         while goes_on:
             if self._state == "header":
@@ -93,7 +85,6 @@ class HarmonyParser:
                 self._held, goes_on = "", False
             else:
                 goes_on = self._body(parts, is_last=is_last)
-        return parts
 
     def _header(self) -> bool:
         """Reads up to the message's text; False while the header is incomplete."""

@@ -48,25 +48,50 @@ class ThoughtParser(ToolParser, Protocol):
         ...
 
 
-class WhiteSpace:
-    """Pieces of white space that decide nothing are joined once something follows: models write endless runs of it."""
+class HoldingParser:
+    """Holds the end of the text until what follows decides what it is. A subclass takes from `_held` what is certain.
+
+    Pieces of white space that decide nothing are joined once something follows: models write endless runs of it.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._waits = False
+        self._held = ""
+        self._spaces: list[str] = []  # behind `_held`
+        self._joins_spaces = False
 
-    def joined(self, held: str, text: str) -> str | None:
-        """`held` and all that came behind it, or None if that is to wait."""
-        if self._waits and text.isspace():
-            self._pieces.append(text)
-            return None
-        found = "".join((held, *self._pieces, text))
-        self._pieces.clear()
-        return found
+    def feed(self, text: str) -> list[Part]:
+        if self._joins_spaces and text.isspace():
+            self._spaces.append(text)
+            return []
+        parts: list[Part] = []
+        self._join(text)
+        self._advance(parts)
+        self._joins_spaces = self._ignores_space() and not self._held.strip()
+        return parts
 
-    def wait(self, held: str, decides_nothing: bool) -> None:
-        """`decides_nothing`: further white space behind `held`, if that is all white space."""
-        self._waits = decides_nothing and not held.strip()
+    def finish(self, reason: str) -> list[Part]:
+        """What was held back. `reason`: as that of ToolParser."""
+        parts: list[Part] = []
+        self._join("")
+        self._end(parts, reason)
+        self._held = ""
+        return parts
+
+    def _join(self, text: str) -> None:
+        self._held = "".join((self._held, *self._spaces, text))
+        self._spaces.clear()
+
+    def _advance(self, parts: list[Part]) -> None:
+        """Takes what is certain."""
+        raise NotImplementedError
+
+    def _end(self, parts: list[Part], reason: str) -> None:
+        """Takes all: the answer has ended."""
+        raise NotImplementedError
+
+    def _ignores_space(self) -> bool:
+        """Whether white space alone decides nothing now."""
+        raise NotImplementedError
 
 
 def content(text: str) -> list[Part]:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from minisgl_backend.parsers.parts import Part, WhiteSpace, partial_suffix
+from minisgl_backend.parsers.parts import HoldingParser, Part, partial_suffix
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class ReasoningParser:
+class ReasoningParser(HoldingParser):
     """One choice of one answer."""
 
     def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE), apart: bool = True) -> None:
         """`inside`: the answer begins within the reasoning (the prompt opens it), with or without the opening tag.
         `apart`: without the tags and the white space around it; otherwise all as it was written."""
+        super().__init__()
         self._inside = inside
         self._apart = apart
         self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
-        self._held = ""
-        self._space = WhiteSpace()
         self._at_begin = False  # white space at the start of a part is dropped
         self.has_thought = False  # the answer began with reasoning
 
@@ -36,32 +35,24 @@ class ReasoningParser:
         """The latest text belongs to the reasoning."""
         return self._state == "reasoning"
 
-    def feed(self, text: str) -> list[Part]:
-        held = self._space.joined(self._held, text)
-        if held is None:
-            return []
-        self._held = held
-        parts: list[Part] = []
-        if self._state != "start" or self._begin():
-            if self._state == "reasoning":
-                self._reason(parts)
-            if self._state == "content":
-                self._take("content", self._held, parts)
-                self._held = ""
-        self._space.wait(self._held, self._state != "content")
-        return parts
+    def _advance(self, parts: list[Part]) -> None:
+        if self._state == "start" and not self._begin():
+            return
+        if self._state == "reasoning":
+            self._reason(parts)
+        if self._state == "content":
+            self._take("content", self._held, parts)
+            self._held = ""
 
-    def finish(self, reason: str) -> list[Part]:
-        """What was held back, at the end of the answer."""
-        self._held = self._space.joined(self._held, "") or ""
-        parts: list[Part] = []
+    def _ignores_space(self) -> bool:
+        return self._state != "content"
+
+    def _end(self, parts: list[Part], reason: str) -> None:
         if self._state == "start":
             self._state = "reasoning" if self._inside else "content"
         kind: Literal["reasoning", "content"] = "reasoning" if self._state == "reasoning" else "content"
         text = self._held.rstrip() if kind == "reasoning" and self._apart else self._held
         self._take(kind, text, parts)
-        self._held = ""
-        return parts
 
     def _begin(self) -> bool:
         """Decides what the answer begins with; False while that is undecided."""

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 from minisgl_backend.parsers.headers import MAX_HEADER, MORE, NONE, Header, Named, NameFinder, skip_space
 from minisgl_backend.parsers.json_calls import Calls
 from minisgl_backend.parsers.json_reader import SPACE, JsonReader
-from minisgl_backend.parsers.parts import STOP, Part, WhiteSpace, content, partial_suffix
+from minisgl_backend.parsers.parts import STOP, HoldingParser, Part, content, partial_suffix
 
 # The call goes on; it was read to its end; the tag did not begin one; one is damaged, so that the rest is content.
 Outcome = Literal["more", "read", "none", "damaged"]
 
 
-class TaggedParser:
+class TaggedParser(HoldingParser):
     """One choice of one answer: text, and calls that begin with a tag."""
 
     BEGIN: ClassVar[tuple[str, ...]]  # tags that calls begin with
@@ -25,40 +25,31 @@ class TaggedParser:
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """`functions`: name -> JSON schema of the arguments."""
+        super().__init__()
         self.functions = functions
         self.names = NameFinder(functions)
         self.count = 0  # number of calls begun
         self.opening = ""  # the tag that the current call began with, and the tags and the white space before it
         self._around = ""  # tags around the first call, which are content with it if it is none
         self.reason = STOP  # why the answer ended
-        self._held = ""
-        self._space = WhiteSpace()
         self._state: Literal["text", "call", "damaged"] = "text"
 
     @property
     def is_damaged(self) -> bool:
         return self._state == "damaged"
 
-    def feed(self, text: str) -> list[Part]:
-        held = self._space.joined(self._held, text)
-        if held is None:
-            return []
-        self._held = held
-        parts: list[Part] = []
+    def _advance(self, parts: list[Part]) -> None:
         while self._step(parts, is_last=False):
             pass
-        self._space.wait(self._held, self._state == "text")
-        return parts
 
-    def finish(self, reason: str) -> list[Part]:
-        """What was held back. A call without its closing tag counts if it is complete and the answer ended by
-        itself."""
+    def _ignores_space(self) -> bool:
+        return self._state == "text"
+
+    def _end(self, parts: list[Part], reason: str) -> None:
+        """A call without its closing tag counts if it is complete and the answer ended by itself."""
         self.reason = reason
-        self._held = self._space.joined(self._held, "") or ""
-        parts: list[Part] = []
         while self._step(parts, is_last=True):
             pass
-        return parts
 
     def begin(self, tag: str) -> None:
         """A call begins after `tag`."""

@@ -10,45 +10,36 @@ from collections.abc import Collection
 
 from minisgl_backend.parsers.json_calls import Calls
 from minisgl_backend.parsers.json_reader import SPACE, JsonReader
-from minisgl_backend.parsers.parts import Part, WhiteSpace, content, partial_suffix
+from minisgl_backend.parsers.parts import HoldingParser, Part, content, partial_suffix
 
 
-class HermesParser:
+class HermesParser(HoldingParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen2.5, Qwen3."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the request's functions."""
-        self._held = ""
-        self._space = WhiteSpace()
+        super().__init__()
         self._calls = Calls(names)
         self._opening = ""  # a tag that has not begun a call yet, and the white space before that
         self._closing = False  # after a call, before its closing tag
         self.is_damaged = False
 
-    def feed(self, text: str) -> list[Part]:
-        held = self._space.joined(self._held, text)
-        if held is None:
-            return []
-        self._held = held
-        parts: list[Part] = []
+    def _advance(self, parts: list[Part]) -> None:
         while self._held and self._step(parts):
             pass
-        self._space.wait(self._held, not (self._calls.is_open or self.is_damaged))
-        return parts
 
-    def finish(self, reason: str) -> list[Part]:
-        """What was held back. A call that was never emitted is content."""
-        self._held = self._space.joined(self._held, "") or ""
-        parts: list[Part] = []
+    def _ignores_space(self) -> bool:
+        return not (self._calls.is_open or self.is_damaged)
+
+    def _end(self, parts: list[Part], reason: str) -> None:
+        """A call that was never emitted is content."""
         if self._calls.is_open:
             self.is_damaged = self._calls.finish(parts) == "damaged"
         elif not self._closing:
             text = self._opening + self._held
-            parts = content(text if self._calls.count == 0 or self.is_damaged else text.rstrip())
-        self._held = ""
-        return parts
+            parts += content(text if self._calls.count == 0 or self.is_damaged else text.rstrip())
 
     def _step(self, parts: list[Part]) -> bool:
         if self.is_damaged:
@@ -96,7 +87,7 @@ class HermesParser:
         return True
 
 
-class LlamaParser:
+class LlamaParser(HoldingParser):
     """`{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them: Llama 3.1 to 3.3.
 
     Only an object that names one of the request's tools is a call: other JSON may be the answer itself.
@@ -106,32 +97,23 @@ class LlamaParser:
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the request's functions."""
-        self._held = ""
-        self._space = WhiteSpace()
+        super().__init__()
         self._calls = Calls(names, needs_arguments=True)
         self._is_text = False
         self.is_damaged = False
 
-    def feed(self, text: str) -> list[Part]:
-        held = self._space.joined(self._held, text)
-        if held is None:
-            return []
-        self._held = held
-        parts: list[Part] = []
+    def _advance(self, parts: list[Part]) -> None:
         while self._held and self._step(parts):
             pass
-        self._space.wait(self._held, not (self._calls.is_open or self._is_text))
-        return parts
 
-    def finish(self, reason: str) -> list[Part]:
-        self._held = self._space.joined(self._held, "") or ""
-        parts: list[Part] = []
+    def _ignores_space(self) -> bool:
+        return not (self._calls.is_open or self._is_text)
+
+    def _end(self, parts: list[Part], reason: str) -> None:
         if self._calls.is_open:
             self.is_damaged = self._calls.finish(parts) == "damaged"
         else:
-            parts = content(self._held.strip(SPACE + ";,") if self._calls.count else self._held)
-        self._held = ""
-        return parts
+            parts += content(self._held.strip(SPACE + ";,") if self._calls.count else self._held)
 
     def _step(self, parts: list[Part]) -> bool:
         if self._is_text:
