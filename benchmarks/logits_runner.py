@@ -110,31 +110,25 @@ class LogitsRunner:
         )
         names = backend.split(",")
         attention = create_attention(names[0], names[-1], spec)
-        self._num_groups = len(spec.cache_windows)
         self._table = RowTable(
             max_running=max_running,
             max_seq_len=max_seq_len,
             page_size=page_size,
             device=self.device,
-            num_groups=self._num_groups,
+            columns=spec.columns,
         )
         config, table = model.config, self._table
         sampling = SamplingRows(table.max_rows, config.vocab_size, config.eos_token_ids, max_seq_len, self.device)
         workspace = sampling_workspace(table.max_rows, config.vocab_size, self.device)
-        self._counts = [-(-len(tokens) // page_size) for tokens in sequences.tokens]
+        self._groups = spec.columns.of_rows(page_size)
+        self._counts = [self._groups.pages_for(len(tokens)) for tokens in sequences.tokens]
         self._tap = _TappedModel(model)
         graphs = graphs or _graphs(attention, self.device, max_running)
         self._graphs = _TappedGraphs(graphs) if graphs is not None else None
         self._runner = ModelRunner(
             model=self._tap,
             attention=attention,
-            pool=KVPool(
-                spec.kv_layouts,
-                page_size,
-                self._num_groups * sum(self._counts),
-                self.device,
-                page_parts=spec.page_parts,
-            ),
+            pool=KVPool(spec.places, page_size, self._groups.num_pages * sum(self._counts), self.device),
             table=self._table,
             sampling=sampling,
             sampler=Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace),
@@ -204,15 +198,14 @@ class LogitsRunner:
         )
 
     def _all_pages(self) -> np.ndarray:
-        """Cache group, row, column and id of every page, int32 [4, num_pages]: scattered, so that a wrong page table
-        shows."""
+        """Place in a column, row, column and id of every page, int32 [4, num_pages]: scattered, so that a wrong page
+        table shows."""
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         columns = np.concatenate([np.arange(count) for count in self._counts])
-        groups = np.repeat(np.arange(self._num_groups), len(rows))
-        ids = np.random.default_rng(7).permutation(len(groups)) + 1
-        return np.stack([groups, np.tile(rows, self._num_groups), np.tile(columns, self._num_groups), ids]).astype(
-            np.int32
-        )
+        count = self._groups.num_pages
+        which = np.repeat(np.arange(count), len(rows))
+        ids = np.random.default_rng(7).permutation(len(which)) + 1
+        return np.stack([which, np.tile(rows, count), np.tile(columns, count), ids]).astype(np.int32)
 
     def _step_logits(self, batch: Batch) -> torch.Tensor:
         """One line for each token of the step, prefill first."""

@@ -107,7 +107,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     # [num_cleared]  pages to be set to zero before the step writes anything: a failed sequence may have left NaN in
     # them, and kernels may read a page beyond the end of its next sequence.
     cleared_pages: Int32Array = NO_INT32
-    # [num_new_pages]  cache group of each new page-table entry; [0] for a model with one group.
+    # [num_new_pages]  which of a column's pages each new entry is (`kv.groups`): its cache group, where groups have one
+    # each; [0] for a model with one page a column.
     page_groups: Int32Array = NO_INT32
     is_retry: bool = False  # an earlier attempt failed, which may have sampled and counted tokens
     # [num_decode]  the drafts to verify: each entry's input token, and -1 for a row's first entry, whose input is its

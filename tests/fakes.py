@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
-from minisgl_backend.kv.groups import FULL, Chunk, Window
+from minisgl_backend.kv.kinds import CacheKind, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -18,11 +18,11 @@ from tests.proposers import Answers
 VOCAB_SIZE = 97
 
 
-def first_seen(window: Window, position: int) -> int:
+def first_seen(kind: CacheKind, position: int) -> int:
     """By the token at `position`."""
-    if isinstance(window, Chunk):
-        return position // window.size * window.size
-    return 0 if window is None else max(0, position - window + 1)
+    if isinstance(kind, Chunked):
+        return position // kind.size * kind.size
+    return max(0, position - kind.window + 1) if isinstance(kind, Sliding) else 0
 
 
 def next_token(position: int, last_token: int, forbidden: Iterable[int] = (), vocab_size: int = VOCAB_SIZE) -> int:
@@ -92,8 +92,8 @@ class FakeRunner:
         self._page_size = limits.page_size
         self._eos = limits.eos_token_ids
         self._vocab_size = vocab_size
-        self._windows = limits.windows
-        shape = len(limits.windows), rows, -(-length // limits.page_size)
+        self._kinds = limits.cache_kinds
+        shape = len(limits.cache_kinds), rows, -(-length // limits.page_size)
         self._page_table = np.zeros(shape, dtype=np.int32)
         self._token_table = np.full((rows, length + 1), -1, dtype=np.int32)
         self._slots = np.full((limits.num_pages + 1) * limits.page_size, -1, dtype=np.int32)
@@ -151,13 +151,13 @@ class FakeRunner:
         return FakePending(result)
 
     def _apply(self, plan: StepPlan) -> None:
-        groups = plan.page_groups if len(self._windows) > 1 else np.zeros_like(plan.page_rows)
+        groups = plan.page_groups if len(self._kinds) > 1 else np.zeros_like(plan.page_rows)
         assert len(plan.page_groups) in (0, len(groups)), "groups are named where there are several"
         entries = list(zip(groups.tolist(), plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True))
         assert len(set(entries)) == len(entries), "an entry of the page table is written twice in one step"
         assert (plan.page_rows >= 0).all(), "an entry of the page table without a row"
-        holes = [self._windows[group] for group in groups[plan.page_ids == 0]]
-        assert None not in holes, "page 0 is the padding page"
+        holes = [self._kinds[group] for group in groups[plan.page_ids == 0]]
+        assert not any(kind.keeps_all for kind in holes), "page 0 is the padding page"
         assert len(set(plan.cleared_pages.tolist())) == len(plan.cleared_pages), "a page is cleared twice in one step"
         for array in (self._slots, self._unsound, self._proposers):
             array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
@@ -182,11 +182,11 @@ class FakeRunner:
         assert (token_ids >= 0).all(), "an input token is not on the device yet"
         assert np.array_equal(self._token_table[row, start:end], token_ids)
         uid = self._uids[row]
-        for group in range(len(self._windows)):
+        for group in range(len(self._kinds)):
             slots = self._slots_of(group, row, start, end)
             self._slots[slots], self._unsound[slots] = token_ids, uid if self.fail(uid) else -1
-        for group, window in enumerate(self._windows):
-            first = first_seen(window, start)
+        for group, kind in enumerate(self._kinds):
+            first = first_seen(kind, start)
             context = self._slots[self._slots_of(group, row, first, end)]
             assert np.array_equal(context, self._token_table[row, first:end]), "the cache holds others' tokens"
             pages = self._page_table[group, row, : -(-end // self._page_size)]
@@ -196,7 +196,10 @@ class FakeRunner:
 
     def _propose(self, plan: StepPlan) -> np.ndarray:
         """What follows, as the model has it. The proposer sees the tokens that the plan brings, and its own."""
-        count, windows = plan.num_proposing, self._windows != FULL  # with windows not all pages are there
+        count, windows = (
+            plan.num_proposing,
+            len(self._kinds) > 1 or not self._kinds[0].keeps_all,
+        )  # with windows not all pages are there
         parts = [(chunk.row, chunk.start, chunk.end) for chunk in plan.prefill]
         entries = list(zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True))
         parts += [(row, length - 1, length) for row, length in entries[count:]]

@@ -82,5 +82,4 @@ def latent_group(
 
 
 def make_pool(spec: AttentionSpec, num_pages: int, scales: KVScales = ONE) -> KVPool:
-    parts = spec.page_parts
-    return KVPool(spec.kv_layouts, spec.page_size, num_pages, spec.device, [scales] * len(parts), parts)
+    return KVPool(spec.places, spec.page_size, num_pages, spec.device, [scales] * len(spec.places))

@@ -23,7 +23,6 @@ from minisgl_backend.kernels.attention.latent_decode import (
 )
 from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
 from minisgl_backend.kv.latent import LatentLayout
-from minisgl_backend.kv.layout import ONE
 from minisgl_backend.kv.pool import KVPool
 
 RANK, ROPE, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64
@@ -80,8 +79,7 @@ class _LayerCase:
         self.spec = AttentionSpec(
             groups=(group,), page_size=PAGE, max_seq_len=pages * PAGE, max_rows=257, dtype=dtype, device=device
         )
-        parts = self.spec.page_parts
-        pool = KVPool(self.spec.kv_layouts, PAGE, batch * pages, device, [ONE] * len(parts), parts)
+        pool = KVPool(self.spec.places, PAGE, batch * pages, device)
         weight = torch.randn(heads, NOPE + VALUE, RANK, dtype=dtype, device=device) * RANK**-0.5
         self.layers = []
         for index in range(count):

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +24,9 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
 from minisgl_backend.attention.needs import MHA, MLA
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kv.groups import FULL, Window
-from minisgl_backend.kv.latent import KVLayout
-from minisgl_backend.kv.layout import LayerKV
+from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
+from minisgl_backend.kv.layout import CacheLayout, LayerKV
+from minisgl_backend.kv.pool import LayerPlace
 
 Plan = Any  # a backend's metadata for one step; opaque to callers
 
@@ -40,7 +41,7 @@ class LayerGroup:
 
     layers: tuple[int, ...] = ()  # which of the model's layers with attention, counted without others
     num_q_heads: int
-    kv: KVLayout
+    kv: CacheLayout
     window: int | None = None  # tokens that a query sees, including itself; None: all up to itself
     chunk: int | None = None  # chunk size in tokens; a query sees its own chunk, up to itself; None: no chunks
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
@@ -92,32 +93,30 @@ class AttentionSpec:
     max_rows: int  # rows of the page table, including the padding row
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
-    cache_windows: tuple[Window, ...] = FULL  # of the model's cache groups
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of the model
     flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes with tensor cores; None: as measured
 
-    @property
+    @cached_property
     def group_of_layer(self) -> tuple[int, ...]:
         """The index in `groups`, by layer."""
         by_layer = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
-    @property
-    def page_parts(self) -> tuple[int, ...]:
-        """By layer: index of its part of a page. Layers of different cache groups may share one: their pages differ."""
-        seen = [0] * len(self.cache_windows)
-        parts = []
+    @cached_property
+    def places(self) -> tuple[LayerPlace, ...]:
+        """By layer: its place in a page of the pool."""
+        seen = [0] * len(self.cache_groups)
+        places = []
         for index in self.group_of_layer:
-            cache_group = self.groups[index].cache_group
-            parts.append(seen[cache_group])
-            seen[cache_group] += 1
-        return tuple(parts)
+            group = self.groups[index]
+            places.append(LayerPlace(group.kv, seen[group.cache_group], self.cache_groups[group.cache_group].split))
+            seen[group.cache_group] += 1
+        return tuple(places)
 
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Layouts of the parts of a page."""
-        of_layer = (self.groups[index].kv for index in self.group_of_layer)
-        by_part = dict(zip(self.page_parts, of_layer, strict=True))
-        return tuple(by_part[part] for part in range(len(by_part)))
+    @cached_property
+    def columns(self) -> ColumnLayout:
+        """Which pages a column of a row has."""
+        return ColumnLayout(self.cache_groups)
 
     def layer(
         self,
@@ -145,9 +144,9 @@ class AttentionSpec:
             latent=latent,
         )
 
-    @property
+    @cached_property
     def max_pages_per_row(self) -> int:
-        return -(-self.max_seq_len // self.page_size)
+        return self.columns.kernel_pages_for(self.max_seq_len, self.page_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]
     "radix": lambda groups, num_pages, record_changes: RadixCache(
         groups.page_size, groups=groups, num_pages=num_pages, record_changes=record_changes
     ),
-    "naive": lambda groups, num_pages, record_changes: NaiveCache(groups.num_groups),
+    "naive": lambda groups, num_pages, record_changes: NaiveCache(groups.num_pages),
 }
 
 
@@ -83,8 +83,8 @@ class KVManager:
         self._pool = PagePool(num_pages)
         self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes)
         # [num_groups, max_rows, max_pages_per_row]; 0 where a group with a window has no page
-        self._table: Int32Array = np.zeros((groups.num_groups, max_rows, max_pages_per_row), dtype=np.int32)
-        self._only = self._table[0] if groups.num_groups == 1 else None  # indexed faster than with an axis of length 1
+        self._table: Int32Array = np.zeros((groups.num_pages, max_rows, max_pages_per_row), dtype=np.int32)
+        self._only = self._table[0] if groups.num_pages == 1 else None  # indexed faster than with an axis of length 1
         # Columns up to which each row has pages of all groups, [max_rows]. While its prompt is computed, groups without
         # a window have pages up to `_reserved`, all that the prompt needs; groups with one get them chunk by chunk.
         self._held = np.zeros(max_rows, dtype=np.int32)
@@ -149,7 +149,7 @@ class KVManager:
         needed = self.pages_to_take(match, num_tokens, chunk_end)
         if self.has_windows:
             left = self.pages_for(num_tokens) - self.pages_for(chunk_end)
-            needed += int(np.minimum(self.groups.kept + 1, left).sum())
+            needed += int(np.minimum(self.groups.most_kept + 1, left).sum())
         return needed
 
     def first_reach(self, match: PrefixMatch[Any], num_tokens: int) -> int:
@@ -197,7 +197,7 @@ class KVManager:
         pages = self._take(shape[0] * shape[1])
         self._table[self._num_full :, row, held:count] = pages.reshape(shape)
         self._held[row], self.covered[row] = count, count * self.page_size
-        groups = np.arange(self._num_full, self.groups.num_groups, dtype=np.int32)
+        groups = np.arange(self._num_full, self.groups.num_pages, dtype=np.int32)
         columns = np.arange(held, count, dtype=np.int32)
         return TableEntries(
             np.repeat(groups, shape[1]), np.full(len(pages), row, np.int32), np.tile(columns, shape[0]), pages
@@ -207,12 +207,12 @@ class KVManager:
         """Takes one more page in each group for each of these rows (no row twice). Returns their columns of the page
         table, int32 [num_rows], and the pages, int32 [num_groups * num_rows], group by group. The caller has checked
         that `num_groups * len(rows) <= num_available`."""
-        pages = self._take(self.groups.num_groups * len(rows))
+        pages = self._take(self.groups.num_pages * len(rows))
         columns = self._held[rows]
         if self._only is not None:
             self._only[rows, columns] = pages
         else:
-            axis = np.arange(self.groups.num_groups)[:, None]  # a slice here would be ten times slower
+            axis = np.arange(self.groups.num_pages)[:, None]  # a slice here would be ten times slower
             self._table[axis, rows, columns] = pages.reshape(-1, len(rows))
         held = columns + 1
         self._held[rows], self.covered[rows] = held, held * self.page_size
@@ -342,7 +342,7 @@ class KVManager:
         """Pages of groups with windows that these rows will take until they have these `lengths`."""
         if not self.has_windows:
             return 0
-        most = np.minimum(-(-lengths // self.page_size), self.groups.kept + 1)
+        most = np.minimum(-(-lengths // self.page_size), self.groups.most_kept + 1)
         return int(np.maximum(most - (self._held[rows] - self._first[:, rows]), 0).sum())
 
     def check(self, leases: Iterable[PageLease], in_passing: Int32Array = NO_INT32) -> None:

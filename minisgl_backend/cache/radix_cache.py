@@ -23,7 +23,8 @@ from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored
 from minisgl_backend.cache.content_ids import id_bytes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_backend.cache.window_pages import WindowPages
-from minisgl_backend.kv.groups import FULL, CacheGroups
+from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.kinds import FULL
 
 
 class RadixNode:
@@ -59,11 +60,11 @@ class RadixCache(PrefixCache[RadixNode]):
         """`num_pages`: page ids are 1 to num_pages; only groups with windows need it. `record_changes`: for
         `take_changes`, which must then be called regularly."""
         self._page_size = page_size
-        self._groups = groups = groups or CacheGroups(FULL, page_size)
+        self._groups = groups = groups or CacheGroups((FULL,), page_size)
         self._num_full = groups.num_full
         self._windows = WindowPages(num_pages) if groups.num_windows else None
         self._holders = np.empty(num_pages + 1, dtype=object)  # page id -> its node, for groups with windows
-        self._none: Int32Array = np.zeros((groups.num_groups, 0), dtype=np.int32)
+        self._none: Int32Array = np.zeros((groups.num_pages, 0), dtype=np.int32)
         self._records = record_changes
         self._changes: list[CacheChange] = []
         self._serials = itertools.count()

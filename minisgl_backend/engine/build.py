@@ -311,14 +311,15 @@ def _limits(
         mixed,
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )
-    pages, longest = runner.num_pages, runtime.max_prefill_length
-    limits = _scheduler_limits(runtime.config, model, runtime.page_size, pages, runtime.max_seq_len, longest, mixed)
+    pages, longest, columns = runner.num_pages, runtime.max_prefill_length, runner.columns
+    page_size = runtime.page_size * columns.kernel_pages
+    limits = _scheduler_limits(runtime.config, model, page_size, pages, runtime.max_seq_len, longest, mixed)
     return dataclasses.replace(
         limits,
         backlog=backlog,
         step_times=measured.step_times,
         sparse_step_sizes=runner.sparse_step_sizes,
-        windows=runner.cache_windows,
+        cache_kinds=columns.kinds,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )
 

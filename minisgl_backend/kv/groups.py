@@ -1,11 +1,16 @@
-"""What a row keeps of its pages: all of them, or those that its last tokens see.
+"""Cache groups, whose layers share a page table, and what rows hold of each.
 
-Layers that keep tokens alike are a cache group, and each group has a page table of its own over one pool of equal
-pages. Of a group with a window, or with attention in chunks, a row keeps the pages that its next token, and what is
-being computed, may see.
+Layers that keep the same tokens are a cache group, and each group has a page table of its own over one pool of equal
+pages: of a group whose layers see a window or a chunk, a row keeps the pages that its next token, and what is being
+computed, may see. Layers of one kind, as many as there are, become one group or several, the last of which may be short
+(vLLM's hybrid KV cache manager pads in the same way).
 
-Pages are equal where groups have equally many layers: layers of one kind, as many as there are, become one group or
-several, the last of which may be short (vLLM's hybrid KV cache manager pads in the same way).
+A page of the pool has a part for each layer of a group. Where layers of the groups differ in the bytes of a token, a
+page holds fewer tokens of those with more: attention's pages, which are equally long everywhere, are then parts of the
+pool's (vLLM's kernel blocks), and a row takes whole *columns*:
+
+    layers with windows, 2 bytes a token   page 7, page 9   a column: two of the pool's pages, each one of attention's
+    layers that see all, 1 byte a token    page 4           the same tokens: one of the pool's, two of attention's
 """
 
 from __future__ import annotations
@@ -16,120 +21,101 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
+from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, order
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Attention in chunks: a token sees those of its own one, up to itself."""
+class CacheGroup:
+    """Layers with one page table. A column of it has `num_pages * split` of attention's pages, in all groups alike."""
 
-    size: int  # tokens; chunks begin at multiples of it
-
-
-Window = int | Chunk | None  # what a query sees: that many last tokens, itself included; its chunk; all
-FULL: tuple[Window, ...] = (None,)  # the windows of a model whose layers all see everything
-MOST_GROUPS = 8  # attention is planned for each of them in each step
-WORTHWHILE = 15 / 16  # of the memory that fewer groups take: with more that save less, steps cost more than pages do
+    kind: CacheKind = FULL
+    num_pages: int = 1  # pages of the pool in a column
+    split: int = 1  # pages of attention in one of them
 
 
-@dataclass(frozen=True)
-class GroupedLayers:
-    """Which layers of a model are in which cache group, those without a window first, those with chunks last."""
+class ColumnLayout:
+    """How the page tables of attention follow from the pages of a row's columns, which are listed group by group."""
 
-    windows: tuple[Window, ...]  # by group
-    group_of_layer: tuple[int, ...]
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self.groups = tuple(groups)
+        self.num_groups = len(self.groups)
+        self.kernel_pages = groups[0].num_pages * groups[0].split  # of attention in a column
+        self.kinds = tuple(group.kind for group in groups for _ in range(group.num_pages))  # of a column's pages
+        # By page of a column: its group, into how many pages of attention it is divided, and the place of the first.
+        self._group = _of_pages(groups, [[index] * group.num_pages for index, group in enumerate(groups)])
+        self._split = _of_pages(groups, [[group.split] * group.num_pages for group in groups])
+        self._place = _of_pages(groups, [[page * group.split for page in range(group.num_pages)] for group in groups])
+
+    def of_rows(self, page_size: int) -> CacheGroups:
+        """What rows hold; `page_size`: of attention."""
+        return CacheGroups(self.kinds, self.kernel_pages * page_size)
+
+    def kernel_pages_for(self, num_tokens: int, page_size: int) -> int:
+        """Pages of attention of the columns that hold so many tokens."""
+        return -(-num_tokens // (page_size * self.kernel_pages)) * self.kernel_pages
+
+    def kernel_entries(
+        self, which: Int32Array, rows: Int32Array, columns: Int32Array, pages: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Entries of attention's page tables (groups, rows, columns, pages), sorted by group and column; from entries
+        of rows' columns, where `which` numbers the pages of a column. All int32 [num_entries]; page 0 becomes 0."""
+        counts = self._split[which]
+        each = np.repeat(np.arange(len(which)), counts)
+        part = np.arange(len(each), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+        which, pages = which[each], pages[each]
+        groups, places = self._group[which], columns[each] * np.int32(self.kernel_pages) + self._place[which] + part
+        entries = groups, rows[each], places, pages * self._split[which] + part * (pages > 0)
+        ranks = np.lexsort((places, groups))  # stable: later values of an entry stay behind earlier ones
+        return tuple(values[ranks].astype(np.int32, copy=False) for values in entries)  # type: ignore[return-value]
 
 
-def group_layers(
-    windows: Sequence[Window], page_size: int, max_seq_len: int, most_groups: int = MOST_GROUPS
-) -> GroupedLayers:
-    """At most `most_groups`. `windows`: by layer, as in `CacheGroups`.
-
-    Of all numbers of layers a group, the one with which a row of `max_seq_len` tokens takes least memory, or a few
-    percent more in fewer groups. That may be one group of all layers, which keeps everything.
-    """
-    kinds = sorted(set(windows), key=_order)
-    if len(kinds) == 1:
-        return GroupedLayers(tuple(kinds), (0,) * len(windows))
-    best = GroupedLayers(FULL, (0,) * len(windows))
-    least = len(windows) * CacheGroups(FULL, page_size).pages_of_row(max_seq_len)
-    for size in range(len(windows) - 1, 0, -1):  # fewer groups first
-        split = _split(windows, kinds, size)
-        if len(split.windows) > most_groups:
-            break
-        memory = size * CacheGroups(split.windows, page_size).pages_of_row(max_seq_len)
-        if memory <= WORTHWHILE * least or (memory < least and len(split.windows) <= len(best.windows)):
-            best, least = split, memory
-    return best
-
-
-def _order(window: Window) -> tuple[bool, int]:
-    return (True, window.size) if isinstance(window, Chunk) else (False, window or 0)
-
-
-def _split(windows: Sequence[Window], kinds: Sequence[Window], size: int) -> GroupedLayers:
-    """Groups of `size` layers, one kind after the other."""
-    groups: list[Window] = []
-    group_of_layer = [0] * len(windows)
-    for kind in kinds:
-        layers = [layer for layer, window in enumerate(windows) if window == kind]
-        for count, layer in enumerate(layers):
-            if count % size == 0:
-                groups.append(kind)
-            group_of_layer[layer] = len(groups) - 1
-    return GroupedLayers(tuple(groups), tuple(group_of_layer))
+def _of_pages(groups: Sequence[CacheGroup], values: list[list[int]]) -> Int32Array:
+    return np.array([value for of_group in values for value in of_group], dtype=np.int32)
 
 
 class CacheGroups:
-    """The groups of a model, those without a window first, those with chunks last; both are windows, one of which
-    slides.
+    """The pages of a row's columns: of kinds that keep everything first, of those with chunks last.
 
-    With a page border before the next token, a group with a window keeps the pages before it that the token before the
-    border, which may be in flight, still sees: `kept` = ceil(w / page) of a window of w tokens, at most as many of a
-    chunk of w. So a row that decodes holds at most kept + 1 pages of the group.
+    With a border before the next token, of a kind with a window a row keeps the pages before it that the token before
+    the border, which may be in flight, still sees. So a row that decodes holds at most `most_kept` + 1 of them.
     """
 
-    def __init__(self, windows: Sequence[Window], page_size: int) -> None:
-        """`windows`: by group."""
-        self.windows = tuple(windows)
+    def __init__(self, kinds: Sequence[CacheKind], page_size: int) -> None:
+        """`kinds`: of the pages of a column; `page_size`: tokens of a column."""
+        self.kinds = tuple(kinds)
         self.page_size = page_size
-        self.num_groups = len(self.windows)
-        self.num_full = self.windows.count(None)
-        sliding = [window for window in self.windows if isinstance(window, int)]
-        chunks = [window.size for window in self.windows if isinstance(window, Chunk)]
-        assert self.windows == (*FULL * self.num_full, *sliding, *map(Chunk, chunks)), "groups come in this order"
-        self.num_windows = len(sliding) + len(chunks)
-        self.kept = _column([-(-window // page_size) for window in (*sliding, *chunks)])  # int32 [num_windows, 1]
-        # Of sliding windows, and room for the others: pages before a border that the token behind it sees.
-        self._needed = _column([*(-(-(window - 1) // page_size) for window in sliding), *(0 for _ in chunks)])
-        self._num_sliding, self._chunks = len(sliding), _column(chunks)
+        self.num_pages = len(self.kinds)  # of a column
+        assert list(self.kinds) == sorted(self.kinds, key=order), "kinds come in this order"
+        self.num_full = sum(kind.keeps_all for kind in self.kinds)
+        self.num_windows = self.num_pages - self.num_full
+        windows = self.kinds[self.num_full :]
+        kept = [kind.most_kept(page_size) for kind in windows]
+        self.most_kept = np.array(kept, dtype=np.int32).reshape(-1, 1)  # [num_windows, 1]
+        self._runs = [(kind, windows.index(kind), windows.count(kind)) for kind in dict.fromkeys(windows)]
 
     def first_kept(self, borders: Int32Array) -> Int32Array:
-        """By group with a window, of which page on a row keeps pages; borders: pages before the next token, [n] ->
-        [num_windows, n], below 0 where that is all."""
-        first: Int32Array = borders - self.kept
-        if len(self._chunks):
-            first[self._num_sliding :] = self._first_of_chunk(borders * self.page_size - 1)
-        return first
+        """`CacheKind.first_kept` of the kinds that do not keep everything: [n] -> [num_windows, n]."""
+        return self._by_kind(borders, [kind.first_kept(borders, self.page_size) for kind, _, _ in self._runs])
 
     def first_needed(self, borders: Int32Array) -> Int32Array:
-        """Likewise of which page on a prefix that ends at the border is needed, by the token behind it."""
-        first: Int32Array = borders - self._needed
-        if len(self._chunks):
-            first[self._num_sliding :] = self._first_of_chunk(borders * self.page_size)
-        return first
+        """Likewise `CacheKind.first_needed`."""
+        return self._by_kind(borders, [kind.first_needed(borders, self.page_size) for kind, _, _ in self._runs])
 
-    def _first_of_chunk(self, positions: Int32Array) -> Int32Array:
-        first: Int32Array = positions // self._chunks * self._chunks // self.page_size
+    def _by_kind(self, borders: Int32Array, values: list[Int32Array]) -> Int32Array:
+        if len(values) == 1:
+            return np.broadcast_to(values[0], (self.num_windows, len(borders)))
+        first = np.empty((self.num_windows, len(borders)), dtype=np.int32)
+        for (_, start, count), of_kind in zip(self._runs, values, strict=True):
+            first[start : start + count] = of_kind
         return first
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages of one group that sees everything."""
+        """Columns of that many tokens."""
         return -(-num_tokens // self.page_size)
 
     def pages_of_row(self, num_tokens: int) -> int:
-        """Pages of all groups that a decoding row of `num_tokens` holds, at most."""
-        count = self.pages_for(num_tokens)
-        return self.num_full * count + int(np.minimum(self.kept + 1, count).sum())
+        """Pages that a decoding row of `num_tokens` holds, at most."""
+        return sum(kind.pages_of_row(num_tokens, self.page_size) for kind in self.kinds)
 
     def max_length(self, num_pages: int, max_seq_len: int) -> int:
         """Tokens of the longest row that a pool of `num_pages` holds alone, at most `max_seq_len`."""
@@ -142,16 +128,15 @@ class CacheGroups:
                 high = middle - 1
         return min(max_seq_len, low * self.page_size)
 
-    def room_in(self, num_pages: int, max_seq_len: int) -> str:
-        """What a pool of `num_pages` holds, in words."""
-        longest = self.max_length(num_pages, max_seq_len)
-        count = num_pages // max(self.pages_of_row(longest), 1)
-        room = f"room for {count} sequence{'' if count == 1 else 's'} of {longest} tokens"
-        if self.num_groups == 1:
-            return room
-        kept = "a window or a chunk" if len(self._chunks) else "a window"
-        return f"{room}, in {self.num_groups} cache groups, of which {self.num_windows} keep {kept}"
 
-
-def _column(values: list[int]) -> Int32Array:
-    return np.array(values, dtype=np.int32).reshape(-1, 1)
+def room_in(columns: ColumnLayout, page_size: int, num_pages: int, max_seq_len: int) -> str:
+    """What a pool of `num_pages` holds, in words; `page_size`: of attention."""
+    groups = columns.of_rows(page_size)
+    longest = groups.max_length(num_pages, max_seq_len)
+    count = num_pages // max(groups.pages_of_row(longest), 1)
+    room = f"room for {count} sequence{'' if count == 1 else 's'} of {longest} tokens"
+    if columns.num_groups == 1:
+        return room
+    kept = "a window or a chunk" if any(isinstance(kind, Chunked) for kind in groups.kinds) else "a window"
+    keeping = sum(not group.kind.keeps_all for group in columns.groups)
+    return f"{room}, in {columns.num_groups} cache groups, of which {keeping} keep {kept}"

@@ -7,46 +7,33 @@ Read as it is, this is attention with one KV head whose values are the leading p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from minisgl_backend.kv.layout import FP8, KVScales, LayerKV, MHALayout
+from minisgl_backend.kv.layout import CacheLayout, KVScales, LayerKV, PagePart
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentLayout:
+class LatentLayout(CacheLayout):
     """A latent and a rotated key for each token, the same on every rank; of FP8 numbers the scale is that of keys."""
 
     rank: int  # numbers of the latent
     rope_dim: int  # of the key
     dtype: torch.dtype
 
-    num_kv_heads: ClassVar[int] = 1
+    num_kv_heads: int = field(default=1, init=False)
 
     @property
-    def is_fp8(self) -> bool:
-        return self.dtype == FP8
-
-    @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> int:  # type: ignore[override]  # a field of others
         """Numbers of one token."""
         return self.rank + self.rope_dim
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one layer."""
-        return self.head_dim * self.dtype.itemsize
+    def parts(self, page_size: int) -> tuple[PagePart, ...]:
+        return (PagePart((page_size, self.head_dim), self.dtype),)
 
-    def allocate(self, num_layers: int, num_pages: int, page_size: int, device: torch.device) -> torch.Tensor:
-        """[num_layers, num_pages, page_size, rank + rope_dim]; zeros, as of `MHALayout`."""
-        return torch.zeros((num_layers, num_pages, page_size, self.head_dim), dtype=self.dtype, device=device)
-
-    def layer(self, memory: torch.Tensor, scales: KVScales) -> LayerKV:
-        """What one layer is given of that: memory [num_pages, page_size, rank + rope_dim]."""
-        keys = memory.unsqueeze(1)
+    def layer(self, tensors: Sequence[torch.Tensor], scales: KVScales) -> LayerKV:
+        (latents,) = tensors
+        keys = latents.unsqueeze(1)
         return LayerKV(keys, keys[..., : self.rank], scales)
-
-
-KVLayout = MHALayout | LatentLayout

@@ -3,66 +3,96 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kv.latent import KVLayout
-from minisgl_backend.kv.layout import ONE, KVScales, LayerKV
+from minisgl_backend.kv.layout import ONE, CacheLayout, KVScales, LayerKV
 
 
-def max_pages(page_size: int) -> int:
+class LayerPlace(NamedTuple):
+    """Where one layer's tokens are in a page of the pool."""
+
+    layout: CacheLayout
+    part: int  # which part of the page; layers of different cache groups may share one: their pages differ
+    split: int = 1  # pages of attention in the page
+
+    def sizes(self, page_size: int) -> tuple[int, ...]:
+        """Bytes of a page of the pool in each of the layer's tensors; `page_size`: of attention."""
+        return tuple(self.split * part.num_bytes for part in self.layout.parts(page_size))
+
+
+def max_pages(page_size: int, layers: Iterable[LayerPlace] = ()) -> int:
     """Pages that a pool can have: a slot is an int32, and one page more is the padding page."""
-    return (2**31 - 1) // page_size - 1
+    return (2**31 - 1) // (page_size * max((layer.split for layer in layers), default=1)) - 1
+
+
+def bytes_per_page(layers: Iterable[LayerPlace], page_size: int) -> int:
+    """Device memory of one page of a pool of these layers."""
+    return sum(sum(sizes) for sizes in _parts(layers, page_size).values())
+
+
+def places_after(before: Sequence[LayerPlace], layers: Iterable[LayerPlace]) -> tuple[LayerPlace, ...]:
+    """The places of another model's layers, in parts of their own behind those of `before`."""
+    count = len({layer.part for layer in before})
+    return tuple(layer._replace(part=count + layer.part) for layer in layers)
+
+
+def _parts(layers: Iterable[LayerPlace], page_size: int) -> dict[int, tuple[int, ...]]:
+    """By part of a page: bytes of its tensors, which are the same for all layers that share it."""
+    return {layer.part: layer.sizes(page_size) for layer in layers}
 
 
 class KVPool:
     """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns.
 
     A page has a part for each of the layers of a cache group (`kv.groups`), and belongs to one group at a time. Where
-    there are several, layers at the same place of their groups share the memory of that part.
+    there are several, layers at the same place of their groups share the memory of that part. A page is one of
+    attention's pages, or, for a layer with a `split`, so many: those of page p are p * split to p * split + split - 1.
     """
 
     def __init__(
         self,
-        layouts: Sequence[KVLayout],
+        layers: Sequence[LayerPlace],
         page_size: int,
         num_pages: int,
         device: torch.device,
         scales: Sequence[KVScales] | None = None,
-        page_parts: Sequence[int] | None = None,
     ) -> None:
-        """`layouts`: of the parts of a page. `page_parts`: by layer, index of its part; None: each layer has its own.
-        `scales`: by layer; None: all are 1."""
+        """`page_size`: of attention; `scales`: by layer; None: all are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
-        # One allocation per layout: many small ones would each be rounded up.
-        unused = {
-            layout: iter(layout.allocate(layouts.count(layout), num_pages + 1, page_size, device))
-            for layout in set(layouts)
-        }
-        parts = [next(unused[layout]) for layout in layouts]
-        page_parts = range(len(layouts)) if page_parts is None else page_parts
-        scales = scales or [ONE] * len(page_parts)
-        self._parts = [layout.layer(part, ONE) for layout, part in zip(layouts, parts, strict=True)]
+        parts = _parts(layers, page_size)
+        self._tensors: dict[int, list[torch.Tensor]] = {}  # by part: uint8 [num_pages + 1, bytes of a page]
+        # One allocation for parts alike: many small ones would each be rounded up.
+        for sizes in set(parts.values()):
+            alike = [part for part, of_part in parts.items() if of_part == sizes]
+            # Zeros, not garbage, which may hold NaN: kernels of other packages may read a last page whole.
+            memory = torch.zeros((len(alike), num_pages + 1, sum(sizes)), dtype=torch.uint8, device=device)
+            for part, of_part in zip(alike, memory, strict=True):
+                tensors = of_part.flatten().split([(num_pages + 1) * size for size in sizes])
+                self._tensors[part] = [tensor.view(num_pages + 1, -1) for tensor in tensors]
         self._layers = [
-            layouts[index].layer(parts[index], of_layer) for index, of_layer in zip(page_parts, scales, strict=True)
+            self._layer(layer, of_layer) for layer, of_layer in zip(layers, scales or [ONE] * len(layers), strict=True)
         ]
 
-    @staticmethod
-    def bytes_per_page(layouts: Sequence[KVLayout], page_size: int) -> int:
-        """Device memory of one page with these parts."""
-        return sum(layout.bytes_per_token for layout in layouts) * page_size
+    def _layer(self, layer: LayerPlace, scales: KVScales) -> LayerKV:
+        tensors = [
+            memory.flatten().view(part.dtype).view(-1, *part.shape)
+            for memory, part in zip(self._tensors[layer.part], layer.layout.parts(self.page_size), strict=True)
+        ]
+        return layer.layout.layer(tensors, scales)
 
     def clear(self, pages: torch.Tensor) -> None:
         """Sets pages (int [num_cleared]) to zero, whole."""
         pages = pages.long()
-        for kv in self._parts:
-            for cache in (kv.k, kv.v):
-                cache.view(torch.uint8).index_fill_(0, pages, 0)  # zero is all bits 0 in every format
+        for part in self._tensors.values():
+            for tensor in part:
+                tensor.index_fill_(0, pages, 0)  # zero is all bits 0 in every format
 
     def layer(self, layer_index: int) -> LayerKV:
-        """Keys and values of one layer, with `num_pages` + 1 pages."""
+        """Keys and values of one layer, with `num_pages` + 1 pages, or `split` times as many."""
         return self._layers[layer_index]
 
     def part(self, first: int, count: int) -> KVPool:

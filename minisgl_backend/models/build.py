@@ -12,7 +12,9 @@ from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_kernels, select_ops
-from minisgl_backend.kv.groups import MOST_GROUPS, Chunk, group_layers
+from minisgl_backend.kv.grouping import MOST_GROUPS, group_layers
+from minisgl_backend.kv.kinds import kind_of
+from minisgl_backend.kv.layout import LayerCache
 from minisgl_backend.layers.mixer import cache_of
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
@@ -121,15 +123,13 @@ def attention_spec(
 ) -> AttentionSpec:
     """What attention backends and the KV pool of one rank must serve for this model.
 
-    `kv_dtype`: of keys and values in the cache; None: `dtype`. `most_cache_groups`: see `kv.groups`; with one, as
-    where layers differ in their layouts, layers that differ in windows keep all tokens.
+    `kv_dtype`: of keys and values in the cache; None: `dtype`. `most_cache_groups`: see `kv.grouping`; with one,
+    layers that differ in windows keep all tokens.
     """
     caches = (cache_of(layer.mixer, tp_size, kv_dtype or dtype, max_seq_len) for layer in config.layers)
     kinds = [kind for kind in caches if kind is not None]
-    if len({kind.kv for kind in kinds}) > 1:  # pages of groups would not be equal
-        most_cache_groups = 1
-    windows = [kind.window if kind.chunk is None else Chunk(kind.chunk) for kind in kinds]
-    grouped = group_layers(windows, page_size, max_seq_len, most_cache_groups)
+    kept = [LayerCache(kind_of(kind.window, kind.chunk, max_seq_len), kind.kv) for kind in kinds]
+    grouped = group_layers(kept, page_size, max_seq_len, most_cache_groups)
     alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
         dataclasses.replace(
@@ -141,7 +141,7 @@ def attention_spec(
     )
     return AttentionSpec(
         groups=groups,
-        cache_windows=grouped.windows,
+        cache_groups=grouped.groups,
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_rows=max_rows,

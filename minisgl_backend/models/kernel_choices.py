@@ -298,7 +298,7 @@ def kernel_choices(
     spec = attention_spec(
         config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
     )
-    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META, page_parts=spec.page_parts))
+    model.bind_attention(spec, KVPool(spec.places, _PAGE_SIZE, 1, META))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
         hidden = model(ModelInput(ints(), ints()), _NoAttention(slots=(ints(),), is_warm_up=True))

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_fields
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
@@ -54,6 +55,7 @@ class BatchBuilder:
         prompts that have one, ascending; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
         RowError where a request cannot be served after all, before anything happens on the device or another rank.
         """
+        plan = self._in_kernel_pages(plan)
         if plan.num_proposed:
             return self._build_proposing(plan, graph_sizes)
         for admitted in plan.admitted:
@@ -114,10 +116,21 @@ class BatchBuilder:
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
         """`build_host` on other ranks: they follow rank 0's decisions, and need nothing for sampling."""
+        plan = self._in_kernel_pages(plan)
         if decisions.prompt_size:
             return self._stage_prompt(plan, decisions, NOTHING, ())
         prefill = prefill_arrays(plan) if plan.prefill else None
         return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
+
+    def _in_kernel_pages(self, plan: StepPlan) -> StepPlan:
+        """With the entries of attention's page tables instead of the pages of rows' columns."""
+        columns = self._table.columns
+        if columns.kernel_pages == 1 or not len(plan.page_ids):
+            return plan
+        groups, rows, places, pages = columns.kernel_entries(
+            plan.page_groups, plan.page_rows, plan.page_columns, plan.page_ids
+        )
+        return replace_fields(plan, page_groups=groups, page_rows=rows, page_columns=places, page_ids=pages)
 
     def _stage_prompt(
         self, plan: StepPlan, decisions: StepDecisions, needs: SamplingMetadata, penalised: tuple[PenaltyReset, ...]

@@ -18,7 +18,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
-from minisgl_backend.kv.groups import Window
+from minisgl_backend.kv.groups import ColumnLayout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
@@ -87,7 +87,7 @@ class ModelRunner:
         self._model = model
         self.attention = attention
         self._pool = pool
-        num_layers = len(attention.spec.page_parts)
+        num_layers = len(attention.spec.group_of_layer)
         model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()
@@ -103,7 +103,7 @@ class ModelRunner:
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
             if proposer is not None:  # before the model's captures, which may include `observe`
-                proposer.bind(pool.part(num_layers, len(proposer.kv_layouts)), self._builder)
+                proposer.bind(pool.part(num_layers, len(proposer.places)), self._builder)
                 if longest_prefill is not None:
                     proposer.prepare(proposer_graphs, longest_prefill)
             if graphs is not None:
@@ -120,9 +120,9 @@ class ModelRunner:
         return self._pool.num_pages
 
     @property
-    def cache_windows(self) -> tuple[Window, ...]:
-        """Window of each cache group, in tokens; None: all tokens are kept."""
-        return self.attention.spec.cache_windows
+    def columns(self) -> ColumnLayout:
+        """The pages that a scheduler hands out together, for the same tokens of a row."""
+        return self.attention.spec.columns
 
     @property
     def proposes(self) -> bool:

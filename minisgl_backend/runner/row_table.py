@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
+from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,25 @@ class RowTable:
     params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]  see kernels.sampling.layout
 
     def __init__(
-        self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device, num_groups: int = 1
+        self,
+        *,
+        max_running: int,
+        max_seq_len: int,
+        page_size: int,
+        device: torch.device,
+        columns: ColumnLayout | None = None,
     ) -> None:
-        """`num_groups`: cache groups of the model."""
+        """`page_size`: of attention; `columns`: of the model; None: it has one cache group."""
         self.max_rows = max_running + 1
         self.padding_row = max_running
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.device = device
-        max_pages_per_row = -(-max_seq_len // page_size)
-        shape = (num_groups, self.max_rows, max_pages_per_row)
+        self.columns = columns = columns or ColumnLayout((CacheGroup(),))
+        self.num_groups = num_groups = columns.num_groups
+        self.max_pages_per_row = columns.kernel_pages_for(max_seq_len, page_size)
+        shape = (num_groups, self.max_rows, self.max_pages_per_row)
         self._pages = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.num_groups, self.max_pages_per_row = num_groups, max_pages_per_row
         self.page_table = self._pages[0]
         self.page_tables = tuple(self._pages) if num_groups > 1 else ()
         self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)

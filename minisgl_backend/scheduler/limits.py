@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl_backend.kv.groups import FULL, Window
+from minisgl_backend.kv.kinds import FULL, CacheKind
 from minisgl_backend.step import Backlog, StepTimes
 
 
@@ -12,7 +12,7 @@ from minisgl_backend.step import Backlog, StepTimes
 class SchedulerLimits:
     """Units are tokens, pages and sequences."""
 
-    page_size: int
+    page_size: int  # of a column of the page table
     num_pages: int  # in the one pool that all cache groups share
     max_seq_len: int
     max_running_requests: int
@@ -21,7 +21,7 @@ class SchedulerLimits:
     mixed_prefill_length: int
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of it; larger budgets end on one
-    windows: tuple[Window, ...] = FULL  # one for each cache group
+    cache_kinds: tuple[CacheKind, ...] = (FULL,)  # of the pages of a column (`kv.groups`)
     cache_type: str = "radix"
     record_cache_changes: bool = False  # the caller drains them continually
     schedule_policy: str = "fcfs"

@@ -60,7 +60,7 @@ class Planner:
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
-        builder = StepPlanBuilder(self._running.kv.groups.num_groups)
+        builder = StepPlanBuilder(self._running.kv.groups.num_pages)
         self._preempted_before = self.preemption.num_for_running
         if self._shares is not None:
             self.admitter.preempt_for_fair_share(self._shares)
@@ -143,7 +143,7 @@ class Planner:
             gone = running.kv.trim(index[ready], (lengths[ready] - 1) // np.int32(self._limits.page_size))
             if gone is not None:
                 builder.write_entries(gone)
-        if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
+        if len(short) and len(short) * running.kv.groups.num_pages > running.kv.num_available:
             if self._drafting is not None and running.committed == step - 1:
                 running.give_back(index)  # pages kept for drafts
             keep = self.preemption.for_pages(index, short)
@@ -177,7 +177,7 @@ class Planner:
         for position, tokens in drafts:
             longest[position] += len(tokens)
         while len(short := np.flatnonzero(longest > running.kv.covered.take(index))):
-            if len(short) * running.kv.groups.num_groups > running.kv.num_available:
+            if len(short) * running.kv.groups.num_pages > running.kv.num_available:
                 longest[short] = running.kv.covered.take(index[short])  # drafts never preempt
                 break
             columns, pages = running.kv.extend(index[short])

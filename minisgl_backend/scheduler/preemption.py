@@ -34,7 +34,7 @@ class Preemption:
 
         Returns which of `index` can be planned now, bool [num_rows]; the others are preempted or wait for one step.
         """
-        running, num_groups = self._running, self._running.kv.groups.num_groups
+        running, num_groups = self._running, self._running.kv.groups.num_pages
         needing = index[short]
         while True:
             needing = needing[running.rows.active[needing]]

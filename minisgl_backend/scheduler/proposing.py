@@ -123,7 +123,7 @@ class ProposerSteps:
             builder.write_entries(gone)  # otherwise written when a row needs a page, but these rows have pages ahead
         longest = totals + np.int32(depth - 1)
         missing = -(-np.maximum(longest - kv.covered.take(index), 0) // kv.page_size)
-        fits = np.cumsum(missing) * kv.groups.num_groups <= kv.num_available
+        fits = np.cumsum(missing) * kv.groups.num_pages <= kv.num_available
         index, longest = index[fits], longest[fits]
         while len(short := index[longest > kv.covered.take(index)]):
             columns, pages = kv.extend(short)

@@ -27,7 +27,7 @@ class RunningSet:
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         max_rows = limits.max_running_requests
-        groups = CacheGroups(limits.windows, limits.page_size)
+        groups = CacheGroups(limits.cache_kinds, limits.page_size)
         self.max_length = groups.max_length(limits.num_pages, limits.max_seq_len)
         self.rows = RowState(max_rows, self.max_length, limits.eos_token_ids)
         most_pages = -(-self.max_length // limits.page_size)

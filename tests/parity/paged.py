@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,18 @@ class PagedModel:
             self.model = build_model(
                 config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=formats
             )
-        num_groups = len(self.spec.cache_windows)
-        num_pages = num_groups * max_rows * self.spec.max_pages_per_row
+        columns = self.spec.columns
+        shape = len(columns.kinds), max_rows, self.spec.max_pages_per_row // columns.kernel_pages
+        num_pages = math.prod(shape)
         self.pool = make_pool(self.spec, num_pages)
         self.model.bind_attention(self.spec, self.pool)
         self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
-        self.page_tables = torch.from_numpy(order.astype(np.int32)).view(num_groups, max_rows, -1).to(self.device)
+        entries = (*(index.reshape(-1).astype(np.int32) for index in np.indices(shape)), order.astype(np.int32))
+        groups, rows, places, pages = columns.kernel_entries(*entries)
+        tables = np.zeros((columns.num_groups, max_rows, self.spec.max_pages_per_row), dtype=np.int32)
+        tables[groups, rows, places] = pages
+        self.page_tables = torch.from_numpy(tables).to(self.device)
         self.lengths = [0] * max_rows
         self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
 

@@ -18,7 +18,7 @@ import torch
 
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
-from minisgl_backend.kv.groups import Chunk
+from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.models.config import ModelConfig
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
@@ -127,7 +127,7 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
             expect_short_answers(llm)
             assert case.generate(llm, STARVED_TOKENS) == case.answers(STARVED_TOKENS)
             # Where all layers have a window, rows whose prompt fills it grow no further.
-            grows = None in llm.engine.core._scheduler._limits.windows  # type: ignore[attr-defined]
+            grows = FULL in llm.engine.core._scheduler._limits.cache_kinds  # type: ignore[attr-defined]
             assert llm.stats.total_preempted > 0 or not grows, "this cell must take pages from running sequences"
         else:
             assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS)
@@ -151,8 +151,9 @@ def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, over
         scheduler = llm.engine.core._scheduler  # type: ignore[attr-defined]
         running, commit, held = scheduler._running, scheduler.commit, {True: 0, False: 0}
         groups = running.kv.groups
-        expected = {MISTRAL: (24,), MIXTURE: (None, 24, 24), CHUNKS: (None, Chunk(24), Chunk(24))}
-        assert groups.windows == expected[case.name]
+        window, chunk = Sliding(24), Chunked(24)
+        expected = {MISTRAL: (window,), MIXTURE: (FULL, window, window), CHUNKS: (FULL, chunk, chunk)}
+        assert groups.kinds == expected[case.name]
 
         def count() -> None:
             for one in running.active():

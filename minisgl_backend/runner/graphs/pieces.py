@@ -109,7 +109,7 @@ class PiecewiseRunner(ABC):
         The outputs that `aux_states` requests are left in `aux`."""
         spec = attention.spec
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
-        shape = (2 + len(spec.cache_windows), self.sizes[-1])  # ids, positions, slots by cache group
+        shape = (2 + len(spec.cache_groups), self.sizes[-1])  # ids, positions, slots by cache group
         self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self._heads = HeadBuffers.allocate(spec, self.sizes[-1])
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)

@@ -40,7 +40,7 @@ class DeviceProposer(ABC):
 
     def __init__(self, spec: AttentionSpec | None = None) -> None:
         """`spec`: of its layers in the pool; None: it has none. Sequences, pages and rows are those of the model."""
-        self.kv_layouts = () if spec is None else spec.kv_layouts
+        self.places = () if spec is None else spec.places
         self._graphs: GraphRunner | None = None  # its captured passes; set by `prepare`
 
     @classmethod

@@ -19,10 +19,9 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
-from minisgl_backend.kv.groups import FULL, CacheGroups
-from minisgl_backend.kv.latent import KVLayout
+from minisgl_backend.kv.groups import room_in
 from minisgl_backend.kv.layout import ONE
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.pool import KVPool, LayerPlace, places_after
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -102,7 +101,7 @@ def _build(
         most_rows = runtime.max_prefill_length + runtime.most_decode_entries
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
-    spec, layouts, attention, runner_with = _load(runtime, model_config, device, tp, progress, free_at_start)
+    spec, places, attention, runner_with = _load(runtime, model_config, device, tp, progress, free_at_start)
     progress.phase_ended("weights")
     max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
@@ -128,7 +127,7 @@ def _build(
             tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
         # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
-    num_pages = tp.minimum(choose_num_pages(runtime, spec, layouts, free_at_start, step_bytes))
+    num_pages = tp.minimum(choose_num_pages(runtime, spec, places, free_at_start, step_bytes))
     sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
     graphs, captured_pieces = _captures(sizes, pieces, runtime, model_config.hidden_size, progress)
     runner = runner_with(
@@ -144,12 +143,11 @@ def _build(
         progress.phase_ended("warm-up")
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
-    groups = CacheGroups(spec.cache_windows, runtime.page_size)
     log.info(
         "%d pages of %d tokens, %s%s, %s",
         num_pages,
         runtime.page_size,
-        groups.room_in(num_pages, runtime.max_seq_len),
+        room_in(spec.columns, runtime.page_size, num_pages, runtime.max_seq_len),
         _kept_whole(runtime, spec),
         ", ".join(graphs_of) or "no CUDA graphs",
     )
@@ -163,10 +161,10 @@ def _load(
     tp: TensorParallel,
     progress: StartProgress,
     free_at_start: int,
-) -> tuple[AttentionSpec, tuple[KVLayout, ...], AttentionPair, Callable[..., ModelRunner]]:
-    """Everything that does not depend on the number of pages: the model's attention spec, the pool's layouts of all
-    layers including the proposer's, the attention pair, and a function from a number of pages to a runner, which also
-    takes the captures of ModelRunner."""
+) -> tuple[AttentionSpec, tuple[LayerPlace, ...], AttentionPair, Callable[..., ModelRunner]]:
+    """Everything that does not depend on the number of pages: the model's attention spec, the places in the pool of
+    all layers including the proposer's, the attention pair, and a function from a number of pages to a runner, which
+    also takes the captures of ModelRunner."""
     config, dtype = runtime.config, getattr(torch, runtime.dtype)
     model = _build_model(runtime, model_config, device, tp, progress)
     spec = attention_spec(
@@ -182,7 +180,7 @@ def _load(
         most_cache_groups=runtime.most_cache_groups,
     )
     spec = keeping_for(spec, draft_spec(runtime, runtime.draft, device) if runtime.draft is not None else None)
-    is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
+    is_quantized = any(group.kv.is_fp8 for group in spec.groups)
     reads_scales = is_quantized and not config.dummy_weights
     scales = (
         read_kv_scales(model_config.num_layers, runtime.model_dir, model_config.tensor_names) if reads_scales else None
@@ -193,7 +191,7 @@ def _load(
         max_seq_len=runtime.max_seq_len,
         page_size=runtime.page_size,
         device=device,
-        num_groups=len(spec.cache_windows),
+        columns=spec.columns,
     )
     vocab_size, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
     sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
@@ -212,20 +210,19 @@ def _load(
                 load_model=lambda draft, folder: _build_native(runtime, draft, folder, device, own_tp, progress),
             )
         )
-    layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.kv_layouts))
-    page_parts = (*spec.page_parts, *range(len(spec.kv_layouts), len(layouts)))
+    places = (*spec.places, *places_after(spec.places, () if proposer is None else proposer.places))
     if device.type == "cuda" and isinstance(model, torch.nn.Module):
-        add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, layouts, free_at_start)))
+        add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, places, free_at_start)))
     if scales is not None:
         kept = [layer.mixer.attention is not None for layer in model_config.layers]
         scales = [scale for scale, is_kept in zip(scales, kept, strict=True) if is_kept]
-        scales += [ONE] * (len(page_parts) - len(scales))
+        scales += [ONE] * (len(places) - len(scales))
 
     def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(layouts, spec.page_size, num_pages, device, scales, page_parts),
+            pool=KVPool(places, spec.page_size, num_pages, device, scales),
             table=table,
             sampling=sampling,
             sampler=sampler,
@@ -234,7 +231,7 @@ def _load(
             **captures,
         )
 
-    return spec, layouts, attention, runner_with
+    return spec, places, attention, runner_with
 
 
 def _build_model(
@@ -321,11 +318,15 @@ def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRun
 
 def _kept_whole(runtime: RuntimeConfig, spec: AttentionSpec) -> str:
     """Why layers with windows keep the pages of all tokens, where they do; else ""."""
-    if spec.cache_windows != FULL or all(group.sees_all for group in spec.groups):
+    if (
+        len(spec.cache_groups) > 1
+        or not spec.cache_groups[0].kind.keeps_all
+        or all(group.sees_all for group in spec.groups)
+    ):
         return ""
     if runtime.draft is not None:
         reason = "the draft model's layers share their pages"
-    elif len(set(spec.kv_layouts)) > 1:
+    elif len({group.kv for group in spec.groups}) > 1:
         reason = "layers differ in the size of a token"
     else:
         reason = "that would save little"

@@ -13,6 +13,7 @@ from minisgl_backend.attention.needs import AttentionNeeds
 from minisgl_backend.attention.registry import choose_attention
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.groups import CacheGroup
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.build import attention_needs, attention_spec
 from minisgl_backend.models.config import ModelConfig
@@ -100,6 +101,6 @@ def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.devic
 
 def keeping_for(target: AttentionSpec, draft: AttentionSpec | None) -> AttentionSpec:
     """The target's spec with cache groups that serve both models: all tokens are kept if their windows differ."""
-    if draft is None or draft.cache_windows == target.cache_windows:
+    if draft is None or draft.cache_groups == target.cache_groups:
         return target
-    return replace(target, cache_windows=(None,))
+    return replace(target, cache_groups=(CacheGroup(),))

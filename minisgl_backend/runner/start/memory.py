@@ -17,9 +17,8 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kv.groups import CacheGroups
-from minisgl_backend.kv.latent import KVLayout
-from minisgl_backend.kv.pool import KVPool, max_pages
+from minisgl_backend.kv.groups import room_in
+from minisgl_backend.kv.pool import LayerPlace, bytes_per_page, max_pages, places_after
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
@@ -65,11 +64,11 @@ def choose_graph_max_bs(decode_bytes: int, max_running: int, free_now: int) -> i
 
 
 def choose_num_pages(
-    runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout], free_at_start: int, step_bytes: int
+    runtime: RuntimeConfig, spec: AttentionSpec, places: Sequence[LayerPlace], free_at_start: int, step_bytes: int
 ) -> int:
     """Pages of this rank's pool: `num_pages` where it is set, else what memory_ratio leaves.
 
-    `layouts`: of all layers in the pool; `free_at_start`: device memory before the weights were loaded; `step_bytes`:
+    `places`: of all layers in the pool; `free_at_start`: device memory before the weights were loaded; `step_bytes`:
     the peak of a worst-case step.
     Raises ConfigError where not even one page fits.
     """
@@ -81,9 +80,9 @@ def choose_num_pages(
         budget = int(free_now * config.memory_ratio)
     else:
         budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
-    pages = _pages_in(budget, runtime, spec, layouts)
+    pages = _pages_in(budget, runtime, spec, places)
     if pages < 1:
-        page_bytes = KVPool.bytes_per_page(layouts, spec.page_size)
+        page_bytes = bytes_per_page(places, spec.page_size)
         raise ConfigError(
             f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "
             f"does not hold the weights, a step ({step_bytes >> 20} MiB) and one page ({page_bytes} bytes); raise "
@@ -121,21 +120,21 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         device=device,
         most_cache_groups=runtime.most_cache_groups,
     )
-    layouts = spec.kv_layouts
+    places = own = spec.places
     if runtime.draft is not None:
         of_draft = draft_spec(runtime, runtime.draft, device)
-        spec, layouts = keeping_for(spec, of_draft), (*layouts, *of_draft.kv_layouts)
+        spec = keeping_for(spec, of_draft)
+        own = places_after(spec.places, of_draft.places)
+        places = (*spec.places, *own)
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
-    fixed = (config.num_pages or 0) * KVPool.bytes_per_page(layouts, spec.page_size)
+    fixed = (config.num_pages or 0) * bytes_per_page(places, spec.page_size)
     second = _second_layouts(runtime, model, budget - fixed)
     budget -= second
-    pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, layouts))
-    groups = CacheGroups(spec.cache_windows, spec.page_size)
-    room = groups.room_in(pages, runtime.max_seq_len)
+    pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, places))
+    room = room_in(spec.columns, spec.page_size, pages, runtime.max_seq_len)
     if runtime.draft is None:
         return MemoryNeed(weights, free, pages, room, second_layouts=second)
-    own = KVPool.bytes_per_page(layouts[-runtime.draft.model.num_layers :], spec.page_size)
-    share = own / KVPool.bytes_per_page(layouts, spec.page_size)
+    share = bytes_per_page(own, spec.page_size) / bytes_per_page(places, spec.page_size)
     copies = 1 if on_gpu else config.ranks_per_node * config.dp
     return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share, second)
 
@@ -179,16 +178,16 @@ def draft_weight_bytes(runtime: RuntimeConfig) -> int:
     return every // runtime.config.tp
 
 
-def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout]) -> int:
+def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec, places: Sequence[LayerPlace]) -> int:
     """Pages that fit into `budget` bytes in addition to the padding page; at most the number that can be used."""
-    most = max_pages(spec.page_size)
+    most = max_pages(spec.page_size, places)
     if spec.device.type == "cpu":
         budget = min(CPU_POOL_BYTES, budget)
         rows, chunk = runtime.config.max_running_requests, min(runtime.max_prefill_length, spec.max_seq_len)
-        groups = CacheGroups(spec.cache_windows, spec.page_size)
+        groups = spec.columns.of_rows(spec.page_size)
         in_prefill = groups.num_windows * groups.pages_for(chunk)
         most = min(most, CPU_POOL_SHARE * rows * groups.pages_of_row(spec.max_seq_len) + in_prefill)
-    return min(most, budget // KVPool.bytes_per_page(layouts, spec.page_size) - 1)
+    return min(most, budget // bytes_per_page(places, spec.page_size) - 1)
 
 
 def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:

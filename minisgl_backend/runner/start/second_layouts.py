@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.kv.latent import KVLayout
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.pool import LayerPlace, bytes_per_page
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
@@ -28,15 +27,15 @@ MOST_SHARE = 1 / 3
 
 
 def room_for_second_layouts(
-    runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout], free_at_start: int
+    runtime: RuntimeConfig, spec: AttentionSpec, places: Sequence[LayerPlace], free_at_start: int
 ) -> int:
     """Bytes of this rank's GPU that memory_ratio leaves after the weights are loaded, minus the pages of `num_pages`.
 
-    `layouts`: of all layers in the pool; `free_at_start`: bytes before the weights were loaded.
+    `places`: of all layers in the pool; `free_at_start`: bytes before the weights were loaded.
     """
     torch.cuda.empty_cache()
     taken = free_at_start - free_bytes(spec.device)
-    fixed = (runtime.config.num_pages or 0) * KVPool.bytes_per_page(layouts, spec.page_size)
+    fixed = (runtime.config.num_pages or 0) * bytes_per_page(places, spec.page_size)
     return int(free_at_start * runtime.config.memory_ratio) - taken - fixed
 
 

@@ -17,6 +17,8 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kv.groups import CacheGroup
+from minisgl_backend.kv.kinds import kind_of
 from minisgl_backend.kv.layout import LayerKV
 from tests.specs import one_group
 
@@ -97,7 +99,7 @@ def mixture() -> AttentionSpec:
     )  # fmt: skip
     windows = (None, WINDOW, WINDOW, WINDOW)
     groups = tuple(replace(spec.groups[0], layers=(i,), window=w, cache_group=i) for i, w in enumerate(windows))
-    return replace(spec, groups=groups, cache_windows=windows)
+    return replace(spec, groups=groups, cache_groups=tuple(CacheGroup(kind_of(w, None, 128)) for w in windows))
 
 
 class Pool:

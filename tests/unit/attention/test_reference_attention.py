@@ -18,8 +18,10 @@ from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.torch_ops import store_tokens
+from minisgl_backend.kv.groups import CacheGroup
+from minisgl_backend.kv.kinds import Sliding
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.pool import bytes_per_page
 from tests.specs import make_pool, one_group
 
 MAX_ROWS, MAX_SEQ_LEN, HEAD_DIM = 6, 1024, 8
@@ -245,16 +247,16 @@ def test_pool_sizes() -> None:
     pool = make_pool(spec, 10)
     assert pool.layer(0).k.shape == (11, 2, 16, HEAD_DIM)
     used = sum(pool.layer(layer).k.nbytes + pool.layer(layer).v.nbytes for layer in range(2))
-    assert KVPool.bytes_per_page(spec.kv_layouts, 16) * 11 == used
+    assert bytes_per_page(spec.places, 16) * 11 == used
 
 
 def test_layers_of_several_cache_groups_share_memory() -> None:
     groups = [replace(make_spec(16).groups[0], layers=(layer,), cache_group=layer // 2) for layer in range(3)]
-    spec = replace(make_spec(16), groups=tuple(groups), cache_windows=(None, 24))
+    spec = replace(make_spec(16), groups=tuple(groups), cache_groups=(CacheGroup(), CacheGroup(Sliding(24))))
     pool = make_pool(spec, 10)
     addresses = [pool.layer(layer).k.data_ptr() for layer in range(3)]
     assert addresses[0] == addresses[2] != addresses[1]
-    assert len(spec.kv_layouts) == 2
+    assert [place.part for place in spec.places] == [0, 1, 0]
     pool.layer(2).k[[3, 4]] = 1.0
     pool.clear(torch.tensor([3]))
     assert (pool.layer(0).k[3] == 0).all()

@@ -8,7 +8,8 @@ import pytest
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.kv.groups import FULL, CacheGroups
+from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.kinds import FULL, CacheKind, Sliding
 
 
 def ids(*values: int) -> np.ndarray:
@@ -106,7 +107,7 @@ def test_many_uses_do_not_grow_the_heap() -> None:
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 def test_a_lease_ends_once(cache_type: str) -> None:
-    manager = KVManager(8, CacheGroups(FULL, 4), max_rows=2, max_pages_per_row=8, cache_type=cache_type)
+    manager = KVManager(8, CacheGroups((FULL,), 4), max_rows=2, max_pages_per_row=8, cache_type=cache_type)
     tokens = np.arange(10, dtype=np.int32)
     lease = start(manager, 0, tokens)
     assert manager.pages_of(lease).tolist() == [[1, 2, 3]]
@@ -123,7 +124,7 @@ def test_a_lease_ends_once(cache_type: str) -> None:
 
 
 def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
-    manager = KVManager(20, CacheGroups(FULL, 4), max_rows=3, max_pages_per_row=8, cache_type="radix")
+    manager = KVManager(20, CacheGroups((FULL,), 4), max_rows=3, max_pages_per_row=8, cache_type="radix")
     tokens = np.arange(14, dtype=np.int32)
     first, second = start(manager, 0, tokens), start(manager, 1, tokens)
     assert manager.publish(first, tokens) is None
@@ -142,7 +143,7 @@ def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
 
 
 def test_taking_pages_evicts_what_only_the_cache_keeps() -> None:
-    manager = KVManager(4, CacheGroups(FULL, 1), max_rows=2, max_pages_per_row=4, cache_type="radix")
+    manager = KVManager(4, CacheGroups((FULL,), 1), max_rows=2, max_pages_per_row=4, cache_type="radix")
     old = ids(1, 2, 3)
     manager.release(start(manager, 0, old), old)
     assert (manager.num_free, manager.num_available) == (1, 4)
@@ -151,9 +152,9 @@ def test_taking_pages_evicts_what_only_the_cache_keeps() -> None:
     assert manager.match(old).pages.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("windows", [(16,), (None, 16)])
-def test_a_prefix_shorter_than_the_window_is_reused(windows: tuple[int | None, ...]) -> None:
-    manager = KVManager(64, CacheGroups(windows, 4), 2, 16, "radix")
+@pytest.mark.parametrize("kinds", [(Sliding(16),), (FULL, Sliding(16))])
+def test_a_prefix_shorter_than_the_window_is_reused(kinds: tuple[CacheKind, ...]) -> None:
+    manager = KVManager(64, CacheGroups(kinds, 4), 2, 16, "radix")
     tokens = np.arange(13, dtype=np.int32)
     lease = start(manager, 0, tokens)
     manager.publish(lease, tokens[:12])

@@ -10,7 +10,8 @@ import pytest
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
+from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 
 NUM_PAGES = 24
 
@@ -38,7 +39,7 @@ class Reader:
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
     draw, reader = random.Random(page_size), Reader()
-    manager = KVManager(NUM_PAGES, CacheGroups(FULL, page_size), 4, NUM_PAGES, "radix", record_changes=True)
+    manager = KVManager(NUM_PAGES, CacheGroups((FULL,), page_size), 4, NUM_PAGES, "radix", record_changes=True)
     running: list[tuple[PageLease, np.ndarray]] = []
     removed = 0
     for _ in range(2000):
@@ -65,13 +66,13 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
     assert manager.take_cache_changes() == []
 
 
-@pytest.mark.parametrize("windows", [(None, 3), (4,), (None, None, Chunk(6))])
-def test_a_reader_knows_all_prefixes_that_can_be_used_where_there_are_windows(windows: tuple[Window, ...]) -> None:
+@pytest.mark.parametrize("kinds", [(FULL, Sliding(3)), (Sliding(4),), (FULL, FULL, Chunked(6))])
+def test_a_reader_knows_all_prefixes_that_can_be_used_where_there_are_windows(kinds: tuple[CacheKind, ...]) -> None:
     """A block is told as stored while its prefix is in the tree: never less than can be used, and more where a window's
     pages are gone."""
     page_size = 2
-    draw, reader, groups = random.Random(0), Reader(), CacheGroups(windows, page_size)
-    manager = KVManager(NUM_PAGES * len(windows), groups, 4, NUM_PAGES, "radix", record_changes=True)
+    draw, reader, groups = random.Random(0), Reader(), CacheGroups(kinds, page_size)
+    manager = KVManager(NUM_PAGES * len(kinds), groups, 4, NUM_PAGES, "radix", record_changes=True)
     running: list[tuple[PageLease, np.ndarray]] = []
     removed = used = gone = 0
     for _ in range(600):

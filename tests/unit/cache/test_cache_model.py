@@ -11,7 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from minisgl_backend.arrays import IdArray
 from minisgl_backend.cache.content_ids import FIRST
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
-from minisgl_backend.kv.groups import FULL, CacheGroups, Chunk, Window
+from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from tests.fakes import first_seen
 
 NUM_PAGES = 12
@@ -23,14 +24,14 @@ class LeaseMachine(RuleBasedStateMachine):
 
     page_size = 2
     cache_type = "radix"
-    windows: tuple[Window, ...] = FULL
+    kinds: tuple[CacheKind, ...] = (FULL,)
     ids: tuple[int, ...] = (0, 1)
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.groups = CacheGroups(self.windows, self.page_size)
-        self.num_pages = NUM_PAGES * len(self.windows)
+        self.groups = CacheGroups(self.kinds, self.page_size)
+        self.num_pages = NUM_PAGES * len(self.kinds)
         self.manager = KVManager(self.num_pages, self.groups, MAX_ROWS, MAX_COLUMNS, self.cache_type)
         # By page: the group, the tokens before, and its own.
         self.contents: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
@@ -81,8 +82,8 @@ class LeaseMachine(RuleBasedStateMachine):
             if self.groups.num_windows:
                 self.manager.trim(rows, np.array([column], dtype=np.int32))
                 held = np.count_nonzero(self.manager.pages_of(lease)[self.groups.num_full :], axis=1)
-                assert (held <= self.groups.kept[:, 0]).all()
-            if self.manager.num_available < len(self.windows):
+                assert (held <= self.groups.most_kept[:, 0]).all()
+            if self.manager.num_available < len(self.kinds):
                 return
             self.manager.extend(rows)
         tokens.append(token)
@@ -126,7 +127,7 @@ class LeaseMachine(RuleBasedStateMachine):
             end = self.computed[lease]
             columns = -(-end // self.page_size)
             for group, pages in enumerate(self.manager.pages_of(lease)):
-                seen = first_seen(self.windows[group], end) // self.page_size  # by the next token
+                seen = first_seen(self.kinds[group], end) // self.page_size  # by the next token
                 for column, page in list(enumerate(pages.tolist()))[seen:columns]:
                     start = column * self.page_size
                     stop = min(start + self.page_size, end)
@@ -151,29 +152,33 @@ def _ids(tokens: list[int]) -> IdArray:
 
 
 CASES = [
-    *((FULL, page_size, cache_type) for page_size in (1, 2, 3) for cache_type in ("radix", "naive")),
-    *(((1,), 1, "radix"), ((3,), 2, "radix"), ((5,), 3, "radix"), ((2, 5), 1, "radix")),
-    *(((None, 4), 1, "radix"), ((None, 4), 3, "radix"), ((None, 2, 5), 2, "radix"), ((None, None, 3), 2, "radix")),
-    *(
-        ((None, 4), 2, "naive"),
-        ((Chunk(4),), 2, "radix"),
-        ((None, 3, Chunk(5)), 2, "radix"),
-        ((None, Chunk(3)), 1, "radix"),
-    ),
+    *(((FULL,), page_size, cache_type) for page_size in (1, 2, 3) for cache_type in ("radix", "naive")),
+    ((Sliding(1),), 1, "radix"),
+    ((Sliding(3),), 2, "radix"),
+    ((Sliding(5),), 3, "radix"),
+    ((Sliding(2), Sliding(5)), 1, "radix"),
+    ((FULL, Sliding(4)), 1, "radix"),
+    ((FULL, Sliding(4)), 3, "radix"),
+    ((FULL, Sliding(2), Sliding(5)), 2, "radix"),
+    ((FULL, FULL, Sliding(3)), 2, "radix"),
+    ((FULL, Sliding(4)), 2, "naive"),
+    ((Chunked(4),), 2, "radix"),
+    ((FULL, Sliding(3), Chunked(5)), 2, "radix"),
+    ((FULL, Chunked(3)), 1, "radix"),
 ]
 
 
-@pytest.mark.parametrize("windows", [FULL, (None, 3)])
-def test_any_order_of_prompts_with_contents_keeps_every_law(windows: tuple[Window, ...]) -> None:
-    parts = {"page_size": 2, "windows": windows, "ids": (0, FIRST, FIRST + 1)}
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, Sliding(3))])
+def test_any_order_of_prompts_with_contents_keeps_every_law(kinds: tuple[CacheKind, ...]) -> None:
+    parts = {"page_size": 2, "kinds": kinds, "ids": (0, FIRST, FIRST + 1)}
     machine = type("Machine", (LeaseMachine,), parts)
     run_state_machine_as_test(machine, settings=_settings(max_examples=15))
 
 
-@pytest.mark.parametrize(("windows", "page_size", "cache_type"), CASES)
-def test_any_order_of_leases_keeps_every_law(windows: tuple[Window, ...], page_size: int, cache_type: str) -> None:
-    machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type, "windows": windows})
-    run_state_machine_as_test(machine, settings=_settings(max_examples=25 if windows == FULL else 15))
+@pytest.mark.parametrize(("kinds", "page_size", "cache_type"), CASES)
+def test_any_order_of_leases_keeps_every_law(kinds: tuple[CacheKind, ...], page_size: int, cache_type: str) -> None:
+    machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type, "kinds": kinds})
+    run_state_machine_as_test(machine, settings=_settings(max_examples=25 if kinds == (FULL,) else 15))
 
 
 def _settings(max_examples: int) -> settings:

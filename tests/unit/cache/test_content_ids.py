@@ -9,7 +9,8 @@ from minisgl_backend.cache.changes import page_hashes
 from minisgl_backend.cache.content_ids import FIRST, content_ids
 from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.delivery.router import _block_hashes
-from minisgl_backend.kv.groups import FULL, CacheGroups
+from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.kinds import FULL
 from minisgl_backend.request import Content, Request
 from tests.fakes import make_request
 from tests.unit.scheduler.test_scheduler import limits, make_loop
@@ -31,7 +32,7 @@ def test_ids_are_those_of_the_tokens_but_where_contents_are() -> None:
 
 
 def test_pages_are_shared_as_far_as_contents_are_equal() -> None:
-    manager = KVManager(40, CacheGroups(FULL, 4), 4, 20, "radix")
+    manager = KVManager(40, CacheGroups((FULL,), 4), 4, 20, "radix")
     for row, contents in enumerate([(CAT,), ()]):
         ids = content_ids(PROMPT, contents)
         match = manager.match(ids)

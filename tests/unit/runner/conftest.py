@@ -71,7 +71,9 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             dtype=torch.float32,
             device=CPU,
         )
-        table = RowTable(max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
+        table = RowTable(
+            max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU, columns=spec.columns
+        )
         attention = create_attention("torch", "torch", spec)
         if prompt_graphs:
             backends = [PromptGraphs(spec, group) for group in spec.groups]

@@ -27,7 +27,7 @@ class Driver:
     """Turns "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
 
     page_size: int
-    num_groups: int = 1  # cache groups
+    num_groups: int = 1  # cache groups, or pages of a column
     next_step: int = 0
     next_page: int = 1
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by row, the host's view

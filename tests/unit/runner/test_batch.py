@@ -9,6 +9,7 @@ import torch
 from hand_made_plans import Driver
 
 from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
 from minisgl_backend.runner.batch import BatchBuilder
@@ -41,7 +42,13 @@ class Mirror:
 
 
 def make_builder(page_size: int = 4, num_groups: int = 1) -> tuple[RowTable, BatchBuilder]:
-    table = RowTable(max_running=ROWS, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU, num_groups=num_groups)
+    table = RowTable(
+        max_running=ROWS,
+        max_seq_len=MAX_SEQ_LEN,
+        page_size=page_size,
+        device=CPU,
+        columns=ColumnLayout([CacheGroup()] * num_groups),
+    )
     return table, BatchBuilder(table, SamplingRows(table.max_rows, 100, (), table.max_seq_len, CPU))
 
 

@@ -14,7 +14,7 @@ from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.pool import bytes_per_page
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
@@ -82,16 +82,16 @@ def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.Monk
     """Nine tenths of what was free, less the weights, less a step, less the padding page."""
     runtime, model = runtime_for(tiny_model_dir, max_running_requests=4096, memory_ratio=0.5)
     spec = attention_spec(model, tp_size=1, page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=CPU)
-    page = KVPool.bytes_per_page(spec.kv_layouts, 16)
+    page = bytes_per_page(spec.places, 16)
     on_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 900 * page)
     assert (
-        choose_num_pages(runtime, on_gpu, on_gpu.kv_layouts, free_at_start=1000 * page, step_bytes=50 * page)
+        choose_num_pages(runtime, on_gpu, on_gpu.places, free_at_start=1000 * page, step_bytes=50 * page)
         == 500 - 100 - 50 - 1
     )
     with pytest.raises(ConfigError, match="memory_ratio"):
-        choose_num_pages(runtime, on_gpu, on_gpu.kv_layouts, free_at_start=1000 * page, step_bytes=399 * page)
-    assert choose_num_pages(runtime, spec, spec.kv_layouts, free_at_start=0, step_bytes=0) == 450 - 1
+        choose_num_pages(runtime, on_gpu, on_gpu.places, free_at_start=1000 * page, step_bytes=399 * page)
+    assert choose_num_pages(runtime, spec, spec.places, free_at_start=0, step_bytes=0) == 450 - 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import torch
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.groups import CacheGroup
+from minisgl_backend.kv.kinds import Sliding
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -94,7 +96,7 @@ def test_pages_keep_what_both_need(tmp_path: Path) -> None:
     runtime = resolved(model(tmp_path))
     assert runtime.draft is not None
     spec = draft_spec(runtime, runtime.draft, torch.device("cpu"))
-    windowed = dataclasses.replace(spec, cache_windows=(64,))
-    assert keeping_for(windowed, None).cache_windows == (64,)
-    assert keeping_for(windowed, windowed).cache_windows == (64,)
-    assert keeping_for(windowed, spec).cache_windows == keeping_for(spec, windowed).cache_windows == (None,)
+    windowed = dataclasses.replace(spec, cache_groups=(CacheGroup(Sliding(64)),))
+    assert keeping_for(windowed, None).cache_groups == (CacheGroup(Sliding(64)),)
+    assert keeping_for(windowed, windowed).cache_groups == (CacheGroup(Sliding(64)),)
+    assert keeping_for(windowed, spec).cache_groups == keeping_for(spec, windowed).cache_groups == (CacheGroup(),)

@@ -43,7 +43,7 @@ def test_layers_that_differ_in_their_heads(make_runner: MakeRunner, tmp_path: Pa
     save_checkpoint("gemma4", tmp_path)
 
     def answers(runner: ModelRunner) -> list[list[int]]:
-        driver = Driver(4)
+        driver = Driver(4 * runner.columns.kernel_pages, len(runner.columns.kinds))
         for row, lengths in ((2, (20, 13)), (0, (4,))):
             driver.admit(row, PROMPTS[row], GREEDY)
             for length in lengths:

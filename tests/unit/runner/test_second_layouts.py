@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.pool import bytes_per_page
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.runner.start import memory, second_layouts
 from minisgl_backend.runner.start.memory import memory_of
@@ -73,9 +73,9 @@ def test_the_room(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = attention_spec(
         model, tp_size=1, page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=torch.device("cpu")
     )
-    page = KVPool.bytes_per_page(spec.kv_layouts, 16)
+    page = bytes_per_page(spec.places, 16)
     monkeypatch.setattr(second_layouts, "free_bytes", lambda device: 900 * page)
-    assert room_for_second_layouts(runtime, spec, spec.kv_layouts, 1000 * page) == (500 - 100 - 7) * page
+    assert room_for_second_layouts(runtime, spec, spec.places, 1000 * page) == (500 - 100 - 7) * page
 
 
 @pytest.mark.parametrize(("name", "variant"), [("llama-bias-mha", "ct"), ("qwen3_moe", "awq")])

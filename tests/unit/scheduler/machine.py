@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_flight += sum(-(-drafted // page_size) for drafted in drafts)
             in_flight += self.proposer_kind == ON_DEVICE and -(-4 // page_size)  # pages for what it proposes
             held = (running.kv.pages_of(one.lease)[groups.num_full :] > 0).sum(axis=1)
-            assert (held <= groups.kept[:, 0] + 1 + in_flight).all(), (held, groups.kept, in_flight)
+            assert (held <= groups.most_kept[:, 0] + 1 + in_flight).all(), (held, groups.most_kept, in_flight)
 
     def abort_one(self, uid: int, reason: FinishReason) -> None:
         self.scheduler.abort(uid, reason)

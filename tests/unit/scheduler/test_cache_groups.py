@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_backend.kv.groups import Chunk
+from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason
 from tests.fakes import make_request
 from tests.unit.scheduler.test_scheduler import limits, make_loop
@@ -15,8 +15,8 @@ from tests.unit.scheduler.test_scheduler import limits, make_loop
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_aborts_give_back_the_pages_of_every_group(num_steps: int, overlap: bool, cache_type: str) -> None:
     """In the first chunk of a prompt, in a later one, and in decode, with a step in flight or without."""
-    windows = (None, 5, Chunk(12))
-    loop = make_loop(limits(windows=windows, max_prefill_length=16, num_pages=120, cache_type=cache_type), overlap)
+    kinds = (FULL, Sliding(5), Chunked(12))
+    loop = make_loop(limits(cache_kinds=kinds, max_prefill_length=16, num_pages=120, cache_type=cache_type), overlap)
     manager = loop.scheduler._running.kv
     loop.scheduler.add(make_request(0, list(range(50)), ignore_eos=True, max_tokens=100))
     loop.scheduler.add(make_request(1, list(range(30)), ignore_eos=True, max_tokens=100))

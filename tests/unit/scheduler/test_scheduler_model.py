@@ -13,12 +13,23 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from minisgl_backend.kv.groups import FULL, Chunk
+from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.step import StepTimes
 from tests.proposers import KINDS
 from tests.unit.scheduler.machine import EOS, ON_DEVICE, POOLINGS, SchedulerMachine
+
+CACHE_KINDS = [
+    (FULL,),
+    (FULL,),
+    (Sliding(3),),
+    (Sliding(9),),
+    (FULL, Sliding(5)),
+    (FULL, Sliding(2), Sliding(7)),
+    (FULL, FULL, Sliding(4)),
+    (FULL, Sliding(3), Chunked(6)),
+]
 
 
 def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
@@ -46,11 +57,11 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(4, cache_type="naive"),
         bounds_of(8, num_pages=4, max_seq_len=100),
         bounds_of(2, num_pages=100, max_running_requests=8),
-        bounds_of(2, windows=(5,), num_pages=12),
-        bounds_of(4, windows=(None, 6, Chunk(6)), num_pages=21),
-        bounds_of(1, windows=(None, 2, 7), num_pages=60, cache_type="naive"),
+        bounds_of(2, cache_kinds=(Sliding(5),), num_pages=12),
+        bounds_of(4, cache_kinds=(FULL, Sliding(6), Chunked(6)), num_pages=21),
+        bounds_of(1, cache_kinds=(FULL, Sliding(2), Sliding(7)), num_pages=60, cache_type="naive"),
     ],
-    ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.windows}",
+    ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.cache_kinds}",
 )
 def test_any_order_of_events_keeps_every_law(
     bounds: SchedulerLimits, careless: bool, pytestconfig: pytest.Config
@@ -99,8 +110,8 @@ def long_run(seed: int, num_events: int) -> None:
         background_slowdown=(1.0, 1.4)[seed % 2],
         step_times=StepTimes(prompts=((0, 1.0), (4, 1.2)), rows=((1, 1.0), (4, 1.4))) if seed % 4 else None,
     )
-    windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4), (None, 3, Chunk(6))])
-    bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))
+    cache_kinds = rng.choice(CACHE_KINDS)
+    bounds = dataclasses.replace(bounds, cache_kinds=cache_kinds, num_pages=bounds.num_pages * len(cache_kinds))
     kinds = ("", *KINDS, ON_DEVICE)
     kind = kinds[seed % len(kinds)]
     parts = {"bounds": bounds, "careless": rng.random() < 0.7, "proposer_kind": kind}
