@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 import minisgl_backend
-from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
 from .bench.command import bench_app
 from .chat.command import ChatLoop

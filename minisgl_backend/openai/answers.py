@@ -97,8 +97,8 @@ class Header:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def usage(*generations: Generation, thoughts: int | None = None) -> dict[str, Any]:
-    """OpenAI's token counts so far. `thoughts`: reasoning tokens; None if reasoning is not separated."""
+def usage(*generations: Generation, reasoning: int | None = None) -> dict[str, Any]:
+    """OpenAI's token counts so far. `reasoning`: its tokens; None if reasoning is not separated."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.num_output_tokens for one in generations)
     counts: dict[str, Any] = {
@@ -109,6 +109,6 @@ def usage(*generations: Generation, thoughts: int | None = None) -> dict[str, An
     cached = [one.num_cached_tokens for one in generations]
     if None not in cached:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(filter(None, cached))}
-    if thoughts is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    if reasoning is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counts

@@ -128,15 +128,15 @@ class ChatAnswer:
             fields.content += delta.text
             return
         fields.add(self._parsers[delta.index].feed(delta))
-        if self._request.leaves_thoughts_out:
+        if self._request.drops_reasoning:
             fields.reasoning = ""
 
     def _positions(self, delta: Delta) -> Sequence[Position]:
         return delta.logprobs if self._request.include_stop_str_in_output else said(delta)
 
     def _usage(self) -> dict[str, Any]:
-        thoughts = None if self._parsers is None else sum(parser.num_thought_tokens for parser in self._parsers)
-        return usage(self._generation, thoughts=thoughts)
+        reasoning = None if self._parsers is None else sum(parser.num_reasoning_tokens for parser in self._parsers)
+        return usage(self._generation, reasoning=reasoning)
 
     def _reason(self, index: int, reason: str | None) -> str | None:
         """OpenAI reports `stop` for a call requested by name, and `tool_calls` for all others."""

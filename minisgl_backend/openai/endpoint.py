@@ -94,9 +94,9 @@ class Endpoint:
         functions = {one.name: one.schema_of_arguments for one in body.callable_functions}
         answer_format = await self.model.answer_format(
             functions or None,
-            thoughts=(body.wants_thoughts_apart or body.thoughts_hide_calls)
+            reasoning=(body.separates_reasoning or body.reasoning_hides_calls)
             and not (body.must_call and body.thinking_budget is None),
-            apart=body.wants_thoughts_apart,
+            apart=body.separates_reasoning,
             is_guided=body.is_guided and body.thinking_budget is None,
             forced=body.must_call,
         )

@@ -12,7 +12,7 @@ from minisgl_backend.openai.model import AnswerFormat
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
 from minisgl_backend.openai.triton import Delta
-from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, ThoughtParser, ToolParser, content
+from minisgl_backend.parsers.parts import STOP, STOP_TEXT, Part, ReasoningParser, ToolParser, content
 from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser
 
 _LETTERS = string.ascii_letters + string.digits
@@ -30,7 +30,7 @@ class MessageParser:
 
     def __init__(
         self,
-        reasoning: ThoughtParser | None = None,
+        reasoning: ReasoningParser | None = None,
         tools: ToolParser | None = None,
         *,
         parallel: bool = True,
@@ -38,7 +38,7 @@ class MessageParser:
         apart: bool = True,
     ) -> None:
         """`parallel`: false drops the second call and all that follows. `told`: when the parts of a call are. `apart`:
-        false makes thoughts content, in which no call is looked for."""
+        false makes reasoning content, in which no call is looked for."""
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
@@ -49,7 +49,7 @@ class MessageParser:
         self._has_broken = False  # a call that was told turned out to be none
         self.is_cut = False  # a stop text has ended the answer within a call
         self._num_calls = 0
-        self.num_thought_tokens = 0  # exact if every token is a delta of its own, otherwise up to the last delta
+        self.num_reasoning_tokens = 0  # exact if every token is a delta of its own, otherwise up to the last delta
 
     def tell_at_end(self) -> None:
         """For a whole answer: calls are told when it is known which of them are."""
@@ -83,18 +83,18 @@ class MessageParser:
         return self._num_calls > 0 and not self._has_broken and not self.is_cut
 
     @property
-    def has_thought(self) -> bool:
+    def has_reasoning(self) -> bool:
         """The answer began with reasoning."""
-        return self._reasoning is not None and self._reasoning.has_thought
+        return self._reasoning is not None and self._reasoning.has_reasoning
 
-    def _think(self, reasoning: ThoughtParser, delta: Delta, ended: str | None) -> list[Part]:
-        thought = reasoning.has_thought and not reasoning.thinking
+    def _think(self, reasoning: ReasoningParser, delta: Delta, ended: str | None) -> list[Part]:
+        thought = reasoning.has_reasoning and not reasoning.thinking
         pieces = reasoning.feed(delta.text)
         if reasoning.thinking:
-            self.num_thought_tokens += delta.num_tokens
-        elif reasoning.has_thought and not thought:
+            self.num_reasoning_tokens += delta.num_tokens
+        elif reasoning.has_reasoning and not thought:
             behind = sum(len(piece.text) for piece in pieces if piece.kind == "content")
-            self.num_thought_tokens += round(delta.num_tokens * (1 - behind / max(len(delta.text), 1)))
+            self.num_reasoning_tokens += round(delta.num_tokens * (1 - behind / max(len(delta.text), 1)))
         return pieces + (reasoning.finish(ended) if ended is not None else [])
 
     def _up_to_second_call(self, parts: Sequence[Part]) -> list[Part]:
@@ -149,15 +149,15 @@ def message_parsers(
     choice, parallel = request.choice, request.parallel_tool_calls is not False
     found = []
     for _ in range(request.num_choices):
-        thoughts, calls = answer_format.new_thoughts(prompt_tail), answer_format.new_calls()
+        reasoning, calls = answer_format.new_reasoning(prompt_tail), answer_format.new_calls()
         if not (request.must_call and answer_format.makes_calls):
             if isinstance(choice, NamedTool):
                 calls = ArgumentsParser(choice.function.name)
             elif choice == "required":
                 calls = CallListParser([function.name for function in request.callable_functions])
-            elif thoughts is None and calls is None:
+            elif reasoning is None and calls is None:
                 return None
-        found.append(MessageParser(thoughts, calls, parallel=parallel, told=told, apart=answer_format.apart))
+        found.append(MessageParser(reasoning, calls, parallel=parallel, told=told, apart=answer_format.apart))
     return found
 
 
@@ -199,7 +199,7 @@ class Fields:
         if self.content or (first and not self):
             found["content"] = self.content
         if self.reasoning:
-            found |= _thoughts(self.reasoning)
+            found |= _reasoning_fields(self.reasoning)
         if self.tool_calls:
             found["tool_calls"] = self.tool_calls
         return found
@@ -208,7 +208,7 @@ class Fields:
         """The complete message."""
         found: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
-            found |= _thoughts(self.reasoning)
+            found |= _reasoning_fields(self.reasoning)
         if self.tool_calls:
             found["content"] = self.content or None
             found["tool_calls"] = [
@@ -217,6 +217,6 @@ class Fields:
         return found
 
 
-def _thoughts(text: str) -> dict[str, str]:
+def _reasoning_fields(text: str) -> dict[str, str]:
     """By the field name of DeepSeek's API, SGLang and Qwen, and by that of vLLM."""
     return {"reasoning_content": text, "reasoning": text}

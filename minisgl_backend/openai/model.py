@@ -10,9 +10,9 @@ from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import ModelInfo, TritonServer
-from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
+from minisgl_backend.parsers.parts import ReasoningParser, ToolParser
 from minisgl_backend.parsers.strict import StrictCall, structural_tag
-from minisgl_backend.parsers.table import CALLS, THOUGHTS, Format, Functions, find_calls, find_thoughts
+from minisgl_backend.parsers.table import CALLS, REASONING, Format, Functions, find_calls, find_reasoning
 
 _INFO_SECONDS = 10.0  # a remote server may have come back with another model
 
@@ -75,23 +75,23 @@ class ServedModel:
         self,
         functions: Functions | None,
         *,
-        thoughts: bool,
+        reasoning: bool,
         is_guided: bool,
         forced: bool = False,
         apart: bool = True,
     ) -> AnswerFormat:
         """How to parse an answer. Raises ApiError if the format of the model's calls is unknown.
 
-        `functions`: those that the model may call, if any; `thoughts`: whether to tell the reasoning from the rest,
+        `functions`: those that the model may call, if any; `reasoning`: whether to tell the reasoning from the rest,
         `apart`: and to say it apart; `is_guided`: a grammar applies from the first token on, so the answer cannot
         continue reasoning that the prompt opened.
         `forced`: one of the functions must be called, in the model's own format if a grammar can enforce any schema
         there.
         """
         calls = None if functions is None else await self._calls(forced=forced)
-        row = await self._thoughts() if thoughts else None
+        row = await self._reasoning() if reasoning else None
         if row is not None and row.both is not None and not apart:
-            row = None  # its parser of calls knows thoughts
+            row = None  # its parser of calls knows reasoning
         if calls is None:
             return AnswerFormat(None, row, functions or {}, is_guided=is_guided, apart=apart)
         info = await self.info()
@@ -106,7 +106,7 @@ class ServedModel:
         For models without known reasoning, budgets of APIs that treat them as hints have no effect and are dropped.
         """
         budget = body.thinking_budget
-        if budget is None or (body.thinking_token_budget is None and await self._thoughts() is None):
+        if budget is None or (body.thinking_token_budget is None and await self._reasoning() is None):
             return {}
         return {"thinking_token_budget": budget, "reasoning_parser": self._settings.reasoning_parser}
 
@@ -122,12 +122,12 @@ class ServedModel:
             )
         return found
 
-    async def _thoughts(self) -> Format | None:
+    async def _reasoning(self) -> Format | None:
         kind = self._settings.reasoning_parser
         if kind != "auto":
-            return THOUGHTS.get(kind)
+            return REASONING.get(kind)
         info = await self.info()
-        return find_thoughts(info.chat_template, info.added_tokens)
+        return find_reasoning(info.chat_template, info.added_tokens)
 
 
 class AnswerFormat:
@@ -136,29 +136,29 @@ class AnswerFormat:
     def __init__(
         self,
         calls: Format | None,
-        thoughts: Format | None,
+        reasoning: Format | None,
         functions: Functions,
         strict: StrictCall | None = None,
         *,
         is_guided: bool,
         apart: bool = True,
     ) -> None:
-        self.apart = apart  # thoughts are told apart from the content
+        self.apart = apart  # reasoning is told apart from the content
         self._calls = calls
         self._strict = strict
-        self._thoughts = thoughts
+        self._reasoning = reasoning
         self._functions = functions
         self._is_guided = is_guided
 
     @property
     def needs_special_tokens(self) -> bool:
         """Whether the text must include special tokens, which are the format's tags."""
-        return any(row is not None and row.special for row in (self._calls, self._thoughts))
+        return any(row is not None and row.special for row in (self._calls, self._reasoning))
 
     @property
     def depends_on_prompt(self) -> bool:
         """Whether the prompt determines how the answer begins."""
-        row = self._thoughts
+        row = self._reasoning
         is_known = row is None or row.tags is None or (row.always_thinks and self.apart)
         return not is_known and not self._is_guided
 
@@ -180,19 +180,19 @@ class AnswerFormat:
         kept = {name: (schema, True) for name, schema in self._functions.items()}
         return structural_tag(self._strict, kept, forced=True, parallel=parallel)
 
-    def new_thoughts(self, prompt_tail: str) -> ThoughtParser | None:
+    def new_reasoning(self, prompt_tail: str) -> ReasoningParser | None:
         """A parser for one choice; None for a model without reasoning. `prompt_tail`: the prompt's end."""
-        row = self._thoughts
+        row = self._reasoning
         if row is None:
             return None
         if row.both is not None:
             return row.new_both(self._functions)
         opens = row.opens(prompt_tail) if self.apart else row.is_opened_by(prompt_tail)
-        return row.new_thoughts(inside=opens and not self._is_guided, apart=self.apart)
+        return row.new_reasoning(inside=opens and not self._is_guided, apart=self.apart)
 
     def new_calls(self) -> ToolParser | None:
         """A parser for one choice; None if there can be no calls, or the parser of the reasoning finds them."""
         row = self._calls
-        if row is None or (self._thoughts is not None and self._thoughts.both is not None):
+        if row is None or (self._reasoning is not None and self._reasoning.both is not None):
             return None
         return row.new_calls(self._functions)

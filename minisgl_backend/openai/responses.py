@@ -201,7 +201,7 @@ class ResponseAnswer:
 
     def _logprobs(self, text: str, *, behind_call: bool, is_end: bool) -> list[dict[str, Any]]:
         """For the tokens of a content part. `is_end`: it is the answer's last part."""
-        if not self._has_content and self._parser.has_thought:
+        if not self._has_content and self._parser.has_reasoning:
             self._held.skip(CLOSE)
         self._has_content = True
         positions = self._held.take(text, latest=behind_call)
@@ -231,7 +231,7 @@ class ResponseAnswer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
 

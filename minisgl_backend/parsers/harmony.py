@@ -1,6 +1,6 @@
 """Harmony, the format of gpt-oss: reasoning, content and calls are messages on channels.
 
-    <|channel|>analysis<|message|>THOUGHTS<|end|>
+    <|channel|>analysis<|message|>REASONING<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>CONTENT<|return|>
 
@@ -46,7 +46,7 @@ class HarmonyParser(HoldingParser):
         self._at_begin = True  # at the start of a message
         self._has_text: dict[str, bool] = {}  # kinds of parts that have text already
         self.count = 0
-        self.has_thought = False
+        self.has_reasoning = False
 
     @property
     def is_damaged(self) -> bool:
@@ -115,7 +115,7 @@ class HarmonyParser(HoldingParser):
             self._kind = "call" if self._name else "other"
         else:
             self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
-            self.has_thought = self.has_thought or self._kind == "reasoning"
+            self.has_reasoning = self.has_reasoning or self._kind == "reasoning"
 
     def _body(self, parts: list[Part], *, is_last: bool) -> bool:
         """Emits the part of the message that is certain; True if something else follows."""

@@ -37,10 +37,10 @@ class ToolParser(Protocol):
         ...
 
 
-class ThoughtParser(ToolParser, Protocol):
+class ReasoningParser(ToolParser, Protocol):
     """The reasoning of one choice of one answer; its other parts are input for the parser of calls, or calls."""
 
-    has_thought: bool  # the answer begins with reasoning
+    has_reasoning: bool  # the answer begins with reasoning
 
     @property
     def thinking(self) -> bool:

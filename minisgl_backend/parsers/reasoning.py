@@ -12,7 +12,7 @@ from minisgl_backend.parsers.parts import HoldingParser, Part, partial_suffix
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class ReasoningParser(HoldingParser):
+class TagReasoningParser(HoldingParser):
     """One choice of one answer."""
 
     def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE), apart: bool = True) -> None:
@@ -24,7 +24,7 @@ class ReasoningParser(HoldingParser):
         self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._at_begin = False  # white space at the start of a part is dropped
-        self.has_thought = False  # the answer began with reasoning
+        self.has_reasoning = False  # the answer began with reasoning
 
     @property
     def is_damaged(self) -> bool:
@@ -61,12 +61,12 @@ class ReasoningParser(HoldingParser):
             if self._apart:
                 self._held = stripped[len(self._open) :]
             self._state, self._at_begin = "reasoning", self._apart
-            self.has_thought = True
+            self.has_reasoning = True
             return True
         if self._open.startswith(stripped):
             return False
         self._state = "reasoning" if self._inside else "content"
-        self.has_thought, self._at_begin = self._inside, self._inside and self._apart
+        self.has_reasoning, self._at_begin = self._inside, self._inside and self._apart
         return True
 
     def _reason(self, parts: list[Part]) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl_backend.lazy_import import load_attribute
-from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
-from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.parts import ReasoningParser, ToolParser
+from minisgl_backend.parsers.reasoning import TagReasoningParser
 from minisgl_backend.parsers.strict import StrictCall
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
@@ -49,7 +49,7 @@ class Format:
     tags: tuple[str, str] | None = None  # around the reasoning
     always_thinks: bool = False  # an answer begins within the reasoning, whatever the prompt ends with
     both: str | None = None  # MODULE:CLASS of one parser for reasoning, content and calls
-    channels: tuple[str, str, str] | None = None  # with `both`: see `thoughts`
+    channels: tuple[str, str, str] | None = None  # with `both`: see `reasoning`
     special: bool = False
     strict: StrictCall | None = None  # how a grammar writes calls; None: no such grammar
     strict_with: tuple[str, StrictCall] | None = None  # used instead if the model's tokens or template contain this
@@ -57,7 +57,7 @@ class Format:
     @property
     def doc_row(self) -> str:
         """The format's row in the table of docs/openai.md."""
-        does = [word for word, has in (("calls", self.has_calls), ("thoughts", self.has_thoughts)) if has]
+        does = [word for word, has in (("calls", self.has_calls), ("thoughts", self.has_reasoning)) if has]
         form = self.form.replace("|", "\\|")
         return f"| `{self.name}` | {' and '.join(does)} | {self.models} | {form} |"
 
@@ -72,11 +72,11 @@ class Format:
         return bool(self.calls or self.both)
 
     @property
-    def has_thoughts(self) -> bool:
+    def has_reasoning(self) -> bool:
         return bool(self.tags or self.both)
 
     @property
-    def thoughts(self) -> tuple[str, str, str] | None:
+    def reasoning(self) -> tuple[str, str, str] | None:
         """The text that opens the reasoning, the one that closes it, and the one between it and the answer."""
         return self.channels if self.tags is None else (*self.tags, "")
 
@@ -88,11 +88,11 @@ class Format:
         """Whether the prompt's end opens the reasoning."""
         return self.tags is not None and prompt_tail.rstrip().endswith(self.tags[0])
 
-    def new_thoughts(self, *, inside: bool, apart: bool = True) -> ThoughtParser:
-        """`inside`: the prompt has opened the reasoning. `apart`: see ReasoningParser."""
+    def new_reasoning(self, *, inside: bool, apart: bool = True) -> ReasoningParser:
+        """`inside`: the prompt has opened the reasoning. `apart`: see TagReasoningParser."""
         if self.tags is None:
-            raise ValueError(f"{self.name} has no thoughts of its own")
-        return ReasoningParser(inside=inside, tags=self.tags, apart=apart)
+            raise ValueError(f"{self.name} has no reasoning of its own")
+        return TagReasoningParser(inside=inside, tags=self.tags, apart=apart)
 
     def new_calls(self, functions: Functions) -> ToolParser:
         """The parser of calls, or the one that parses `both`."""
@@ -102,12 +102,17 @@ class Format:
         parser: ToolParser = load_attribute(reference)(functions)
         return parser
 
-    def new_both(self, functions: Functions) -> ThoughtParser:
-        """The parser of thoughts, content and calls together."""
+    def new_both(self, functions: Functions) -> ReasoningParser:
+        """The parser of reasoning, content and calls together."""
         if self.both is None:
             raise ValueError(f"{self.name} has no parser of both")
-        parser: ThoughtParser = load_attribute(self.both)(functions)
+        parser: ReasoningParser = load_attribute(self.both)(functions)
         return parser
+
+
+def _json_list(trigger: str, begin: str, separator: str, end: str) -> StrictCall:
+    """A list of calls that are JSON objects, between `begin` and `end`."""
+    return StrictCall(trigger, '{"name": {json}, "arguments": ', "}", around=(begin, separator, end))
 
 
 _THINK = ("<think>", "</think>")
@@ -219,7 +224,7 @@ FORMATS = (
         "`[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}`; thoughts `[THINK]...[/THINK]`",
         Marks(template=(r"\[TOOL_CALLS\]",)),
         calls="minisgl_backend.parsers.mistral:MistralParser",
-        strict=StrictCall("[TOOL_CALLS]", '{"name": {json}, "arguments": ', "}", around=("[TOOL_CALLS][", ", ", "]")),
+        strict=_json_list("[TOOL_CALLS]", "[TOOL_CALLS][", ", ", "]"),
         strict_with=("[ARGS]", StrictCall("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", "")),
         tags=("[THINK]", "[/THINK]"),
         special=True,
@@ -230,7 +235,7 @@ FORMATS = (
         '`<|tool_call|>[{"name": ..., "arguments": ...}]`',
         Marks(template=(r"<\|tool_call\|>",)),
         calls="minisgl_backend.parsers.json_lists:GraniteParser",
-        strict=StrictCall("<|tool_call|>", '{"name": {json}, "arguments": ', "}", around=("<|tool_call|>[", ", ", "]")),
+        strict=_json_list("<|tool_call|>", "<|tool_call|>[", ", ", "]"),
         special=True,
     ),
     Format(
@@ -254,21 +259,8 @@ FORMATS = (
         '`<tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>`',
         Marks(template=("<tool_calls>", r"\barguments\b")),
         calls="minisgl_backend.parsers.json_lists:ToolCallsParser",
-        strict=StrictCall(  # MiniMax-M1's
-            "<tool_calls>",
-            '{"name": {json}, "arguments": ',
-            "}",
-            around=("<tool_calls>\n", "\n", "\n</tool_calls>"),
-        ),
-        strict_with=(  # Apriel's
-            "<tool_calls>[",
-            StrictCall(
-                "<tool_calls>",
-                '{"name": {json}, "arguments": ',
-                "}",
-                around=("<tool_calls>[", ", ", "]</tool_calls>"),
-            ),
-        ),
+        strict=_json_list("<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"),  # MiniMax-M1's
+        strict_with=("<tool_calls>[", _json_list("<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>")),  # Apriel's
     ),
     Format(
         "hermes",
@@ -320,7 +312,9 @@ FORMATS = (
     ),
 )
 CALLS = {row.name: row for row in FORMATS if row.has_calls}
-THOUGHTS = {row.name: row for row in FORMATS if row.has_thoughts}
+REASONING = {row.name: row for row in FORMATS if row.has_reasoning}
+TOOL_PARSERS = ("auto", "none", *CALLS)  # what options may name
+REASONING_PARSERS = ("auto", "none", *REASONING)
 
 
 def find_calls(template: str, tokens: Collection[str]) -> Format | None:
@@ -328,9 +322,9 @@ def find_calls(template: str, tokens: Collection[str]) -> Format | None:
     return next((row for row in CALLS.values() if row.marks is not None and row.marks.fit(template, tokens)), None)
 
 
-def find_thoughts(template: str, tokens: Collection[str]) -> Format | None:
+def find_reasoning(template: str, tokens: Collection[str]) -> Format | None:
     """The format of reasoning whose tags are in the template or the vocabulary."""
-    for row in THOUGHTS.values():
+    for row in REASONING.values():
         shows = row.both or (row.tags is not None and (row.tags[1] in template or row.tags[1] in tokens))
         if shows and row.marks is not None and row.marks.fit(template, tokens):
             return row

@@ -98,7 +98,7 @@ class RequestCodec:
             prompt_ids = self._input_ids(fields)
         else:
             text, prompt_ids = self._prompt(fields)
-        params = self._with_thoughts(self._params(fields), fields, prompt_ids)
+        params = self._with_thinking_tags(self._params(fields), fields, prompt_ids)
         options = self._options(fields, params, is_vllm)
         if is_llmapi:
             options = msgspec.structs.replace(options, llmapi=True)
@@ -216,7 +216,7 @@ class RequestCodec:
             raise InvalidRequestError(f"{fields.spelling.get(canonical, name)} {rest}") from None
         return params
 
-    def _with_thoughts(
+    def _with_thinking_tags(
         self, params: SamplingParams, fields: Fields, prompt_ids: Sequence[int] | Int32Array
     ) -> SamplingParams:
         """Adds the tags of the thinking that `thinking_token_budget` limits."""

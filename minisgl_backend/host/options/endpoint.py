@@ -14,7 +14,7 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.arguments import add_options, tcp_port_or_none, values_of
 from minisgl_backend.option_table import Argument, at_least, check_all, one_of, option, options_of
-from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.writable import is_full, write_error
 
 FILES, BATCHES = "files", "batches"  # the parts of a folder of files

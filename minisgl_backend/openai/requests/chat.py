@@ -111,11 +111,11 @@ class ChatRequest(Generating):
         return [] if self.choice == "none" else [tool.function for tool in self.offered]
 
     @property
-    def wants_thoughts_apart(self) -> bool:
+    def separates_reasoning(self) -> bool:
         return self.separate_reasoning is not False and not self.continue_final_message
 
     @property
-    def thoughts_hide_calls(self) -> bool:
+    def reasoning_hides_calls(self) -> bool:
         """Whether thoughts that stay in the content have to be known: a call that they quote is none."""
         return self.separate_reasoning is False and bool(self.callable_functions) and not self.continue_final_message
 
@@ -129,7 +129,7 @@ class ChatRequest(Generating):
         return self.thinking.budget_tokens if self.thinking else None
 
     @property
-    def leaves_thoughts_out(self) -> bool:
+    def drops_reasoning(self) -> bool:
         return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @property

@@ -217,9 +217,9 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
         output = text_of(item.get("output"), f"{name}.output")
         messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", name), "content": output})
     elif kind == "reasoning":
-        thoughts = _thoughts(item, name)
-        if thoughts:
-            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+        reasoning = _reasoning_text(item, name)
+        if reasoning:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
     else:
         raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: {', '.join(_ITEMS)}")
 
@@ -236,7 +236,7 @@ def _text(item: dict[str, Any], key: str, name: str) -> str:
     return value
 
 
-def _thoughts(item: dict[str, Any], name: str) -> str:
+def _reasoning_text(item: dict[str, Any], name: str) -> str:
     """Its text or, from clients that keep nothing else, its summary."""
     key = "content" if item.get("content") else "summary"
     parts = item.get(key) or ()

@@ -21,7 +21,7 @@ from client.console import write_answer
 from client.metrics import parse_metrics
 from client.results import Choice, Result
 from client.status import status_lines
-from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
 WAIT = 20.0  # seconds; generous, nothing here measures time

@@ -55,7 +55,7 @@ def test_a_server_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPat
 def test_what_a_grammar_allows_is_no_thought_that_the_prompt_began(is_guided: bool, kind: str) -> None:
     server: Any = Server("one")
     model = ServedModel(server, EndpointSettings(port=0, reasoning_parser="deepseek_r1"))
-    parser = asyncio.run(model.answer_format(None, thoughts=True, is_guided=is_guided)).new_thoughts("")
+    parser = asyncio.run(model.answer_format(None, reasoning=True, is_guided=is_guided)).new_reasoning("")
     assert parser is not None
     assert [part.kind for part in parser.feed('{"a": 1} ')] == [kind]
 
@@ -67,9 +67,9 @@ def test_what_a_grammar_allows_is_no_thought_that_the_prompt_began(is_guided: bo
 def test_the_prompt_of_the_request_says_whether_thoughts_are_open(tail: str, kind: str) -> None:
     server: Any = Server("one")
     model = ServedModel(server, EndpointSettings(port=0, reasoning_parser="qwen3"))
-    form = asyncio.run(model.answer_format(None, thoughts=True, is_guided=False))
+    form = asyncio.run(model.answer_format(None, reasoning=True, is_guided=False))
     assert form.depends_on_prompt
-    parser = form.new_thoughts(tail)
+    parser = form.new_reasoning(tail)
     assert parser is not None
     assert [part.kind for part in parser.feed("22 degrees ")] == [kind]
 

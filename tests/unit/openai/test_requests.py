@@ -18,7 +18,7 @@ from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest
 from minisgl_backend.openai.triton import TokenLogprob
 from minisgl_backend.openai.validation import from_validation
-from minisgl_backend.parsers.table import find_calls, find_thoughts
+from minisgl_backend.parsers.table import find_calls, find_reasoning
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": {"x": {}}}}}
@@ -274,7 +274,7 @@ def test_log_probabilities() -> None:
     ],
 )
 def test_formats_are_known_only_where_certain(template: str, tokens: list[str], form: str, thoughts: bool) -> None:
-    calls, found = find_calls(template, tokens), find_thoughts(template, tokens)
+    calls, found = find_calls(template, tokens), find_reasoning(template, tokens)
     assert (calls.name if calls else "none", found is not None) == (form, thoughts)
 
 

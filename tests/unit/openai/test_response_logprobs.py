@@ -14,7 +14,7 @@ from minisgl_backend.openai.message import MessageParser
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.triton import Delta, TokenLogprob
-from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.reasoning import TagReasoningParser
 from minisgl_backend.parsers.tool_calls import HermesParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "Hi"}}</tool_call>'
@@ -43,7 +43,7 @@ def told(deltas: Sequence[Sequence[str]], texts: Sequence[str] | None = None) ->
     """(text, tokens) of the content's deltas."""
     body = {"input": "x", "include": ["message.output_text.logprobs"]}
     said: Any = Said(deltas, texts or ["".join(tokens) for tokens in deltas])
-    parser = MessageParser(ReasoningParser(inside=False), HermesParser(["f"]))
+    parser = MessageParser(TagReasoningParser(inside=False), HermesParser(["f"]))
     answer = ResponseAnswer(ResponsesRequest.model_validate(body), said, Header("r", 0, "m"), parser)
 
     async def read() -> list[bytes]:

@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.parsers.table import CALLS as FORMATS_OF_CALLS
-from minisgl_backend.parsers.table import FORMATS, THOUGHTS, find_calls, find_thoughts
+from minisgl_backend.parsers.table import (
+    FORMATS,
+    REASONING,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    find_calls,
+    find_reasoning,
+)
 from tests.unit.parsers.formats import ALONE, CALLS, SCHEMAS, WRITERS
 from tests.unit.parsers.test_parsers import calls_of, content_of, run
 
@@ -25,7 +31,7 @@ def new_parser(name: str) -> Any:
 
 def test_every_format_has_a_name_and_a_test() -> None:
     assert set(TOOL_PARSERS) - {"auto", "none"} == {name for name, _ in WRITERS.values()} == set(FORMATS_OF_CALLS)
-    assert set(REASONING_PARSERS) - {"auto", "none"} == set(THOUGHTS)
+    assert set(REASONING_PARSERS) - {"auto", "none"} == set(REASONING)
     page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
     for row in FORMATS:
         assert row.doc_row in page, f"docs/openai.md lacks: {row.doc_row}"
@@ -189,15 +195,15 @@ def test_channels_of_harmony() -> None:
     assert run(new_parser("harmony"), [unknown]) == [("content", "{}", 0)]
 
 
-@pytest.mark.parametrize("name", sorted(THOUGHTS))
+@pytest.mark.parametrize("name", sorted(REASONING))
 def test_thoughts_of_every_format(name: str) -> None:
-    row = THOUGHTS[name]
+    row = REASONING[name]
     if row.tags is None:
         return
     for inside in (False, True):
         text = ("" if inside else row.tags[0]) + f"\nfirst this\n{row.tags[1]}\n\nThe answer."
         for pieces in ([text], list(text)):
-            found = run(row.new_thoughts(inside=inside), pieces)
+            found = run(row.new_reasoning(inside=inside), pieces)
             assert found == [("reasoning", "first this", 0), ("content", "The answer.", 0)]
 
 
@@ -243,7 +249,7 @@ def test_which_template_gets_which_parsers() -> None:
     for path in sorted(TEMPLATES.glob("*.jinja")):
         template = path.read_text(encoding="utf-8")
         tokens = [token for name, given in TOKENS.items() if path.stem.startswith(name) for token in given]
-        calls, thoughts = find_calls(template, tokens), find_thoughts(template, tokens)
+        calls, thoughts = find_calls(template, tokens), find_reasoning(template, tokens)
         key = f"{calls.name if calls else ''}/{thoughts.name if thoughts else ''}"
         found.setdefault(key, []).append(path.stem)
     assert {key: sorted(names) for key, names in found.items()} == {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.parsers.qwen_coder import QwenCoderParser
-from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.reasoning import TagReasoningParser
 from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser, HermesParser, LlamaParser
 
 ARGUMENTS = {"city": 'Köln "am" {Rhein}\\', "days": [1, {"x": None}], "flag": True}
@@ -77,8 +77,8 @@ PARSERS: dict[str, Callable[[], Any]] = {
     "coder": lambda: QwenCoderParser(SCHEMAS),
     "list": CallListParser,
     "arguments": lambda: ArgumentsParser("weather"),
-    "reasoning": lambda: ReasoningParser(inside=False),
-    "reasoning inside": lambda: ReasoningParser(inside=True),
+    "reasoning": lambda: TagReasoningParser(inside=False),
+    "reasoning inside": lambda: TagReasoningParser(inside=True),
 }
 TEXTS = (
     hermes(("weather", ARGUMENTS)),
@@ -210,11 +210,11 @@ def test_a_list_of_calls_and_one_by_name() -> None:
 def test_thoughts() -> None:
     thoughts, answer = ("reasoning", "first this, then that", 0), ("content", "The answer.\n", 0)
     text = next(text for text in TEXTS if text.startswith("<think>\nfirst"))
-    assert run(ReasoningParser(inside=False), [text]) == [thoughts, answer]
-    assert run(ReasoningParser(inside=True), [text]) == [thoughts, answer]
-    assert run(ReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]
-    assert run(ReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>", 0)]
-    assert run(ReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off", 0)]
+    assert run(TagReasoningParser(inside=False), [text]) == [thoughts, answer]
+    assert run(TagReasoningParser(inside=True), [text]) == [thoughts, answer]
+    assert run(TagReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]
+    assert run(TagReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>", 0)]
+    assert run(TagReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off", 0)]
 
 
 @pytest.mark.parametrize(
