@@ -115,8 +115,9 @@ class SelfAttention(Mixer):
 
     def _rotated(self, qkv: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> torch.Tensor:
         """Queries, rotated; keys and values are stored."""
-        layer, rotation, (cos_sin, positions) = self._layer, self._rotation, tokens.rope(self._rope)
-        if cos_sin is not rotation.cos_sin:
+        layer, rotation, positions = self._layer, self._rotation, tokens.positions
+        if tokens.rotation is not None:
+            cos_sin, positions = tokens.rotation.by(self._rope)
             rotation = replace(rotation, cos_sin=cos_sin)
         return self._ops.rope_store(qkv, rotation, positions, slots, layer.kv, layer.num_q_heads)
 

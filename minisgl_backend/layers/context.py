@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,6 +33,19 @@ class AuxStates:
         return found
 
 
+class EagerPiece(Protocol):
+    """A part of a mixer that passes with prompts which are captured leave out, like attention: what it launches differs
+    from step to step. Decode steps are captured with it inside."""
+
+    @property
+    def shape_out(self) -> tuple[int, ...]:
+        """Of one token's output, which has its input's dtype."""
+
+    def run_into(self, x: torch.Tensor, slots: tuple[torch.Tensor, ...], plan: PairPlan, out: torch.Tensor) -> None:
+        """x [num_tokens, ...] -> out [num_tokens, *shape_out]; slots: of the tokens, as in `ForwardContext`; plan: of
+        the step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext(ABC):
     """Tokens are in step order: prefill first, decode after them."""
@@ -41,7 +55,7 @@ class ForwardContext(ABC):
     is_warm_up: bool = False  # runs only the layers of `decoder.warm_up_layers`; the output is meaningless
     # The pass is captured, or warms up one that is: it launches the same kernels in each replay.
     captured: bool = False
-    overwrites: bool = False  # each call of `attend` overwrites the output of the one before
+    overwrites: bool = False  # each call of `attend` or `run` overwrites the output of the one before
     aux: AuxStates | None = None
 
     @abstractmethod
@@ -50,6 +64,10 @@ class ForwardContext(ABC):
 
         Returns attention's output, [num_tokens, num_q_heads, v_head_dim].
         """
+
+    def run(self, piece: EagerPiece, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, ...] -> the piece's output, [num_tokens, *shape_out]."""
+        raise NotImplementedError(f"{type(self).__name__} has attention alone")
 
     def fuses_rope(self, layer: AttentionLayer) -> bool:
         """Whether `attend_with_rope` serves this step, and is worth it."""
@@ -70,6 +88,11 @@ class EagerContext(ForwardContext):
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         return self.attention.attend(layer, q, self.plan)
+
+    def run(self, piece: EagerPiece, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((len(x), *piece.shape_out))
+        piece.run_into(x, self.slots, self.plan, out)
+        return out
 
     def fuses_rope(self, layer: AttentionLayer) -> bool:
         return self.attention.fuses_rope(layer, self.plan)

@@ -109,7 +109,10 @@ class LatentAttention(Mixer):
 
     def _rotated(self, q: torch.Tensor, kept: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> torch.Tensor:
         """Queries, rotated; latents and keys are stored."""
-        norm, kv, (cos_sin, positions) = self.kv_a_layernorm, self._layer.kv, tokens.rope(self._rope)
+        norm, kv = self.kv_a_layernorm, self._layer.kv
+        cos_sin, positions = self._rope.cos_sin, tokens.positions
+        if tokens.rotation is not None:
+            cos_sin, positions = tokens.rotation.by(self._rope)
         return self._ops.latent_store(q, kept, norm.weight, cos_sin, positions, slots, kv.k, norm.eps, kv.scales.k)
 
     def weight_parts(self) -> list[WeightPart]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -13,11 +13,8 @@ from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.mixer_config import MixerConfig
 from minisgl_backend.layers.model_input import ModelInput
-from minisgl_backend.layers.norm import SublayerNorms
-from minisgl_backend.layers.residual import MicroBatches, join
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.lazy_import import load_attribute
-from minisgl_backend.tensor_parallel import TensorParallel
 
 
 class Mixer(WeightedLayer, ABC):
@@ -26,7 +23,6 @@ class Mixer(WeightedLayer, ABC):
 
     qkv_proj: ColumnParallelLinear
     o_proj: RowParallelLinear
-    _tp: TensorParallel
 
     @classmethod
     def cache(cls, config: MixerConfig, tp_size: int, dtype: torch.dtype, max_seq_len: int) -> LayerGroup | None:
@@ -52,43 +48,6 @@ class Mixer(WeightedLayer, ABC):
     @abstractmethod
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         """Only keeps these tokens: as `mix` without an output; slots int [num_tokens]."""
-
-    def forward(
-        self,
-        micro_batches: MicroBatches,
-        norms: SublayerNorms,
-        tokens: ModelInput,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None = None,
-        *,
-        defers_o_proj: Callable[[int], bool],
-    ) -> MicroBatches:
-        """The residual stream plus mixer(norm(residual)), of all micro-batches together.
-
-        `logits_indices`, int [num_logits]: only these tokens are returned; all are kept.
-        `defers_o_proj`: whether the next sublayer runs o_proj, at this token count.
-        """
-        if len(micro_batches) == 1:
-            residual, projected = self.qkv_proj(micro_batches[0], norms.before)
-            settled: MicroBatches = (residual,)
-        else:  # `mix` takes one tensor, which has the rows of all micro-batches
-            projected = self.qkv_proj.empty_outputs(len(tokens.positions))
-            rows = projected.split([one.num_tokens for one in micro_batches])
-            pairs = zip(micro_batches, rows, strict=True)
-            settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
-        mixed = self.mix(projected, tokens, ctx)
-        if logits_indices is not None:
-            mixed, settled = mixed[logits_indices], (join(settled).at(logits_indices),)
-        if defers_o_proj(len(mixed)):
-            return (join(settled).deferring(mixed, self.o_proj.method),)
-        if self._tp.size == 1:
-            return (self.o_proj(settled[0], mixed, norms),)
-        sizes = self._tp.micro_batches(len(mixed))
-        all_reduce = self._tp.all_reduce_for(len(mixed), captured=ctx.captured)
-        if len(sizes) != len(settled):
-            settled = join(settled).split(sizes)
-        pairs = zip(settled, mixed.split(sizes), strict=True)
-        return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
 
 
 def make_mixer(config: MixerConfig, hidden_size: int, layer_context: LayerContext) -> Mixer:

@@ -26,6 +26,10 @@ class Rotation(NamedTuple):
     # [at least 1 + the largest position, head_dim]; (): the model's own.
     tables: tuple[torch.Tensor, ...] = ()
 
+    def by(self, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, and each token's row of them, for a layer with this table."""
+        return self.tables[table.number] if self.tables else table.cos_sin, self.positions
+
 
 class ModelInput(NamedTuple):
     """Tokens in step order: prefill first, decode after them."""
@@ -40,10 +44,3 @@ class ModelInput(NamedTuple):
     def is_plain(self) -> bool:
         """Whether it is token ids and positions alone."""
         return self.rotation is None and self.given is None and self.by_row is None
-
-    def rope(self, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, and each token's row of them, for a layer with this table."""
-        if self.rotation is None:
-            return table.cos_sin, self.positions
-        tables = self.rotation.tables
-        return tables[table.number] if tables else table.cos_sin, self.rotation.positions

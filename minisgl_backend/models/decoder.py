@@ -70,11 +70,41 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
     ) -> MicroBatches:
-        """All tokens, in micro-batches -> all of them, or those at `logits_indices`."""
-        defers = self.mlp.takes_o_proj
-        micro_batches = self.mixer(micro_batches, self._mixer_norms, tokens, ctx, logits_indices, defers_o_proj=defers)
+        """All tokens, in micro-batches -> all of them, or those at `logits_indices`, int [num_logits]."""
+        micro_batches = self._mixed(micro_batches, tokens, ctx, logits_indices)
         outputs = tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
         return outputs if self.layer_scalar is None else tuple([self.layer_scalar(one) for one in outputs])
+
+    def _mixed(
+        self,
+        micro_batches: MicroBatches,
+        tokens: ModelInput,
+        ctx: ForwardContext,
+        logits_indices: torch.Tensor | None,
+    ) -> MicroBatches:
+        """The residual stream plus mixer(norm(residual)), of all micro-batches together; arguments as of `forward`."""
+        mixer, norm = self.mixer, self._mixer_norms.before
+        if len(micro_batches) == 1:
+            residual, projected = mixer.qkv_proj(micro_batches[0], norm)
+            settled: MicroBatches = (residual,)
+        else:  # `mix` takes one tensor, which has the rows of all micro-batches
+            projected = mixer.qkv_proj.empty_outputs(len(tokens.positions))
+            rows = projected.split([one.num_tokens for one in micro_batches])
+            pairs = zip(micro_batches, rows, strict=True)
+            settled = tuple(mixer.qkv_proj.into(one, norm, out) for one, out in pairs)
+        mixed = mixer.mix(projected, tokens, ctx)
+        if logits_indices is not None:
+            mixed, settled = mixed[logits_indices], (join(settled).at(logits_indices),)
+        if self.mlp.takes_o_proj(len(mixed)):
+            return (join(settled).deferring(mixed, mixer.o_proj.method),)
+        if self._tp.size == 1:
+            return (mixer.o_proj(settled[0], mixed, self._mixer_norms),)
+        sizes = self._tp.micro_batches(len(mixed))
+        all_reduce = self._tp.all_reduce_for(len(mixed), captured=ctx.captured)
+        if len(sizes) != len(settled):
+            settled = join(settled).split(sizes)
+        pairs = zip(settled, mixed.split(sizes), strict=True)
+        return tuple(mixer.o_proj(one.reduced_by(all_reduce), x, self._mixer_norms) for one, x in pairs)
 
 
 class LayerScalar(WeightedLayer):

@@ -1,9 +1,10 @@
-"""Piecewise CUDA graphs of forward passes with a prompt part: everything between two attention calls is one graph.
+"""Piecewise CUDA graphs of forward passes with a prompt part: everything between two attention calls, or other eager
+pieces, is one graph.
 
 Such a pass has some ten launches per layer, and the shorter it is, the more it waits for the host. Attention stays
 outside the graphs, since its shapes differ in every step. Everything else only depends on the number of tokens, which
 is padded to one of a few sizes. vLLM and SGLang let a compiler split the graph; here, as in SGLang's breakable graphs,
-the model's own forward pass runs once for each size, and `attend` of its context ends one graph and begins the next.
+the model's own forward pass runs once for each size, and its context ends one graph and begins the next at each piece.
 
 A single prompt does have a fixed shape; without other requests, its pass decides the time to first token. Where the
 attention backend can (`plan_prompt`), these passes are also captured whole: a small model computes a prompt of 1,000
@@ -24,15 +25,15 @@ import torch
 from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
-from minisgl_backend.layers.context import AuxStates, ForwardContext
+from minisgl_backend.layers.context import AuxStates, EagerPiece, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.process.progress import Progress
+from minisgl_backend.runner.graphs.boundary import AttentionPiece, Boundary, Crossing
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
-from minisgl_backend.runner.graphs.head_buffers import HeadBuffers
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[ModelInput, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
-AtAttention = Callable[[AttentionLayer], None]  # called between two pieces
+Between = Callable[[Crossing], None]  # called between two graphs
 AuxStatesOf = Callable[[int], AuxStates | None]  # number of tokens -> additional outputs of a pass
 PromptInputs = Callable[[int], PromptTensors]  # size of a pass -> its inputs, filled for a capture
 
@@ -49,43 +50,47 @@ def no_aux_states(num_tokens: int) -> AuxStates | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PiecewiseContext(ForwardContext):
-    """Copies a layer's queries to a static buffer, and returns the attention output from another."""
+    """Copies a piece's input to a static buffer, and returns its output from another."""
 
-    heads: HeadBuffers  # of num_tokens rows
-    at_attention: AtAttention
+    attention: AttentionPair
+    boundary: Boundary
+    between: Between
     captured: bool = True
     overwrites: bool = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        queries, attended = self.heads.of(layer)
+        return self.run(AttentionPiece(layer, self.attention), q)
+
+    def run(self, piece: EagerPiece, x: torch.Tensor) -> torch.Tensor:
+        crossing = self.boundary.crossing(piece, x)
         # Copied, since each layer's projection has its own memory, which would otherwise have to stay allocated.
-        queries.copy_(q)
-        self.at_attention(layer)
-        return attended
+        crossing.x.copy_(x)
+        self.between(crossing)
+        return crossing.out
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinglePromptContext(ForwardContext):
     """Attends into static buffers, whose padding rows keep their values."""
 
-    heads: HeadBuffers  # of num_tokens rows
+    boundary: Boundary
     attention: AttentionPair
     plan: PairPlan
     captured: bool = True
     overwrites: bool = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        _, attended = self.heads.of(layer)
+        attended = self.boundary.crossing(AttentionPiece(layer, self.attention), q).out
         self.attention.attend_into(layer, q, self.plan, attended)
         return attended
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """A captured pass: each of `layers` attends between two of `graphs`."""
+    """A captured pass: each of `crossings` is between two of `graphs`."""
 
     graphs: list[torch.cuda.CUDAGraph]
-    layers: list[AttentionLayer]
+    crossings: list[Crossing]
 
 
 class PiecewiseRunner(ABC):
@@ -111,15 +116,14 @@ class PiecewiseRunner(ABC):
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
         shape = (2 + len(spec.cache_groups), self.sizes[-1])  # ids, positions, slots by cache group
         self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
-        self._heads = HeadBuffers.allocate(spec, self.sizes[-1])
+        self._boundary = Boundary(self.sizes[-1])
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
         self.aux = aux_states(self.sizes[-1])
-        if attention.supports_prompt_graphs:
-            self.prompt_sizes = tuple(size for size in self.sizes if size <= PROMPT_GRAPH_CONTEXT)
         for done, size in enumerate(reversed(self.sizes)):
             self._capture(size)
             self._on_progress(done + 1, len(self.sizes))
+        self.prompt_sizes = tuple(size for size in self.sizes if self._captures_prompt(size))
 
     @property
     def sparse_sizes(self) -> tuple[int, ...]:
@@ -139,14 +143,14 @@ class PiecewiseRunner(ABC):
         size = piece_size(num_tokens, self.sizes)
         torch.stack([tokens.token_ids, tokens.positions, *slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
-        self._heads.clear_attended(num_tokens, size)  # NaN there would reach the padding page
-        heads = self._heads.first(num_tokens)
+        self._boundary.clear_outputs(num_tokens, size)  # NaN there would reach the padding page
+        buffers = self._boundary.first(num_tokens)  # the others are padding
 
-        def attend(layer: AttentionLayer) -> None:
-            queries, attended = heads.of(layer)
-            self._attention.attend_into(layer, queries, plan, attended)
+        def run_piece(crossing: Crossing) -> None:
+            x, out = buffers[crossing.pair]
+            crossing.piece.run_into(x, slots, plan, out)
 
-        self._replay(size, attend)
+        self._replay(size, run_piece)
         return self._hidden[:num_tokens]
 
     @abstractmethod
@@ -162,17 +166,22 @@ class PiecewiseRunner(ABC):
         """Makes one size ready."""
 
     @abstractmethod
-    def _replay(self, size: int, at_attention: AtAttention) -> None:
-        """Runs the pass of one size, and attention between its pieces."""
+    def _replay(self, size: int, between: Between) -> None:
+        """Runs the pass of one size, and what is between its graphs."""
+
+    def _captures_prompt(self, size: int) -> bool:
+        """Whether passes of this size are also captured whole; asked after the first pass."""
+        can_be_inside = self._attention.supports_prompt_graphs and self._boundary.only_attention
+        return can_be_inside and size <= PROMPT_GRAPH_CONTEXT
 
     def _prompt_pass(self, inputs: PromptTensors, is_warm_up: bool = False) -> None:
         """The model's own forward pass over a single prompt; the last token's hidden state goes to a static buffer."""
         size = len(inputs.token_ids)
-        self._heads.clear_attended(0, size)  # NaN in the rows of padding would reach the padding page
+        self._boundary.clear_outputs(0, size)  # NaN in the rows of padding would reach the padding page
         context = SinglePromptContext(
             slots=inputs.slots,
             logits_indices=inputs.last_index,
-            heads=self._heads.first(size),
+            boundary=self._boundary,
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
             is_warm_up=is_warm_up,
@@ -180,13 +189,14 @@ class PiecewiseRunner(ABC):
         )
         self._last.copy_(self._forward(ModelInput(inputs.token_ids, inputs.positions), context))
 
-    def _pass(self, size: int, at_attention: AtAttention, is_warm_up: bool = False) -> None:
+    def _pass(self, size: int, between: Between, is_warm_up: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, *slots = self._inputs[:, :size]
         context = PiecewiseContext(
             slots=tuple(slots),
-            heads=self._heads.first(size),
-            at_attention=at_attention,
+            attention=self._attention,
+            boundary=self._boundary,
+            between=between,
             is_warm_up=is_warm_up,
             aux=self._aux_of(size),
         )
@@ -220,11 +230,11 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         # The inputs are filled on this stream, in uninitialised memory.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._pass(size, lambda layer: None, is_warm_up=True)  # libraries choose kernels, not under capture
+            self._pass(size, lambda crossing: None, is_warm_up=True)  # libraries choose kernels, not under capture
             self._stream.synchronize()
             with self._pieces() as (pieces, cut):
                 self._pass(size, cut)
-            if size in self.prompt_sizes:
+            if self._captures_prompt(size):
                 inputs = self._prompt_inputs(size)
                 if not self._prompts:  # the other sizes use the same kernels, or those of the pieces above
                     self._prompt_pass(inputs, is_warm_up=True)
@@ -236,14 +246,14 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
-    def _pieces(self) -> Iterator[tuple[_Pieces, AtAttention]]:
+    def _pieces(self) -> Iterator[tuple[_Pieces, Between]]:
         """Captures what runs inside, split into graphs at each call of the function it yields."""
         pieces = _Pieces([torch.cuda.CUDAGraph()], [])
         graphs = pieces.graphs
 
-        def cut(layer: AttentionLayer) -> None:
+        def cut(crossing: Crossing) -> None:
             graphs[-1].capture_end()
-            pieces.layers.append(layer)
+            pieces.crossings.append(crossing)
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(pool=self._memory)
 
@@ -255,11 +265,11 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             raise
         graphs[-1].capture_end()
 
-    def _replay(self, size: int, at_attention: AtAttention) -> None:
-        graphs, layers = self._captured[size].graphs, self._captured[size].layers
-        for graph, layer in zip(graphs, layers, strict=False):
+    def _replay(self, size: int, between: Between) -> None:
+        graphs, crossings = self._captured[size].graphs, self._captured[size].crossings
+        for graph, crossing in zip(graphs, crossings, strict=False):
             graph.replay()
-            at_attention(layer)
+            between(crossing)
         graphs[-1].replay()
 
     def run_prompt(self, size: int) -> torch.Tensor:
@@ -281,12 +291,12 @@ class EagerPieces(PiecewiseRunner):
         self._prompts: dict[int, PromptTensors] = {}
 
     def _capture(self, size: int) -> None:
-        self._pass(size, lambda layer: None, is_warm_up=True)
-        if size in self.prompt_sizes:
+        self._pass(size, lambda crossing: None, is_warm_up=True)
+        if self._captures_prompt(size):
             self._prompts[size] = self._prompt_inputs(size)
 
-    def _replay(self, size: int, at_attention: AtAttention) -> None:
-        self._pass(size, at_attention)
+    def _replay(self, size: int, between: Between) -> None:
+        self._pass(size, between)
 
     def run_prompt(self, size: int) -> torch.Tensor:
         self._prompt_pass(self._prompts[size])
