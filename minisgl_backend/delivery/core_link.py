@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from minisgl_backend.config import EngineConfig
@@ -110,6 +111,13 @@ class CoreLink:
     def ended(self) -> bool:
         """The core is gone, and all that it had sent was received."""
         return self._channel is not None and self._channel.ended
+
+    def counted_stats(self) -> Stats | None:
+        """`stats`, with the number of restarts."""
+        if self.stats is None:
+            return None
+        values = {**self.stats.values, "restarts": float(self.num_ups - 1)}
+        return msgspec.structs.replace(self.stats, values=values)
 
     def note_up(self, welcome: Welcome) -> None:
         """The core is ready."""

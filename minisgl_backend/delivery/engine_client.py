@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -33,12 +32,10 @@ from minisgl_backend.ipc.messages import (
     uid_of,
 )
 from minisgl_backend.ipc.private import make_private
-from minisgl_backend.process.status_files import up_mark
+from minisgl_backend.process.status_files import UpMark
 from minisgl_backend.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
-
-AcknowledgedCallback = Callable[["Int64Array", "Int32Array"], None]
 
 MAX_FRONT = 65534
 CONNECT_WAIT_MS = 10  # between attempts to reach a core that is down
@@ -49,57 +46,62 @@ CORE_DIED = "the engine died while it computed this answer; it starts again by i
 CORE_UNHEARD = "the connection to the engine was lost while it computed this answer; it comes back by itself"
 
 
+class Listener:
+    """What a client hears of the cores, on its receive thread: one call at a time, in order.
+
+    The methods must return quickly and may call any method of the client except `start`, `stats` and `close`.
+    """
+
+    def on_outputs(self, outputs: Outputs) -> None:
+        """The record of a core's step, merged with later ones if this front was behind. May contain unknown uids, to be
+        ignored."""
+
+    def on_rejected(self, rejected: Rejected) -> None:
+        """A core refused a request; nothing else will come for it."""
+
+    def on_down(self, uids: list[int], reason: str) -> None:
+        """A core or the connection to it is gone, and with it these sequences, all that this front had there."""
+
+    def on_up(self, welcome: Welcome) -> None:
+        """A core is ready; also called for the first ones, before `start` returns."""
+
+    def on_acknowledged(self, uids: Int64Array, sequence_numbers: Int32Array) -> None:
+        """The detokenizer has handled these (int64 [n], int32 [n]), which `credits` has counted."""
+
+    def on_lost(self, uids: list[int]) -> None:
+        """By `credits`, responses of these were dropped on the way."""
+
+
 class EngineClient:
     """One front of the engine cores of a socket directory: `config.dp` cores, each request at one of them.
 
     The first client of a directory starts the cores and restarts those that die; the others attach, and one takes over
-    when the first one goes. All callbacks run on the client's receive thread, one at a time and in order. They must
-    return quickly and may call any method except `start`, `stats` and `close`.
-
-    * `on_outputs(outputs)`: the record of a core's step, merged with later ones if this front was behind. May contain
-    unknown uids, to be ignored. * `on_rejected(rejected)`: a core refused a request; nothing else will come for it. *
-    `on_down(uids, reason)`: a core or the connection to it is gone, and with it these sequences, all that this front
-    had   there. * `on_up(welcome)`: a core is ready; also called for the first ones, before `start` returns. *
-    `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]); called after
-    `credits` has counted them. * `on_lost(uids)`: by `credits`, responses of these were dropped on the way.
-
-    The client itself aborts with CANCELLED the streams that were lost, or that the detokenizer found cancelled; their
-    last record then arrives through `on_outputs` like any other.
+    when the first one goes. The client itself aborts with CANCELLED the streams that were lost, or that the detokenizer
+    found cancelled; their last record then arrives through `on_outputs` like any other.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        listener: Listener,
         *,
         front: int,
         socket_dir: Path,
-        on_outputs: Callable[[Outputs], None],
-        on_rejected: Callable[[Rejected], None],
-        on_down: Callable[[list[int], str], None],
-        on_up: Callable[[Welcome], None] | None = None,
-        on_acknowledged: AcknowledgedCallback | None = None,
-        on_lost: Callable[[list[int]], None] | None = None,
         credits: StreamCredits | None = None,
     ) -> None:
         """`front`: 0 to 65534, unique among the clients of `socket_dir`."""
         if not 0 <= front <= MAX_FRONT:
             raise ConfigError(f"front is {front}; allowed: 0 to {MAX_FRONT}")
         self.credits = credits or StreamCredits()
+        self._listener = listener
         self._front = front
         self._socket_dir = socket_dir
-        self._on_outputs = on_outputs
-        self._on_rejected = on_rejected
-        self._on_down = on_down
-        self._on_up = on_up
-        self._on_acknowledged = on_acknowledged
-        self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = Router(config.dp)
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
         self._closing = False
         self._next_expire = 0.0
-        self._shown: bool | None = None  # content of the file `up_mark`; None: whatever an earlier front has left
-        self._show_problem = ""  # why the file could not be written
+        self._up_mark = UpMark(socket_dir, front)
         # Guards all below and the links' state of their cores; notified whenever these change.
         self._changed = threading.Condition()
         self._links = [
@@ -208,7 +210,7 @@ class EngineClient:
             self._changed.wait_for(
                 lambda: all(link.stats is not None or not link.is_up for link in self._links), timeout_s
             )
-            found = [_with_restarts(link) for link in self._links]
+            found = [link.counted_stats() for link in self._links]
         if all(stats is None for stats in found):
             raise EngineDeadError(f"the engine core did not answer within {timeout_s:g} s")
         return found
@@ -256,7 +258,7 @@ class EngineClient:
         try:
             while not self._closing:
                 if len(greeted) < len(self._links):
-                    for link in self._greet():
+                    for link in [link for link in self._links if not link.greeted and link.greet()]:
                         greeted[link.fileno()] = link
                         poller.register(link, select.POLLIN)
                 acknowledged = False
@@ -276,10 +278,6 @@ class EngineClient:
             self._show_state()
             handled.close()
 
-    def _greet(self) -> list[CoreLink]:
-        """The links that have just been greeted."""
-        return [link for link in self._links if not link.greeted and link.greet()]
-
     def _wait_ms(self, num_greeted: int) -> int:
         if num_greeted < len(self._links):
             return CONNECT_WAIT_MS
@@ -297,12 +295,12 @@ class EngineClient:
 
     def _dispatch(self, link: CoreLink, event: Event) -> None:
         if isinstance(event, Outputs):
-            self._call(self._on_outputs, event)
+            self._call(self._listener.on_outputs, event)
             if event.reasons.count(0) < len(event.reasons):
                 uids = np.frombuffer(event.uids, dtype="<i8")
                 self._router.release(uids[np.frombuffer(event.reasons, dtype=np.uint8) != 0].tolist())
         elif isinstance(event, Rejected):
-            self._call(self._on_rejected, event)
+            self._call(self._listener.on_rejected, event)
             self._router.release(range(event.uid, event.uid + event.count))
         elif isinstance(event, Stats):
             with self._changed:
@@ -314,8 +312,7 @@ class EngineClient:
     def _go_up(self, link: CoreLink, welcome: Welcome) -> None:
         if link.is_up:
             return  # the reply to a Hello whose connection broke before it was up
-        if self._on_up is not None:
-            self._call(self._on_up, welcome)
+        self._call(self._listener.on_up, welcome)
         with self._changed:
             link.note_up(welcome)
             self._router.note_up(link.core, welcome.page_size, welcome.num_pages)
@@ -329,24 +326,10 @@ class EngineClient:
             self._changed.notify_all()
         self.credits.drop(lost)
         if was_up and not self._closing:
-            self._call(self._on_down, lost, reason)
+            self._call(self._listener.on_down, lost, reason)
 
     def _show_state(self) -> None:
-        """Writes to a file whether there is a core, for the server's health; retried until it succeeds."""
-        is_up = any(link.is_up for link in self._links)
-        if is_up == self._shown:
-            return
-        mark = up_mark(self._socket_dir, self._front)
-        try:
-            if is_up:
-                mark.touch(0o600)
-            else:
-                mark.unlink(missing_ok=True)
-            self._shown, self._show_problem = is_up, ""
-        except OSError as error:
-            if self._show_problem != str(error):
-                self._show_problem = str(error)
-                log.warning("the server's health is told wrongly: %s", error)
+        self._up_mark.show(any(link.is_up for link in self._links))
 
     def _acknowledge(self, uids: Int64Array, sequence_numbers: Int32Array, found_at: float) -> None:
         if not len(uids):
@@ -354,8 +337,7 @@ class EngineClient:
         gone = self.credits.acknowledge(uids.tolist(), sequence_numbers.tolist(), time.monotonic())
         if gone:
             self.abort(gone, FinishReason.CANCELLED, found_at)
-        if self._on_acknowledged is not None:
-            self._call(self._on_acknowledged, uids, sequence_numbers)
+        self._call(self._listener.on_acknowledged, uids, sequence_numbers)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -366,8 +348,7 @@ class EngineClient:
         gone = self.credits.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
-            if self._on_lost is not None:
-                self._call(self._on_lost, gone)
+            self._call(self._listener.on_lost, gone)
             self.abort(gone, FinishReason.CANCELLED, now)
 
     def _tell_again(self) -> None:
@@ -394,10 +375,3 @@ class EngineClient:
             callback(*arguments)
         except Exception:
             log.exception("a callback of the engine client failed")
-
-
-def _with_restarts(link: CoreLink) -> Stats | None:
-    if link.stats is None:
-        return None
-    values = {**link.stats.values, "restarts": float(link.num_ups - 1)}
-    return msgspec.structs.replace(link.stats, values=values)

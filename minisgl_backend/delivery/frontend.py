@@ -13,18 +13,19 @@ from typing import Any
 from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.credits import StreamCredits
-from minisgl_backend.delivery.engine_client import EngineClient
+from minisgl_backend.delivery.delta import Sender
+from minisgl_backend.delivery.engine_client import EngineClient, Listener
+from minisgl_backend.delivery.health_probe import PROBE_AFTER_S, HealthProbe
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.pooled import PooledRequests
-from minisgl_backend.delivery.prober import PROBE_AFTER_S, Prober
 from minisgl_backend.delivery.responder import Responder
-from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream, append_outputs, streams_of
+from minisgl_backend.delivery.stream import SequenceStream, Stream, append_outputs, streams_of
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
 from minisgl_backend.process.status_files import drain_deadline, drained_mark, lost_at
 from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request, check_token_ids
-from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
+from minisgl_backend.text.vocabulary import Vocabulary
 
 SILENCE_S = 30.0  # then the detokenizer itself is stuck or dead
 POLL_EVERY_S = 0.1  # for senders that can report that their client left, and for news from the supervisor
@@ -35,7 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 _REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityError)}
 
 
-class EngineFront:
+class EngineFront(Listener):
     """Lives as long as its Triton model instance.
 
     `probe(chunk)` sends an empty chunk to the detokenizer, after all chunks sent so far, and returns when it was
@@ -61,18 +62,7 @@ class EngineFront:
         self._sequences: dict[int, SequenceStream] = {}  # by uid; those that the engine still computes
         # Probes are answered within milliseconds; on a busy machine silence alone proves nothing.
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
-        self.client = make_client(
-            config,
-            front=front,
-            socket_dir=socket_dir,
-            credits=self.credits,
-            on_outputs=self._on_outputs,
-            on_rejected=self._on_rejected,
-            on_down=self._on_down,
-            on_up=self._on_up,
-            on_acknowledged=self._on_acknowledged,
-            on_lost=self._on_lost,
-        )
+        self.client = make_client(config, self, front=front, socket_dir=socket_dir, credits=self.credits)
         self._pooled = PooledRequests(self.client)
         self.responder = Responder(
             credits=self.credits,
@@ -83,7 +73,7 @@ class EngineFront:
         )
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
-        self._prober = Prober(
+        self._health_probe = HealthProbe(
             probe=probe, is_silent=self._is_silent, credits=self.credits, sending=self.responder.sending
         )
         self._last_acknowledged = 0.0
@@ -92,7 +82,7 @@ class EngineFront:
         """Waits for the cores. Raises ConfigError or EngineDeadError."""
         self.client.start(timeout_s)
         self._detokenizer_lost_at = lost_at(self._drained.parent, "detokenizer")
-        self._prober.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
+        self._health_probe.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
         self._watcher.start()
 
     def submit(self, sender: Sender, token_ids: Int32Array, spec: EngineRequest, *, confirmed: bool) -> None:
@@ -106,16 +96,8 @@ class EngineFront:
             self._pooled.submit(sender, token_ids, spec, self._vocab_size)
             return
         uid = self.client.new_uid(spec.params.n)
-        tail = self._vocabulary.tail(token_ids[-PROMPT_TAIL:].tolist())
         stream = Stream(
-            sender,
-            spec,
-            uid,
-            len(token_ids),
-            self._vocabulary,
-            self.responder.queue_for(uid),
-            confirmed=confirmed,
-            prompt_tail=tail,
+            sender, spec, uid, token_ids, self._vocabulary, self.responder.queue_for(uid), confirmed=confirmed
         )
         self.responder.adopt()
         # All at once: if another thread fails the request meanwhile, `_on_closed` removes all of them again.
@@ -174,17 +156,17 @@ class EngineFront:
         self.responder.close()
         if self._watcher.is_alive():
             self._watcher.join(2.0)
-        self._prober.close(2.0)
+        self._health_probe.close(2.0)
         self.client.close()
 
     # Callbacks of the client's receive thread.
 
-    def _on_outputs(self, outputs: Outputs) -> None:
+    def on_outputs(self, outputs: Outputs) -> None:
         append_outputs(self._sequences, outputs)
         if self._pooled.by_uid:
             self._pooled.take(outputs)
 
-    def _on_rejected(self, rejected: Rejected) -> None:
+    def on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)
         error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
         if sequence is not None:
@@ -192,7 +174,7 @@ class EngineFront:
         else:
             self._pooled.reject(rejected.uid, error)
 
-    def _on_down(self, uids: list[int], reason: str) -> None:
+    def on_down(self, uids: list[int], reason: str) -> None:
         self._pooled.fail(uids, "UNAVAILABLE", reason)
         self._fail({uid: sequence for uid in uids if (sequence := self._sequences.get(uid)) is not None}, reason)
 
@@ -205,14 +187,14 @@ class EngineFront:
         for stream in streams:
             stream.fail("UNAVAILABLE", reason)
 
-    def _on_up(self, welcome: Welcome) -> None:
+    def on_up(self, welcome: Welcome) -> None:
         self.responder.note_up(welcome.page_size)
         self._vocab_size = welcome.vocab_size
 
-    def _on_acknowledged(self, uids: Int64Array, numbers: Int32Array) -> None:
+    def on_acknowledged(self, uids: Int64Array, sequence_numbers: Int32Array) -> None:
         self._last_acknowledged = time.monotonic()
         sequences = self._sequences
-        for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):
+        for uid, number in zip(uids.tolist(), sequence_numbers.tolist(), strict=True):
             if (sequence := sequences.get(uid)) is None:
                 continue
             if number == CANCELLED:
@@ -220,7 +202,7 @@ class EngineFront:
             else:
                 sequence.note_acknowledged()
 
-    def _on_lost(self, uids: list[int]) -> None:
+    def on_lost(self, uids: list[int]) -> None:
         for uid in uids:
             if (sequence := self._sequences.get(uid)) is not None:
                 self.responder.on_dropped_chunk(sequence.stream)
@@ -258,7 +240,7 @@ class EngineFront:
         for stream in streams_of(self._sequences):
             stream.stop_confirming()
         self._fail(self._sequences, DETOKENIZER_DIED)
-        self._prober.restart()
+        self._health_probe.restart()
 
     def _drain(self, now: float) -> None:
         """Called when the server is to end: once tritonserver has begun to stop, it lets no chunk through."""
@@ -280,7 +262,7 @@ class EngineFront:
             if not stream.is_paced and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
 
-    # The prober's thread.
+    # The probe's thread.
 
     def _is_silent(self, now: float) -> bool:
         if now - max(self._last_acknowledged, self.responder.last_sent) < PROBE_AFTER_S:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.delivery.arrays import Arrays, floats, ints, texts
-from minisgl_backend.delivery.stream import Delta, PerfMetrics, Stream
+from minisgl_backend.delivery.delta import Delta, PerfMetrics
+from minisgl_backend.delivery.stream import Stream
 from minisgl_backend.request import FinishReason
 from minisgl_backend.step import Logprobs
 from minisgl_backend.text.vocabulary import Vocabulary

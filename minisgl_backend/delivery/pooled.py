@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.delivery.arrays import Arrays, ints
-from minisgl_backend.delivery.stream import Sender
+from minisgl_backend.delivery.delta import Sender
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.ipc.messages import Outputs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part, TextOptions

@@ -16,9 +16,10 @@ from functools import partial
 
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.credits import StreamCredits
+from minisgl_backend.delivery.delta import Delta
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.send_queue import SendQueue
-from minisgl_backend.delivery.stream import Delta, SequenceStream, Stream
+from minisgl_backend.delivery.stream import SequenceStream, Stream
 from minisgl_backend.ipc.histogram import Histogram
 from minisgl_backend.ipc.wire import Chunk, TextOptions
 from minisgl_backend.request import FinishReason
@@ -69,13 +70,12 @@ class LatencyRecorder:
 
     def on_answered(self, stream: Stream) -> None:
         """The stream's last response is being sent."""
-        measured = stream.measure()
         with self._lock:
-            self.queued.observe(measured.queued_s)
-            self.whole.observe(measured.whole_s)
-            self.prompt_tokens.observe(measured.prompt_tokens)
-            for num_tokens in measured.generated_tokens:
-                self.generated_tokens.observe(num_tokens)
+            self.queued.observe(max(0, stream.first_scheduled_ns - stream.arrival_ns) / 1e9)
+            self.whole.observe((time.time_ns() - stream.arrival_ns) / 1e9)
+            self.prompt_tokens.observe(stream.num_input_tokens)
+            for sequence in stream.sequences:
+                self.generated_tokens.observe(sequence.num_tokens)
 
 
 class Responder:

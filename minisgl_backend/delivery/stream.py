@@ -4,63 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-import msgspec
 import numpy as np
 
-from minisgl_backend.delivery.arrays import Arrays
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.delivery.delta import Delta, PerfMetrics, Sender, join_deltas
 from minisgl_backend.delivery.send_queue import SendQueue
 from minisgl_backend.ipc.messages import Outputs
-from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part
+from minisgl_backend.ipc.wire import EngineRequest, Part
 from minisgl_backend.request import FinishReason
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.output_processor import OutputProcessor
-from minisgl_backend.text.vocabulary import Vocabulary
-
-
-class Sender(Protocol):
-    """Where the responses of one request go. `send` with `final`, or `fail`, ends it: one of the two, once."""
-
-    def send(self, chunk: Chunk, details: Arrays, final: bool) -> None: ...
-
-    def fail(self, status: str, message: str) -> None: ...
-
-    def is_cancelled(self) -> bool: ...
-
-
-class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are nanoseconds since the epoch, as clients of tensorrtllm_backend read them; pages are KV pages."""
-
-    arrival_ns: int
-    first_scheduled_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    cached_tokens: int  # prompt tokens that the prefix cache supplied
-    reused_pages: int
-    total_pages: int
-    draft_tokens: int  # verified for its sequences
-    accepted_draft_tokens: int  # accepted ones of them
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was answered: seconds and numbers of tokens."""
-
-    queued_s: float  # from its arrival to the planning of its first step
-    whole_s: float  # from its arrival to its last response
-    prompt_tokens: int
-    generated_tokens: tuple[int, ...]  # of each of its sequences
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one sequence: `part` becomes text, the other fields are facts that go with it."""
-
-    part: Part
-    num_tokens: int
-    reason: int  # FinishReason; 0: the sequence goes on
-    index: int  # of the sequence, with n > 1
-    logprobs: tuple[Logprobs, ...]
-    cumulative_logprob: float  # of the sequence so far
+from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
 
 
 class Stream:
@@ -71,18 +27,18 @@ class Stream:
     """
 
     __slots__ = (
-        "_abandoned",
-        "_arrival_ns",
-        "_closed",
-        "_confirmed",
-        "_failure",
-        "_first_scheduled_ns",
         "_first_token_ns",
         "_num_unfinished",
-        "_prompt_logprobs",
         "_reused_tokens",
         "_started",
+        "abandoned",
+        "arrival_ns",
+        "closed",
+        "confirmed",
+        "failure",
+        "first_scheduled_ns",
         "num_input_tokens",
+        "prompt_logprobs",
         "prompt_tail",
         "queue",
         "sender",
@@ -96,33 +52,31 @@ class Stream:
         sender: Sender,
         spec: EngineRequest,
         uid: int,
-        num_input_tokens: int,
+        token_ids: Int32Array,
         vocabulary: Vocabulary,
         queue: SendQueue[SequenceStream],
-        *,
         confirmed: bool,
-        prompt_tail: tuple[int, ...] = (),
     ) -> None:
-        """`queue`: of the sender thread that serves it from now on. `confirmed`: a detokenizer acknowledges the
-        responses of this stream. `prompt_tail`: Vocabulary.tail."""
+        """`token_ids`: its prompt, int32 [n]. `queue`: of the sender thread that serves it from now on. `confirmed`: a
+        detokenizer acknowledges the responses of this stream."""
         self.sender: Final = sender
         self.spec: Final = spec
-        self.num_input_tokens: Final = num_input_tokens
-        self.prompt_tail: Final = prompt_tail
+        self.num_input_tokens: Final = len(token_ids)
+        self.prompt_tail: Final = vocabulary.tail(token_ids[-PROMPT_TAIL:].tolist())
         self.queue: Final = queue
-        self._arrival_ns = time.time_ns()
+        self.arrival_ns = time.time_ns()
         # Written by the receive thread.
-        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self.prompt_logprobs: tuple[Logprobs, ...] = ()
         self._reused_tokens = 0
-        self._first_scheduled_ns = 0  # when its first step was planned
+        self.first_scheduled_ns = 0  # when its first step was planned
         self._first_token_ns = 0  # when the core had the token
-        self._abandoned = False
+        self.abandoned = False  # its client has left: no one receives what it still has to send
         # Written by the sender thread.
         self._started = False  # its first token was taken
-        self._closed = False
+        self.closed = False  # its last response was made
         # Written by any thread.
-        self._confirmed = confirmed
-        self._failure: tuple[str, str] | None = None
+        self.confirmed = confirmed  # a detokenizer acknowledges its responses
+        self.failure: tuple[str, str] | None = None  # the error that ends it: status and message
         self.sequences: Final = tuple(
             SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)
         )
@@ -139,34 +93,14 @@ class Stream:
         return self.spec.deadline is not None and time.monotonic() >= self.spec.deadline
 
     @property
-    def confirmed(self) -> bool:
-        """A detokenizer acknowledges its responses."""
-        return self._confirmed
-
-    @property
     def is_paced(self) -> bool:
         """Its responses take turns and wait for earlier acknowledgements, which also show that its client is there."""
-        return self._confirmed and self.spec.options.stream
-
-    @property
-    def failure(self) -> tuple[str, str] | None:
-        """The error that ends it: status and message."""
-        return self._failure
-
-    @property
-    def abandoned(self) -> bool:
-        """Its client has left: no one receives what it still has to send."""
-        return self._abandoned
+        return self.confirmed and self.spec.options.stream
 
     @property
     def is_complete(self) -> bool:
         """All its sequences have ended, and their last tokens are taken."""
         return self._num_unfinished == 0
-
-    @property
-    def closed(self) -> bool:
-        """Its last response was made."""
-        return self._closed
 
     @property
     def has_sent(self) -> bool:
@@ -177,19 +111,15 @@ class Stream:
         """At least one of its responses has reached the detokenizer."""
         return any(sequence.credit.acknowledged for sequence in self.sequences)
 
-    @property
-    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        return self._prompt_logprobs
-
     def metrics(self, page_size: int, *, final: bool) -> PerfMetrics | None:
         """The metrics so far, if the client requested them. `final`: for the last response."""
         options = self.spec.options
         if not options.perf_metrics and not (final and options.final_perf_metrics):
             return None
-        tokens = self.num_input_tokens + sum(sequence._num_tokens for sequence in self.sequences)
+        tokens = self.num_input_tokens + sum(sequence.num_tokens for sequence in self.sequences)
         return PerfMetrics(
-            arrival_ns=self._arrival_ns,
-            first_scheduled_ns=self._first_scheduled_ns,
+            arrival_ns=self.arrival_ns,
+            first_scheduled_ns=self.first_scheduled_ns,
             first_token_ns=self._first_token_ns,
             last_token_ns=time.time_ns(),
             cached_tokens=self._reused_tokens,
@@ -199,48 +129,39 @@ class Stream:
             accepted_draft_tokens=sum(sequence._accepted_draft_tokens for sequence in self.sequences),
         )
 
-    def measure(self) -> Measured:
-        """Sender thread, with its last response."""
-        return Measured(
-            queued_s=max(0, self._first_scheduled_ns - self._arrival_ns) / 1e9,
-            whole_s=(time.time_ns() - self._arrival_ns) / 1e9,
-            prompt_tokens=self.num_input_tokens,
-            generated_tokens=tuple(sequence._num_tokens for sequence in self.sequences),
-        )
-
     def fail(self, status: str, message: str) -> None:
         """Any thread: the sender thread ends it with this error, before anything else that it has to send."""
-        self._failure = (status, message)
+        self.failure = (status, message)
         self.sequences[0]._enqueue()
 
     def stop_confirming(self) -> None:
         """Any thread: its later responses go past the detokenizer."""
-        self._confirmed = False
+        self.confirmed = False
 
     def abandon(self) -> None:
         """Receive thread: its client has left."""
-        self._abandoned = True
+        self.abandoned = True
         self._enqueue_ended()
 
     def close(self) -> None:
         """Sender thread: its last response is made."""
-        self._closed = True
+        self.closed = True
 
     def _enqueue_ended(self) -> None:
         """Receive thread: ends that waited to learn whether the detokenizer has any of its responses need not wait."""
         for sequence in self.sequences:
-            if sequence._reason:
+            if sequence.reason:
                 sequence._enqueue()
 
     def _note(self, detail: SequenceDetail) -> None:
         """Receive thread, by `SequenceStream.note`."""
         if detail.prompt_logprobs:
-            self._prompt_logprobs = detail.prompt_logprobs
+            self.prompt_logprobs = detail.prompt_logprobs
         if detail.cached_tokens is not None:
             self._reused_tokens = detail.cached_tokens
         if detail.first_token and not self._first_token_ns:
             self._first_token_ns = _wall_clock_ns(detail.first_token)
-            self._first_scheduled_ns = _wall_clock_ns(detail.first_planned)
+            self.first_scheduled_ns = _wall_clock_ns(detail.first_planned)
 
 
 class SequenceStream:
@@ -254,21 +175,21 @@ class SequenceStream:
         "_blocked",
         "_cumulative_logprob",
         "_draft_tokens",
-        "_failure",
-        "_finished",
         "_index",
         "_last_token",
         "_last_tokens_at",
         "_log_probs",
         "_logprobs",
-        "_num_tokens",
         "_output",
         "_pending",
         "_queued",
-        "_reason",
         "_unsent",
         "credit",
         "eager",
+        "failure",
+        "finished",
+        "num_tokens",
+        "reason",
         "stream",
         "uid",
     )
@@ -284,13 +205,13 @@ class SequenceStream:
         # Written by the receive thread, `_reason` after `_last_token`.
         self._pending: list[int] = []
         self._logprobs: list[Logprobs] = []
-        self._failure = ("INTERNAL", "the engine failed to compute the answer")
+        self.failure = ("INTERNAL", "the engine failed to compute the answer")
         self._draft_tokens = self._accepted_draft_tokens = 0
         self._last_token = -1  # the one that came with `_reason`; -1: none
-        self._reason = 0
+        self.reason = 0
         # Written by the sender thread.
-        self._finished = False
-        self._num_tokens = 0
+        self.finished = False
+        self.num_tokens = 0
         self._cumulative_logprob = 0.0
         self._unsent: list[Delta] = []
         self._log_probs: list[float] = []  # sent so far, if the client wants all of them each time
@@ -299,21 +220,6 @@ class SequenceStream:
         self._queued = False  # it is in the queue, and its turn has not begun
         self._blocked = False  # it waits for an acknowledgement
         self.credit: Final = stream.queue.open(uid)  # its counts of responses
-
-    @property
-    def reason(self) -> int:
-        """Why the engine ended it; 0: it has not ended."""
-        return self._reason
-
-    @property
-    def failure(self) -> tuple[str, str]:
-        """(status, message): the engine's error for FinishReason.ERROR."""
-        return self._failure
-
-    @property
-    def finished(self) -> bool:
-        """Its last tokens are gathered."""
-        return self._finished
 
     @property
     def stop_string(self) -> str | None:
@@ -330,9 +236,9 @@ class SequenceStream:
     def is_urgent(self) -> bool:
         """It has something to send that must not wait."""
         stream = self.stream
-        if stream._abandoned:
+        if stream.abandoned:
             return False
-        if self._reason or not self.credit.sent or stream._failure is not None:
+        if self.reason or not self.credit.sent or stream.failure is not None:
             return True
         return not stream.is_paced
 
@@ -341,7 +247,7 @@ class SequenceStream:
         if reason:
             # Never visible without its reason: taken for an ordinary token, a stop token would become text.
             self._last_token = token_id
-            self._reason = reason
+            self.reason = reason
             self._enqueue()  # an end does not wait for the turn that its tokens wait for
             return
         if token_id >= 0:
@@ -354,7 +260,7 @@ class SequenceStream:
         if detail.logprobs is not None:
             self._logprobs.append(detail.logprobs)
         if detail.error:
-            self._failure = detail.status, detail.error
+            self.failure = detail.status, detail.error
         if detail.draft_tokens:
             self._draft_tokens, self._accepted_draft_tokens = detail.draft_tokens, detail.accepted_draft_tokens
         self.stream._note(detail)
@@ -393,7 +299,7 @@ class SequenceStream:
 
         Its reason is 0 unless it is the last one.
         """
-        reason = self._reason  # before the tokens: if it is set, they are complete
+        reason = self.reason  # before the tokens: if it is set, they are complete
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             reason = 0  # a failure is not a part: the responder answers it with an error
         count = len(self._pending)
@@ -408,17 +314,17 @@ class SequenceStream:
         if self._output is not None:
             text, num_tokens, reason = self._output.feed(tokens, reason, ends_with_stop_token=stop_token)
             tokens = tokens[:num_tokens]
-        self._num_tokens += len(tokens)
+        self.num_tokens += len(tokens)
         logprobs = tuple(self._logprobs[: len(tokens)])
         del self._logprobs[: len(logprobs)]
         self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
         if reason:
-            self._finished = True
+            self.finished = True
             self.stream._num_unfinished -= 1
         part = Part(
             token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
             text=text,
-            is_last=self._finished,
+            is_last=self.finished,
             ends_with_stop_token=stop_token and text is None and not self.stream.spec.params.include_stop_str_in_output,
         )
         delta = Delta(
@@ -434,7 +340,7 @@ class SequenceStream:
 
     def take(self) -> Delta:
         """Sender thread: all that was gathered since the last call, merged, which is about to be sent."""
-        delta = _joined(self._unsent)
+        delta = join_deltas(self._unsent)
         self._unsent = []
         return delta
 
@@ -451,7 +357,7 @@ class SequenceStream:
         since_arrival = None
         if not stream._started:
             stream._started = True
-            since_arrival = (time.time_ns() - stream._arrival_ns) / 1e9
+            since_arrival = (time.time_ns() - stream.arrival_ns) / 1e9
         return since_arrival, now - last if last else None
 
 
@@ -482,25 +388,3 @@ def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
 def _wall_clock_ns(monotonic: float) -> int:
     """Nanoseconds since the epoch for seconds of time.monotonic(), which is the same in every process of a machine."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one sequence, in order, merged into one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    last = deltas[-1]
-    texts = [delta.part.text for delta in deltas if delta.part.text is not None]
-    part = Part(
-        token_ids=b"".join(delta.part.token_ids for delta in deltas),
-        text="".join(texts) if texts else None,
-        is_last=last.part.is_last,
-        ends_with_stop_token=last.part.ends_with_stop_token,
-    )
-    return Delta(
-        part=part,
-        num_tokens=sum(delta.num_tokens for delta in deltas),
-        reason=last.reason,
-        index=last.index,
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-        cumulative_logprob=last.cumulative_logprob,
-    )

@@ -9,13 +9,40 @@ front-<i>.drained   the front was asked to drain, and nothing is running any mor
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def up_mark(socket_dir: Path, front: int) -> Path:
     """A file that exists while the front is attached to a core."""
     return socket_dir / f"front-{front}.up"
+
+
+class UpMark:
+    """Keeps the file `up_mark` true, for the server's health."""
+
+    def __init__(self, socket_dir: Path, front: int) -> None:
+        self._path = up_mark(socket_dir, front)
+        self._shown: bool | None = None  # None: whatever an earlier front has left
+        self._problem = ""  # why it could not be written
+
+    def show(self, is_up: bool) -> None:
+        """Writes the state if it has changed; to be called again and again, so that it is retried until it succeeds."""
+        if is_up == self._shown:
+            return
+        try:
+            if is_up:
+                self._path.touch(0o600)
+            else:
+                self._path.unlink(missing_ok=True)
+            self._shown, self._problem = is_up, ""
+        except OSError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                log.warning("the server's health is told wrongly: %s", error)
 
 
 def fronts_without_core(socket_dir: Path) -> int:

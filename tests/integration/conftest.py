@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.engine_client import EngineClient
-from minisgl_backend.ipc.messages import Outputs, Rejected, Stats
+from minisgl_backend.delivery.engine_client import EngineClient, Listener
+from minisgl_backend.ipc.messages import Outputs, Rejected, Stats, Welcome
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 
 START_SECONDS = 120.0  # for a core to start, on a machine with much else to do
@@ -37,7 +37,7 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-class Front:
+class Front(Listener):
     """An EngineClient and what it has heard."""
 
     def __init__(self, config: EngineConfig, socket_dir: Path, index: int = 0) -> None:
@@ -48,17 +48,15 @@ class Front:
         self.lost: set[int] = set()  # uids that went with them
         self.num_ups = 0
         self.slow = threading.Event()  # set: the callback blocks until it is cleared
-        self.client = EngineClient(
-            config,
-            front=index,
-            socket_dir=socket_dir,
-            on_outputs=self._on_outputs,
-            on_rejected=lambda rejected: self.rejected.__setitem__(rejected.uid, rejected),
-            on_down=self._on_down,
-            on_up=lambda welcome: setattr(self, "num_ups", self.num_ups + 1),
-        )
+        self.client = EngineClient(config, self, front=index, socket_dir=socket_dir)
 
-    def _on_outputs(self, outputs: Outputs) -> None:
+    def on_rejected(self, rejected: Rejected) -> None:
+        self.rejected[rejected.uid] = rejected
+
+    def on_up(self, welcome: Welcome) -> None:
+        self.num_ups += 1
+
+    def on_outputs(self, outputs: Outputs) -> None:
         uids = np.frombuffer(outputs.uids, dtype=np.int64).tolist()
         tokens = np.frombuffer(outputs.token_ids, dtype=np.int32).tolist()
         for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
@@ -70,7 +68,7 @@ class Front:
         while self.slow.is_set():
             time.sleep(0.005)
 
-    def _on_down(self, uids: list[int], reason: str) -> None:
+    def on_down(self, uids: list[int], reason: str) -> None:
         self.lost.update(uids)
         self.downs.append((time.monotonic(), reason))
 

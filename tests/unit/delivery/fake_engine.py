@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import numpy as np
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.credits import StreamCredits
+from minisgl_backend.delivery.engine_client import Listener
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.ipc.messages import Outputs, Rejected, Welcome
+from minisgl_backend.ipc.messages import Outputs, Welcome
 from minisgl_backend.ipc.wire import Chunk
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.step import SequenceDetail
 
+PROMPT = np.zeros(1, dtype=np.int32)
 WELCOME = Welcome(
     pid=1, max_seq_len=100, vocab_size=300, eos_token_ids=(2,), page_size=16, num_pages=10, description="fake"
 )
@@ -30,20 +32,15 @@ class FakeEngine:
     def __init__(
         self,
         config: EngineConfig,
+        listener: Listener,
         *,
         front: int,
         socket_dir: Path,
-        on_outputs: Callable[[Outputs], None],
-        on_rejected: Callable[[Rejected], None],
-        on_down: Callable[[list[int], str], None],
-        on_up: Callable[[Welcome], None],
-        on_acknowledged: Callable[..., None],
-        on_lost: Callable[[list[int]], None],
         credits: StreamCredits,
     ) -> None:
         self.credits = credits
-        self.on_outputs, self.on_rejected, self.on_down = on_outputs, on_rejected, on_down
-        self._on_up, self._on_acknowledged, self.on_lost = on_up, on_acknowledged, on_lost
+        self.on_outputs, self.on_rejected, self.on_down = listener.on_outputs, listener.on_rejected, listener.on_down
+        self._on_up, self._on_acknowledged, self.on_lost = listener.on_up, listener.on_acknowledged, listener.on_lost
         self.requests: list[Request] = []
         self.aborted: list[tuple[int, FinishReason]] = []
         self.dead = False

@@ -20,10 +20,11 @@ import pytest
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery import core_link, engine_client
 from minisgl_backend.delivery.core_link import Pauses
-from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, EngineClient
+from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, EngineClient, Listener
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
-from minisgl_backend.ipc.messages import Abort, Command, Hello, Outputs, Rejected, Submit
+from minisgl_backend.ipc.messages import Abort, Command, Hello, Outputs, Rejected, Submit, Welcome
+from minisgl_backend.process import status_files
 from minisgl_backend.process.status_files import fronts_without_core
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from tests.unit.delivery.fake_engine import WELCOME
@@ -79,28 +80,26 @@ class Core:
         os.close(self._lock)
 
 
-class Heard:
+class Heard(Listener):
     """An EngineClient and what it says."""
 
     def __init__(self, socket_dir: Path, dp: int = 1) -> None:
         self.ended: dict[int, int] = {}
         self.lost: dict[int, str] = {}
         self.num_ups = 0
-        self.client = EngineClient(
-            EngineConfig(dp=dp),
-            front=0,
-            socket_dir=socket_dir,
-            on_outputs=self._on_outputs,
-            on_rejected=self._on_rejected,
-            on_down=lambda uids, reason: self.lost.update(dict.fromkeys(uids, reason)),
-            on_up=lambda welcome: setattr(self, "num_ups", self.num_ups + 1),
-        )
+        self.client = EngineClient(EngineConfig(dp=dp), self, front=0, socket_dir=socket_dir)
 
-    def _on_outputs(self, outputs: Outputs) -> None:
+    def on_down(self, uids: list[int], reason: str) -> None:
+        self.lost.update(dict.fromkeys(uids, reason))
+
+    def on_up(self, welcome: Welcome) -> None:
+        self.num_ups += 1
+
+    def on_outputs(self, outputs: Outputs) -> None:
         uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
         self.ended.update((uid, reason) for uid, reason in zip(uids, outputs.reasons, strict=True) if reason)
 
-    def _on_rejected(self, rejected: Rejected) -> None:
+    def on_rejected(self, rejected: Rejected) -> None:
         raise AssertionError(rejected)
 
     def submit(self) -> int:
@@ -315,7 +314,7 @@ def test_many_aborts_that_a_busy_core_cannot_take_cost_one_try_and_go_together(
 def test_the_health_of_a_front_is_told_as_soon_as_it_can_be(
     socket_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "up_mark", lambda folder, front: folder / "missing" / f"front-{front}.up")
+    monkeypatch.setattr(status_files, "up_mark", lambda folder, front: folder / "missing" / f"front-{front}.up")
     heard = Heard(socket_dir)
     heard.client.start(20)
     serves(heard, core)

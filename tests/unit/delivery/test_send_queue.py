@@ -15,7 +15,7 @@ from minisgl_backend.delivery.stream import SequenceStream, Stream
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.text.vocabulary import Vocabulary
-from tests.unit.delivery.fake_engine import Recorder
+from tests.unit.delivery.fake_engine import PROMPT, Recorder
 
 PATIENCE_S = 20.0
 WINDOWS = ((1, 32), (8, 32), (32, 8), (64, 4), (1000, 4))  # of streams, of responses on their way
@@ -38,7 +38,7 @@ class Queue(SendQueue[SequenceStream]):
         """One that has sent a response or not, a while ago."""
         vocabulary = Vocabulary(lambda ids, skip: "", [b""], frozenset(), byte_exact=True)
         spec = EngineRequest(params=SamplingParams(), options=OutputOptions(stream=stream))
-        made = Stream(Recorder(), spec, uid, 1, vocabulary, self, confirmed=confirmed).sequences[0]
+        made = Stream(Recorder(), spec, uid, PROMPT, vocabulary, self, confirmed=confirmed).sequences[0]
         if sent:
             self.credits.number(made.credit)
         return made

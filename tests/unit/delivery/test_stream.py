@@ -18,7 +18,7 @@ from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.step import SequenceDetail
 from minisgl_backend.text.vocabulary import Vocabulary
-from tests.unit.delivery.fake_engine import Recorder
+from tests.unit.delivery.fake_engine import PROMPT, Recorder
 
 LENGTH = int(FinishReason.LENGTH)
 
@@ -39,7 +39,7 @@ class Turns(SendQueue[SequenceStream]):
         table = [bytes([i]) for i in range(256)]
         vocabulary = Vocabulary(lambda ids, skip: bytes(ids).decode(), table, frozenset(), byte_exact=True)
         spec = EngineRequest(params=SamplingParams(n=n, stop=stop), options=OutputOptions(stream=stream))
-        return Stream(Recorder(), spec, 7, 1, vocabulary, self, confirmed=True)
+        return Stream(Recorder(), spec, 7, PROMPT, vocabulary, self, confirmed=True)
 
     def acknowledge(self, sequence: SequenceStream) -> None:
         self.credits.acknowledge([sequence.uid], [sequence.credit.sent], time.monotonic())

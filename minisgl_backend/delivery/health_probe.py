@@ -20,7 +20,7 @@ CHECK_EVERY_S = 0.015
 _LOGGER = logging.getLogger(__name__)
 
 
-class Prober:
+class HealthProbe:
     """A thread that sends probes, one at a time for each sender thread (worker).
 
     `probe(chunk)` returns when the detokenizer has handled the chunk, or failed to. `is_silent(now)`: something is
@@ -51,7 +51,7 @@ class Prober:
 
     def restart(self) -> None:
         """Abandons the thread whose probe a dead detokenizer does not answer: the server lets it wait."""
-        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="health-probe", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
