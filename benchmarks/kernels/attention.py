@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 
 from benchmarks.kernels.timing import Timer, time_graph
+from minisgl_backend.kernels.attention.calls import CachedLayer
 from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
-from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention
+from minisgl_backend.kernels.attention.decode import DecodeBatch, DecodeWorkspace, decode_attention
+from minisgl_backend.kv.layout import LayerKV
 
 
 def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
@@ -65,7 +67,8 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
             try:
                 us = timer([
                     functools.partial(
-                        decode_attention, q, c[0], c[1], rows, kv_lens, table, workspace, shape, 0.088, out
+                        decode_attention, q, CachedLayer(kv=LayerKV(*c), scale=0.088),
+                        DecodeBatch(rows, kv_lens, table, workspace, shape), out,
                     )
                     for c in caches
                 ])  # fmt: skip
@@ -118,7 +121,10 @@ def bench_kv8(results: dict[str, dict]) -> None:
                 (f"{name} 8 warps", replace(chosen, num_warps=8)),
             ):
                 us = time_graph([
-                    functools.partial(decode_attention, q, c[0], c[1], rows, kv_lens, ids, workspace, cut, 0.088, out)
+                    functools.partial(
+                        decode_attention, q, CachedLayer(kv=LayerKV(*c), scale=0.088),
+                        DecodeBatch(rows, kv_lens, ids, workspace, cut), out,
+                    )
                     for c in caches
                 ])  # fmt: skip
                 found[label] = (round(us, 1), round(num_bytes / us / 1e6, 2))

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.timing import profile_step, random_weights, time_graph
+from minisgl_backend.kernels.attention.calls import CachedLayer
 from minisgl_backend.kernels.attention.choose import decode_shape, rotation_pays
-from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
+from minisgl_backend.kernels.attention.decode import (
+    DecodeBatch,
+    DecodeWorkspace,
+    decode_attention,
+    rotating_decode_attention,
+)
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
 from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
@@ -88,18 +94,19 @@ class Chain:
         ops = plain.ops
         pdl = ops.has_pdl and self.batch <= 64
         cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
+        where = DecodeBatch(self.rows, self.lengths, self.table, self.attention, cut, pdl)
         x = self.x.clone()  # GEMMs add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
             qkv = plain.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
             norm, scale = self.head_norm, self.shape.dim**-0.5
-            where = (k, v, self.rows, self.lengths, self.table, self.attention, cut, scale)
+            kept = CachedLayer(kv=LayerKV(k, v), scale=scale)
+            rotation = QKNormRope(q_norm=norm, k_norm=norm, cos_sin=self.cos_sin, eps=1e-6)
             if rotation_pays(self.batch, self.shape.kv_heads):
-                attended = rotating_decode_attention(qkv, norm, norm, self.cos_sin, *where, 1e-6, pdl)
+                attended = rotating_decode_attention(qkv, rotation, kept, where)
             else:
-                rotation = QKNormRope(q_norm=norm, k_norm=norm, cos_sin=self.cos_sin, eps=1e-6)
                 q = ops.rope_store(qkv, rotation, self.positions, self.slots, LayerKV(k, v), self.shape.heads)
-                attended = decode_attention(q, *where, None, pdl)
+                attended = decode_attention(q, kept, where)
             x = plain.linear(attended.flatten(1), o_weight, residual=x)
             gated = plain.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
             x = plain.linear(gated, down_weight, residual=x)

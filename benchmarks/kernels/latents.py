@@ -14,8 +14,9 @@ from benchmarks.kernels.timing import Timer
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
 from minisgl_backend.attention.layer import LatentHeads, LatentProjection
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.kernels.attention.calls import Expanded
+from minisgl_backend.kernels.attention.calls import CachedLayer, Expanded
 from minisgl_backend.kernels.attention.latent_decode import (
+    LatentDecodeBatch,
     LatentDecodeShape,
     LatentDecodeWorkspace,
     latent_decode_attention,
@@ -23,6 +24,7 @@ from minisgl_backend.kernels.attention.latent_decode import (
 )
 from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
 from minisgl_backend.kv.latent import LatentLayout
+from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.kv.pool import KVPool
 
 RANK, ROPE, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64
@@ -120,7 +122,12 @@ def _bench_decode(found: dict[str, Any], batch: int, tokens: int, heads: int, tu
         shapes = {(s.rows, s.tile, s.num_warps, s.num_stages): s for s in shapes.values()}  # type: ignore[misc]
     calls: dict[str, list[Callable[[], object]]] = {
         str(label): [
-            functools.partial(latent_decode_attention, *parts, c, rows, lens, table, workspace, shape, SCALE)
+            functools.partial(
+                latent_decode_attention,
+                *parts,
+                CachedLayer(kv=LayerKV(c, c), scale=SCALE),
+                LatentDecodeBatch(rows, lens, table, workspace, shape),
+            )
             for c in caches
         ]
         for label, shape in shapes.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.kv.layout import LayerKV
+from minisgl_backend.kernels.attention.calls import CachedLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class LatentProjection:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AttentionLayer:
+class AttentionLayer(CachedLayer):
     """One layer's attention on one rank. `AttentionSpec.layer` makes it."""
 
     index: int  # in the model
@@ -44,10 +44,4 @@ class AttentionLayer:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None  # tokens that a query sees, including itself; None: all up to itself
-    chunk: int | None  # tokens; a query sees those of its own chunk, up to itself; None: of all
-    scale: float  # of the scores
-    soft_cap: float | None  # scores become soft_cap * tanh(scores / soft_cap), before the mask
-    sinks: torch.Tensor | None  # float32 [num_q_heads]: logits that take part in the softmax and have no value
-    kv: LayerKV
     latent: LatentProjection | None = None  # for layers with latents (MLA)

@@ -7,7 +7,6 @@ on the host: the kernels read lengths and page table on the device, so captured 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,28 +20,21 @@ from minisgl_backend.attention.base import (
     WritingBackend,
 )
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.calls import PrefillBatch
 from minisgl_backend.kernels.attention.choose import (
     MAX_EARLY_BATCH,
-    DecodeShape,
     decode_shape,
     distinct_batches,
     rotation_pays,
 )
-from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
+from minisgl_backend.kernels.attention.decode import (
+    DecodeBatch,
+    DecodeWorkspace,
+    decode_attention,
+    rotating_decode_attention,
+)
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
-
-
-@dataclass(frozen=True)
-class _PrefillPlan:
-    inputs: PrefillInputs
-    max_q_len: int
-
-
-@dataclass(frozen=True)
-class _DecodePlan:
-    inputs: DecodeInputs
-    shape: DecodeShape
 
 
 class TritonBackend(WritingBackend):
@@ -53,7 +45,6 @@ class TritonBackend(WritingBackend):
     def __init__(self, spec: AttentionSpec, group: LayerGroup, workspace: DecodeWorkspace | None = None) -> None:
         """`workspace`: for the heads of this group, or more."""
         super().__init__(spec, group)
-        self._window, self._chunk = group.window or 0, group.chunk or 0
         self._group = group.num_q_heads // group.num_kv_heads
         self._can_share = group.sees_all and not group.kv.is_fp8
         self._workspace = workspace or _workspace_for(spec, [group])
@@ -65,46 +56,28 @@ class TritonBackend(WritingBackend):
         workspace = _workspace_for(spec, groups)
         return [cls(spec, group, workspace) for group in groups]
 
-    def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
-        return _PrefillPlan(inputs, inputs.max_q_len)
+    def plan_prefill(self, inputs: PrefillInputs) -> PrefillBatch:
+        return PrefillBatch(inputs.cu_seqlens_q, inputs.kv_lens, inputs.rows, inputs.page_table, inputs.max_q_len)
 
-    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _PrefillPlan, out: torch.Tensor) -> None:
-        i = plan.inputs
-        prefill_attention(
-            q, layer.kv.k, layer.kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, layer.scale,
-            window=self._window, chunk=self._chunk, scales=layer.kv.scales, out=out, soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
-        )  # fmt: skip
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: PrefillBatch, out: torch.Tensor) -> None:
+        prefill_attention(q, layer, plan, out)
 
-    def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        shape = decode_shape(
-            inputs.batch_size, self.group.num_kv_heads, self._group, self._num_sms, can_share=self._can_share
-        )
-        return _DecodePlan(inputs, shape)
+    def plan_decode(self, inputs: DecodeInputs) -> DecodeBatch:
+        batch_size, heads = inputs.batch_size, self.group.num_kv_heads
+        shape = decode_shape(batch_size, heads, self._group, self._num_sms, can_share=self._can_share)
+        pdl = self._pdl and batch_size <= MAX_EARLY_BATCH
+        return DecodeBatch(inputs.rows, inputs.kv_lens, inputs.page_table, self._workspace, shape, pdl)
 
-    def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _DecodePlan, out: torch.Tensor) -> None:
-        i = plan.inputs
-        decode_attention(
-            q, layer.kv.k, layer.kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
-            out=out, pdl=self._overlaps(plan), window=self._window, chunk=self._chunk, scales=layer.kv.scales,
-            soft_cap=layer.soft_cap, sinks=layer.sinks,
-        )  # fmt: skip
+    def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: DecodeBatch, out: torch.Tensor) -> None:
+        decode_attention(q, layer, plan, out)
 
-    def fuses_rope(self, plan: _DecodePlan) -> bool:
-        return rotation_pays(plan.inputs.batch_size, self.group.num_kv_heads, self._num_sms)
+    def fuses_rope(self, plan: DecodeBatch) -> bool:
+        return rotation_pays(len(plan.rows), self.group.num_kv_heads, self._num_sms)
 
     def decode_with_rope(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: _DecodePlan
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: DecodeBatch
     ) -> torch.Tensor:
-        i, kv = plan.inputs, layer.kv
-        return rotating_decode_attention(
-            qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
-            self._workspace, plan.shape, layer.scale, rotation.eps, pdl=self._overlaps(plan), window=self._window,
-            chunk=self._chunk, scales=kv.scales, soft_cap=layer.soft_cap, sinks=layer.sinks,
-        )  # fmt: skip
-
-    def _overlaps(self, plan: _DecodePlan) -> bool:
-        return self._pdl and plan.inputs.batch_size <= MAX_EARLY_BATCH
+        return rotating_decode_attention(qkv, rotation, layer, plan)
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         heads, parts = self.group.num_kv_heads, self._workspace.parts

@@ -21,7 +21,7 @@ import triton
 
 KERNELS = frozenset(
     {
-        "_vector_kernel", "_sliced_kernel", "_linear_kernel", "_decode_kernel", "_balanced_decode_kernel",
+        "_vector_kernel", "_sliced_kernel", "_linear_kernel", "decode_kernel", "balanced_decode_kernel",
         "_rms_norm_kernel", "_activate_mul_kernel", "_rope_store_kernel", "sample_kernel",
     }
 )  # fmt: skip

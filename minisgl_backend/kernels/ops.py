@@ -24,6 +24,15 @@ class QKNormRope:
     eps: float  # of the norms
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentNormRope:
+    """Parameters of a layer's transform of latents (MLA): their RMSNorm, and the rotation of queries and key."""
+
+    norm: torch.Tensor  # [rank]
+    cos_sin: torch.Tensor  # float32 [max_position, rope_dim], as in QKNormRope
+    eps: float
+
+
 class Ops(ABC):
     """Norms, rotary embedding and cache stores on tensors of one device. Chosen once, then passed to every layer.
 
@@ -69,19 +78,16 @@ class Ops(ABC):
         self,
         q: torch.Tensor,
         latents: torch.Tensor,
-        norm: torch.Tensor,
-        cos_sin: torch.Tensor,
+        rotation: LatentNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cache: torch.Tensor,
-        eps: float,
-        scale: float = 1.0,
+        kv: LayerKV,
     ) -> torch.Tensor:
         """Norm of latents, rotary embedding, and the store into the KV pool (MLA).
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim] is rotated in place in its last rope_dim dimensions, and
         returned. latents [num_tokens, rank + rope_dim]: the first rank numbers are normed and stored, the others
-        rotated and stored. norm [rank]; cos_sin float32 [max_position, rope_dim], as in `rope_store`; positions and
-        slots int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in the dtype of latents or in FP8,
-        for which numbers are divided by `scale` and saturate. Rows of q and latents may be strided.
+        rotated and stored. positions and slots int [num_tokens]; kv.k [num_pages, 1, page_size, rank + rope_dim], in
+        the dtype of latents or in FP8, for which numbers are divided by its scale and saturate. Rows of q and latents
+        may be strided.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.ops import Ops, QKNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, Ops, QKNormRope
 from minisgl_backend.kv.layout import LayerKV
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
@@ -53,19 +53,17 @@ class TorchOps(Ops):
         self,
         q: torch.Tensor,
         latents: torch.Tensor,
-        norm: torch.Tensor,
-        cos_sin: torch.Tensor,
+        rotation: LatentNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cache: torch.Tensor,
-        eps: float,
-        scale: float = 1.0,
+        kv: LayerKV,
     ) -> torch.Tensor:
-        latent, key = latents.split([len(norm), latents.shape[1] - len(norm)], dim=1)
-        angles = cos_sin[positions]
-        rotated = _rotated(key, angles)
-        stored = torch.cat([_rms_norm(latent, norm, eps).to(latents.dtype), rotated], dim=1)
-        store_tokens(cache, stored.unsqueeze(1), slots, scale)
+        rank = len(rotation.norm)
+        latent, key = latents.split([rank, latents.shape[1] - rank], dim=1)
+        angles = rotation.cos_sin[positions]
+        normed = _rms_norm(latent, rotation.norm, rotation.eps).to(latents.dtype)
+        stored = torch.cat([normed, _rotated(key, angles)], dim=1)
+        store_tokens(kv.k, stored.unsqueeze(1), slots, kv.scales.k)
         turned = q[..., q.shape[-1] - key.shape[1] :]
         turned.copy_(_rotated(turned, angles.unsqueeze(1)))
         return q

@@ -10,7 +10,7 @@ from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memor
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import MAX_PDL_TOKENS
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 
@@ -63,12 +63,9 @@ class TritonOps(TorchOps):
         self,
         q: torch.Tensor,
         latents: torch.Tensor,
-        norm: torch.Tensor,
-        cos_sin: torch.Tensor,
+        rotation: LatentNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cache: torch.Tensor,
-        eps: float,
-        scale: float = 1.0,
+        kv: LayerKV,
     ) -> torch.Tensor:
-        return latent_store(q, latents, norm, cos_sin, positions, slots, cache, eps, scale, self.pdl(q))
+        return latent_store(q, latents, rotation, positions, slots, kv, self.pdl(q))

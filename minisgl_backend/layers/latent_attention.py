@@ -4,12 +4,14 @@ attention kernels, which use latents or the keys and values expanded from them (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.kernels.ops import LatentNormRope
 from minisgl_backend.kv.latent import LatentLayout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -65,6 +67,8 @@ class LatentAttention(Mixer):
                 row_orders={"q_b_proj": q_order},
             )
         self.kv_a_layernorm = RMSNorm(rank, config.norm, "kv_a_layernorm", layer_context)
+        norm = self.kv_a_layernorm
+        self._rotation = LatentNormRope(norm=norm.weight, cos_sin=self._rope.cos_sin, eps=norm.eps)
         self.kv_b_proj = layer_context.methods.linear_as_numbers(_kv_b_spec(config, layer_context))
         self._dtype, self._kernels = layer_context.dtype, layer_context.methods.kernels.plain
         v_size = config.num_q_heads * config.v_head_dim
@@ -109,11 +113,11 @@ class LatentAttention(Mixer):
 
     def _rotated(self, q: torch.Tensor, kept: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> torch.Tensor:
         """Queries, rotated; latents and keys are stored."""
-        norm, kv = self.kv_a_layernorm, self._layer.kv
-        cos_sin, positions = self._rope.cos_sin, tokens.positions
+        rotation, positions = self._rotation, tokens.positions
         if tokens.rotation is not None:
             cos_sin, positions = tokens.rotation.by(self._rope)
-        return self._ops.latent_store(q, kept, norm.weight, cos_sin, positions, slots, kv.k, norm.eps, kv.scales.k)
+            rotation = replace(rotation, cos_sin=cos_sin)
+        return self._ops.latent_store(q, kept, rotation, positions, slots, self._layer.kv)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

@@ -74,17 +74,21 @@ class Layers:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
 
     def run(self, step: Step) -> torch.Tensor:
+        from minisgl_backend.kernels.attention.calls import CachedLayer
         from minisgl_backend.kernels.attention.choose import decode_shape
-        from minisgl_backend.kernels.attention.decode import rotating_decode_attention
+        from minisgl_backend.kernels.attention.decode import DecodeBatch, rotating_decode_attention
+        from minisgl_backend.kernels.ops import QKNormRope
+        from minisgl_backend.kv.layout import LayerKV
 
         shape = decode_shape(len(step.rows), self.heads.kv, self.heads.q // self.heads.kv, 132)
+        batch = DecodeBatch(step.rows, step.kv_lens, step.table, self.workspace, shape, self.pdl)
+        q_norm, k_norm = self.head_norms
+        rotation = QKNormRope(q_norm=q_norm, k_norm=k_norm, cos_sin=self.cos_sin, eps=EPS)
         hidden = step.hidden.clone()
         for layer, (qkv_weight, o_weight, gate_up, down) in enumerate(self.weights):
             qkv = self.plain.linear(hidden, qkv_weight, norm_weight=self.norms[0], eps=EPS)
-            attended = rotating_decode_attention(
-                qkv, *self.head_norms, self.cos_sin, step.cache[layer, 0], step.cache[layer, 1], step.rows,
-                step.kv_lens, step.table, self.workspace, shape, self.heads.dim**-0.5, EPS, pdl=self.pdl,
-            )  # fmt: skip
+            kept = CachedLayer(kv=LayerKV(*step.cache[layer]), scale=self.heads.dim**-0.5)
+            attended = rotating_decode_attention(qkv, rotation, kept, batch)
             hidden = self.plain.linear(attended.flatten(1), o_weight, residual=hidden)
             inner = self.plain.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, activation="silu")
             hidden = self.plain.linear(inner, down, residual=hidden)

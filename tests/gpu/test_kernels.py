@@ -51,8 +51,10 @@ def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
 def test_decode_attention(page_size, heads, kv_heads, head_dim):
+    from minisgl_backend.kernels.attention.calls import CachedLayer
     from minisgl_backend.kernels.attention.choose import decode_shape
-    from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention
+    from minisgl_backend.kernels.attention.decode import DecodeBatch, DecodeWorkspace, decode_attention
+    from minisgl_backend.kv.layout import LayerKV
 
     torch.manual_seed(page_size + heads)
     for lengths in ([1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256):
@@ -66,18 +68,8 @@ def test_decode_attention(page_size, heads, kv_heads, head_dim):
         workspace = DecodeWorkspace(257, heads, kv_heads, head_dim, torch.device("cuda"))
         for _ in range(3):
             out = torch.full_like(q, float("nan"))
-            decode_attention(
-                q,
-                k,
-                v,
-                rows,
-                kv_lens,
-                table,
-                workspace,
-                decode_shape(batch, kv_heads, heads // kv_heads),
-                head_dim**-0.5,
-                out,
-            )
+            step = DecodeBatch(rows, kv_lens, table, workspace, decode_shape(batch, kv_heads, heads // kv_heads))
+            decode_attention(q, CachedLayer(kv=LayerKV(k, v), scale=head_dim**-0.5), step, out)
             checked = range(0, batch, max(1, batch // 8))
             for b in checked:
                 ref = dense_attention(q[b : b + 1], k, v, table[rows[b]], lengths[b], head_dim**-0.5)
@@ -87,7 +79,9 @@ def test_decode_attention(page_size, heads, kv_heads, head_dim):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_prefill_attention(page_size):
+    from minisgl_backend.kernels.attention.calls import CachedLayer, PrefillBatch
     from minisgl_backend.kernels.attention.prefill import prefill_attention
+    from minisgl_backend.kv.layout import LayerKV
 
     torch.manual_seed(page_size)
     heads, kv_heads, head_dim = 16, 8, 128
@@ -99,10 +93,9 @@ def test_prefill_attention(page_size):
     rows = torch.tensor([2, 0, 3, 1], device="cuda", dtype=torch.int32)
     starts = [0, 5, 705, 706, 739]
     q = torch.randn(starts[-1], heads, head_dim, device="cuda").bfloat16()
-    out = prefill_attention(
-        q, k, v, torch.tensor(starts, device="cuda", dtype=torch.int32),
-        torch.tensor(kv_lens, device="cuda", dtype=torch.int32), rows, table, max(q_lens), head_dim**-0.5,
-    )  # fmt: skip
+    ends, lengths = (torch.tensor(one, device="cuda", dtype=torch.int32) for one in (starts, kv_lens))
+    layer = CachedLayer(kv=LayerKV(k, v), scale=head_dim**-0.5)
+    out = prefill_attention(q, layer, PrefillBatch(ends, lengths, rows, table, max(q_lens)))
     for i in range(4):
         part = slice(starts[i], starts[i + 1])
         assert relative(out[part], dense_attention(q[part], k, v, table[rows[i]], kv_lens[i], head_dim**-0.5)) < 8e-3

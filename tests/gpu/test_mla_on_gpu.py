@@ -176,6 +176,7 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
     """The decode kernel with several query tokens a sequence, each of which sees one token more."""
     from minisgl_backend.attention.latent.reference import TorchLatentBackend
     from minisgl_backend.kernels.attention.latent_decode import (
+        LatentDecodeBatch,
         LatentDecodeWorkspace,
         latent_decode_attention,
         latent_decode_shape,
@@ -188,10 +189,11 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
     rows = num_q_heads * num_queries
     workspace = LatentDecodeWorkspace(rows, 512, len(kv_lens), case.device)
     inputs, reference = case.decode_inputs(), TorchLatentBackend(case.spec, case.group)
-    found = latent_decode_attention(
-        q, q_rope, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace,
-        latent_decode_shape(len(kv_lens), rows), case.layer.scale, num_queries=num_queries,
+    batch = LatentDecodeBatch(
+        inputs.rows, inputs.kv_lens, inputs.page_table, workspace, latent_decode_shape(len(kv_lens), rows),
+        num_queries=num_queries,
     )  # fmt: skip
+    found = latent_decode_attention(q, q_rope, case.layer, batch)
     for query in range(num_queries):
         lens = case.kv_lens - (num_queries - 1 - query)
         shorter = replace(inputs, kv_lens=torch.from_numpy(lens).cuda(), kv_lens_host=lens)
@@ -205,18 +207,22 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
 )
 def test_store(num_tokens: int, num_heads: int, scale: float | None) -> None:
     from minisgl_backend.kernels.attention.latent_store import latent_store
+    from minisgl_backend.kernels.ops import LatentNormRope
+    from minisgl_backend.kv.layout import KVScales, LayerKV
 
     case = LatentCase(DEEPSEEK, 20, [400], 16, torch.bfloat16, "cuda", scale=scale)
     positions = torch.randint(0, 400, (num_tokens,), device="cuda").int()
     slots = (torch.randperm(400, device="cuda")[:num_tokens] + 16).int()
-    norm, cos_sin = torch.randn(512, device="cuda").bfloat16(), torch.randn(400, 64, device="cuda")
+    rotation = LatentNormRope(
+        norm=torch.randn(512, device="cuda").bfloat16(), cos_sin=torch.randn(400, 64, device="cuda"), eps=1e-6
+    )
     q, latents = (
         case.queries(num_tokens)[:, :num_heads],
         torch.randn(num_tokens, 580, device="cuda").bfloat16()[:, :576],
     )
     found, expected = (case.layer.kv.k.clone() for _ in range(2))
     turned = [
-        store(q.clone(), latents, norm, cos_sin, positions, slots, cache, 1e-6, scale or 1.0)
+        store(q.clone(), latents, rotation, positions, slots, LayerKV(cache, cache, KVScales(scale or 1.0)))
         for store, cache in ((latent_store, found), (TorchOps().latent_store, expected))
     ]
     assert not num_heads or error(turned[0], turned[1]) < 1e-2

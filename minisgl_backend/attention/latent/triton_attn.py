@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.attention.choose import MAX_EARLY_BATCH
 from minisgl_backend.kernels.attention.latent_decode import (
-    LatentDecodeShape,
+    LatentDecodeBatch,
     LatentDecodeWorkspace,
     distinct_latent_batches,
     latent_decode_attention,
@@ -47,12 +46,6 @@ class TritonPrefillBackend(LatentBackend):
             latent_prefill_attention(expanded, segments, max_q_len, self.group.softmax_scale)
 
 
-@dataclass(frozen=True)
-class _DecodePlan:
-    inputs: DecodeInputs
-    shape: LatentDecodeShape
-
-
 class TritonLatentBackend(TritonPrefillBackend):
     """Nothing is planned on the host: captured graphs are replayed unchanged."""
 
@@ -65,19 +58,16 @@ class TritonLatentBackend(TritonPrefillBackend):
         self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
         self._shared = shared_memory(spec.device)
 
-    def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
+    def plan_decode(self, inputs: DecodeInputs) -> LatentDecodeBatch:
         shape = latent_decode_shape(
             inputs.batch_size, self.group.num_q_heads, self._num_sms, self._shared,
             half_precision=self.spec.dtype.itemsize == 2,
         )  # fmt: skip
-        return _DecodePlan(inputs, shape)
+        pdl = self._pdl and inputs.batch_size <= MAX_EARLY_BATCH
+        return LatentDecodeBatch(inputs.rows, inputs.kv_lens, inputs.page_table, self._workspace, shape, pdl)
 
     def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, q_rope: torch.Tensor, plan: Plan) -> torch.Tensor:
-        i = plan.inputs
-        return latent_decode_attention(
-            q, q_rope, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
-            kv_scale=layer.kv.scales.k, pdl=self._pdl and i.batch_size <= MAX_EARLY_BATCH,
-        )  # fmt: skip
+        return latent_decode_attention(q, q_rope, layer, plan)
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         return distinct_latent_batches(max_batch, self.group.num_q_heads)

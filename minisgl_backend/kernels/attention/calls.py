@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from minisgl_backend.kv.layout import LayerKV
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedLayer:
+    """What attention kernels need of a layer: constants, and its keys and values (or latents) in the pool."""
+
+    kv: LayerKV
+    scale: float  # of the scores
+    window: int | None = None  # tokens that a query sees, including itself; None: all up to itself
+    chunk: int | None = None  # tokens; a query sees those of its own chunk, up to itself; None: of all
+    soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap), before the mask
+    sinks: torch.Tensor | None = None  # float32 [num_q_heads]: logits that take part in the softmax and have no value
+
+
+class PrefillBatch(NamedTuple):
+    """A step's prefill part, made once for all layers of a group. Sequence i owns queries cu_seqlens_q[i] to
+    cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens."""
+
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
+    kv_lens: torch.Tensor  # int32 [num_seqs]
+    rows: torch.Tensor  # int32 [num_seqs]; of the page table
+    page_table: torch.Tensor  # int32 [max_rows, max_pages]
+    max_q_len: int  # queries of the sequence that has the most
 
 
 class Expanded(NamedTuple):

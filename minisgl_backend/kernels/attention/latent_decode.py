@@ -12,18 +12,19 @@ second kernel merges the sequences that several programs had parts of (flash dec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.attention.decode import for_cache
+from minisgl_backend.kernels.attention.calls import CachedLayer
+from minisgl_backend.kernels.attention.scores import LOG2_E, for_cache
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.shared_memory import LARGEST
 from minisgl_backend.kv.layout import FP8
 
-LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # per block of rows: two on each of 132 multiprocessors
 # Of the merge (split-KV): (maximum query heads of the whole batch, partial results that a program reads at once).
 MERGE_PARTS = ((64, 128), (128, 64), (256, 32))
@@ -92,45 +93,47 @@ def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
     return tuple(firsts.values())
 
 
+class LatentDecodeBatch(NamedTuple):
+    """A step's decode part, made once for all layers. Query tokens of a sequence are the last `num_queries` of its
+    kv_lens tokens, causal. Captured graphs read the tensors."""
+
+    rows: torch.Tensor  # int32 [batch]; of the page table
+    kv_lens: torch.Tensor  # int32 [batch]
+    page_table: torch.Tensor  # int32 [max_rows, max_pages]
+    workspace: LatentDecodeWorkspace
+    shape: LatentDecodeShape
+    pdl: bool = False
+    num_queries: int = 1
+
+
 def latent_decode_attention(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    rows: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    workspace: LatentDecodeWorkspace,
-    shape: LatentDecodeShape,
-    scale: float,
-    *,
-    kv_scale: float = 1.0,
-    num_queries: int = 1,
-    pdl: bool = False,
+    q: torch.Tensor, q_rope: torch.Tensor, layer: CachedLayer, batch: LatentDecodeBatch
 ) -> torch.Tensor:
     """Absorbed queries to attention output [batch * num_queries, num_q_heads, rank].
 
-    q [batch * num_queries, num_q_heads, rank] and cache [num_pages, 1, page_size, rank + rope_dim], both contiguous;
-    q_rope [batch * num_queries, num_q_heads, rope_dim], may be strided; rows, kv_lens int32 [batch]. Query tokens of a
-    sequence are the last `num_queries` of its kv_lens tokens, causal. kv_scale: of a cache in FP8.
+    q [batch * num_queries, num_q_heads, rank], contiguous; q_rope [batch * num_queries, num_q_heads, rope_dim], may be
+    strided.
     """
+    workspace, shape, table = batch.workspace, batch.shape, batch.page_table
+    cache, kv_scale = layer.kv.k, layer.kv.scales.k  # [num_pages, 1, page_size, rank + rope_dim], contiguous
     (tokens, num_heads, rank), rope = q.shape, q_rope.shape[2]
-    batch, num_rows = tokens // num_queries, num_queries * num_heads
+    count, num_rows = tokens // batch.num_queries, batch.num_queries * num_heads
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     workers = min(shape.workers, MAX_WORKERS)
     rank_padded = max(16, next_power_of_2(rank))
     _latent_decode_kernel[(cdiv(num_rows, shape.rows), workers)](
-        q, q_rope, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
-        scale * kv_scale * LOG2_E, kv_scale, q_rope.stride(0), q_rope.stride(1), page_table.stride(0), batch,
+        q, q_rope, cache, out, batch.rows, batch.kv_lens, table, workspace.partial, workspace.lse, workspace.parts,
+        layer.scale * kv_scale * LOG2_E, kv_scale, q_rope.stride(0), q_rope.stride(1), table.stride(0), count,
         MAX_BATCH=workspace.batch_padded, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
-        ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
+        ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=batch.num_queries, RANK=rank,
         RANK_PADDED=rank_padded, ROPE=rope, ROPE_PADDED=max(16, next_power_of_2(rope)),
         FP8=cache.dtype == FP8,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(batch.pdl),
     )  # fmt: skip
-    columns, parts = _merge_shape(batch * num_rows, rank_padded)
-    _merge_kernel[(num_rows, cdiv(rank, columns), batch)](
+    columns, parts = _merge_shape(count * num_rows, rank_padded)
+    _merge_kernel[(num_rows, cdiv(rank, columns), count)](
         out, workspace.partial, workspace.lse, workspace.parts, NUM_ROWS=num_rows, RANK=rank, COLUMNS=columns,
-        PARTS=parts, num_warps=4, **pdl_options(pdl),
+        PARTS=parts, num_warps=4, **pdl_options(batch.pdl),
     )  # fmt: skip
     return out
 

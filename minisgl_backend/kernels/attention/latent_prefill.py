@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.attention.calls import Expanded
-from minisgl_backend.kernels.attention.latent_decode import LOG2_E
+from minisgl_backend.kernels.attention.scores import LOG2_E
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.shared_memory import shared_memory
 

@@ -9,51 +9,33 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.attention.decode import capped, capped_scale, for_cache, sink_logits
+from minisgl_backend.kernels.attention.calls import CachedLayer, PrefillBatch
+from minisgl_backend.kernels.attention.scores import capped, capped_scale, for_cache, sink_logits
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.shared_memory import shared_memory
-from minisgl_backend.kv.layout import FP8, ONE, KVScales
+from minisgl_backend.kv.layout import FP8
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    kv_lens: torch.Tensor,
-    rows: torch.Tensor,
-    page_table: torch.Tensor,
-    max_q_len: int,
-    scale: float,
-    window: int = 0,
-    scales: KVScales = ONE,
-    out: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    chunk: int = 0,
+    q: torch.Tensor, layer: CachedLayer, batch: PrefillBatch, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, in `out` if given.
-
-    Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
-    max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
-    chunk: chunk size in tokens, where a query only sees its own chunk; 0: no chunks. soft_cap and sinks: as in
-    decode_attention.
-    """
+    """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, in `out` if given."""
+    kv, table, max_q_len = layer.kv, batch.page_table, batch.max_q_len
     _, num_q_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k_cache.shape
+    _, num_kv_heads, page_size, _ = kv.k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     half_precision = q.element_size() == 2
     long = half_precision and max_q_len > 64 and long_tiles_fit(head_dim, shared_memory(q.device))
     tile_q = 128 if long else 32
-    scale_log2, cap_log2 = capped_scale(scale * scales.k, soft_cap)
+    scale_log2, cap_log2 = capped_scale(layer.scale * kv.scales.k, layer.soft_cap)
     tile_kv = 64 if half_precision else 32
-    _prefill_kernel[(cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
-        q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table, sinks,
-        scale_log2, scales.v,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
+    _prefill_kernel[(cdiv(max_q_len, tile_q), num_q_heads, batch.kv_lens.shape[0])](
+        q, kv.k, kv.v, out, batch.cu_seqlens_q, batch.kv_lens, batch.rows, table, layer.sinks,
+        scale_log2, kv.scales.v,
+        q.stride(0), q.stride(1), kv.k.stride(0), kv.k.stride(1), kv.k.stride(2), table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
-        WINDOW=window or chunk, CHUNKED=chunk > 0, SOFT_CAP=cap_log2, FP8=k_cache.dtype == FP8,
+        WINDOW=layer.window or layer.chunk or 0, CHUNKED=bool(layer.chunk), SOFT_CAP=cap_log2, FP8=kv.k.dtype == FP8,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ def test_kernels_of_a_decode_step_are_loaded_with_the_largest_share(monkeypatch:
     driver = SimpleNamespace(cuFuncSetAttribute=lambda kernel, name, value: asked.append((kernel.value, name, value)))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     (on_load,) = hooks
-    for handle, kernel in enumerate(("_decode_kernel", "_moe_kernel", "sample_kernel"), start=1):
+    for handle, kernel in enumerate(("decode_kernel", "_moe_kernel", "sample_kernel"), start=1):
         on_load(None, handle, kernel, None, "")  # type: ignore[operator]
     assert asked == [(1, 9, 100), (3, 9, 100)]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -25,8 +26,14 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.attention.calls import PrefillBatch
 from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
-from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
+from minisgl_backend.kernels.attention.decode import (
+    DecodeBatch,
+    DecodeWorkspace,
+    decode_attention,
+    rotating_decode_attention,
+)
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 
 CPU = torch.device("cpu")
@@ -58,6 +65,16 @@ class PagedCase:
             max_seq_len=most * page_size, max_rows=count, window=window or None, chunk=chunk or None,
         )  # fmt: skip
         self.reference = TorchBackend(self.spec, self.spec.groups[0])
+
+    def layer(self, kv: LayerKV | None = None) -> AttentionLayer:
+        """With this pool in place of the case's."""
+        return self.spec.layer(0, kv or LayerKV(self.k, self.v))
+
+    def batch(self, workspace: DecodeWorkspace, shape: DecodeShape) -> DecodeBatch:
+        return DecodeBatch(self.rows, self.kv_lens, self.table, workspace, shape)
+
+    def prefill_batch(self, starts: torch.Tensor) -> PrefillBatch:
+        return PrefillBatch(starts, self.kv_lens, self.rows, self.table, int(starts.diff().max()))
 
     def quantize(self, scales: KVScales) -> LayerKV:
         """The pool in FP8; what it means replaces the pool itself."""
@@ -101,11 +118,9 @@ def test_decode_attention(page_size, window, shape):
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.decode(case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.layer(), q, case.reference.plan_decode(inputs))
     for _ in range(2):  # the counters are back at zero after each launch
-        out = decode_attention(
-            q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125, window=window
-        )
+        out = decode_attention(q, case.layer(), case.batch(workspace, shape))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -130,11 +145,10 @@ def test_decode_attention_in_equal_shares(lengths, workers):
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
     )  # fmt: skip
-    scale = case.spec.groups[0].softmax_scale
-    expected = case.reference.decode(case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.layer(), q, case.reference.plan_decode(inputs))
     shape = DecodeShape(4, 64, 32, 4, 3, workers=workers)
     for _ in range(2):
-        out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, scale)
+        out = decode_attention(q, case.layer(), case.batch(workspace, shape))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -161,15 +175,12 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
         k[page, :, place], v[page, :, place] = case.k[page, :, place], case.v[page, :, place]
     workspace = DecodeWorkspace(3, heads, kv_heads, dim, CPU)
     q = torch.randn(3, heads, dim)
-    qkv, cos_sin = torch.randn(3, (heads + 2 * kv_heads) * dim), torch.randn(141, dim)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
+    rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.randn(141, dim), eps=1e-6)
 
     def attended(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rest = (case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
-        k, v = k.clone(), v.clone()
-        return (
-            decode_attention(q, k, v, *rest, window=window),
-            rotating_decode_attention(qkv, None, None, cos_sin, k, v, *rest, 1e-6, window=window),
-        )
+        layer, batch = case.layer(LayerKV(k.clone(), v.clone())), case.batch(workspace, shape)
+        return decode_attention(q, layer, batch), rotating_decode_attention(qkv, rotation, layer, batch)
 
     for found, expected in zip(attended(k, v), attended(case.k, case.v), strict=True):
         assert torch.equal(found, expected)
@@ -201,13 +212,10 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
     k, v = case.k.clone(), case.v.clone()
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
     q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k, v), heads)
-    expected = case.reference.decode(case.spec.layer(0, LayerKV(k, v)), q, case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.layer(LayerKV(k, v)), q, case.reference.plan_decode(inputs))
     workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
     for _ in range(2):
-        out = rotating_decode_attention(
-            qkv, *norms, cos_sin, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape,
-            case.spec.groups[0].softmax_scale, 1e-6, window=window,
-        )  # fmt: skip
+        out = rotating_decode_attention(qkv, rotation, case.layer(), case.batch(workspace, shape))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(case.k, k, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(case.v, v)
@@ -225,18 +233,16 @@ def test_prefill_attention(page_size, window):
         cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.prefill(
-        case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_prefill(inputs)
-    )
-    out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125, window)
+    expected = case.reference.prefill(case.layer(), q, case.reference.plan_prefill(inputs))
+    out = prefill_attention(q, case.layer(), case.prefill_batch(starts))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 24), (16, 50), (64, 1)])
 def test_attention_in_chunks(page_size, chunk):
-    q_lens, kv_lens = [5, 40, 1, 1], [5, 130, 25, 200]
+    kv_lens = [5, 130, 25, 200]
     case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=32, chunk=chunk)
-    layer, scale = case.spec.layer(0, LayerKV(case.k, case.v)), case.spec.groups[0].softmax_scale
+    layer, workspace = case.layer(), DecodeWorkspace(4, 2, 1, 32, CPU)
     decode = DecodeInputs(
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
@@ -244,12 +250,11 @@ def test_attention_in_chunks(page_size, chunk):
     q = torch.randn(4, 2, 32)
     expected = case.reference.decode(layer, q, case.reference.plan_decode(decode))
     for shape in (DecodeShape(4, 64, 32, 4, 3), BALANCED[0]):
-        rest = case.rows, case.kv_lens, case.table, DecodeWorkspace(4, 2, 1, 32, CPU), shape, scale
-        out = decode_attention(q, case.k, case.v, *rest, chunk=chunk)
+        out = decode_attention(q, layer, case.batch(workspace, shape))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     qkv, cos_sin = torch.randn(4, 4 * 32), torch.cat([torch.ones(200, 16), torch.zeros(200, 16)], 1)
-    rest = case.rows, case.kv_lens, case.table, DecodeWorkspace(4, 2, 1, 32, CPU), EARLY, scale
-    out = rotating_decode_attention(qkv, None, None, cos_sin, case.k, case.v, *rest, 1e-6, chunk=chunk)
+    rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
+    out = rotating_decode_attention(qkv, rotation, layer, case.batch(workspace, EARLY))
     expected = case.reference.decode(layer, qkv[:, :64].view(4, 2, 32), case.reference.plan_decode(decode))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     starts, q = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32), torch.randn(47, 2, 32)
@@ -258,9 +263,7 @@ def test_attention_in_chunks(page_size, chunk):
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
     expected = case.reference.prefill(layer, q, case.reference.plan_prefill(prefill))
-    out = prefill_attention(
-        q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), scale, chunk=chunk
-    )
+    out = prefill_attention(q, layer, case.prefill_batch(starts))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -268,23 +271,19 @@ def test_attention_in_chunks(page_size, chunk):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     """Against float32 attention over what the stored numbers mean."""
-    q_lens, kv_lens = [5, 40, 1, 1], [5, 130, 33, 200]
+    kv_lens = [5, 130, 33, 200]
     case = PagedCase(kv_lens, page_size, heads=6, kv_heads=2, head_dim=48, window=window)
     kv = case.quantize(KVScales(0.03, 0.5))
-    scale = case.spec.groups[0].softmax_scale
     decode = DecodeInputs(
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
     )  # fmt: skip
     q = torch.randn(4, 6, 48)
     meant = LayerKV(case.k, case.v)
-    expected = case.reference.decode(case.spec.layer(0, meant), q, case.reference.plan_decode(decode))
+    expected = case.reference.decode(case.layer(meant), q, case.reference.plan_decode(decode))
     for shape in (DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)):
         workspace = DecodeWorkspace(4, 6, 2, 48, CPU)
-        out = decode_attention(
-            q.to(dtype), kv.k, kv.v, case.rows, case.kv_lens, case.table, workspace, shape, scale, window=window,
-            scales=kv.scales,
-        )  # fmt: skip
+        out = decode_attention(q.to(dtype), case.layer(kv), case.batch(workspace, shape))
         torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
     starts = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32)
     q = torch.randn(47, 6, 48)
@@ -292,10 +291,8 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
         cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.prefill(case.spec.layer(0, meant), q, case.reference.plan_prefill(prefill))
-    out = prefill_attention(
-        q.to(dtype), kv.k, kv.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), scale, window, kv.scales
-    )
+    expected = case.reference.prefill(case.layer(meant), q, case.reference.plan_prefill(prefill))
+    out = prefill_attention(q.to(dtype), case.layer(kv), case.prefill_batch(starts))
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -323,14 +320,11 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
     q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, heads)
     for _ in range(2):
-        out = rotating_decode_attention(
-            qkv, *norms, cos_sin, kv.k, kv.v, case.rows, case.kv_lens, case.table, workspace, shape,
-            case.spec.groups[0].softmax_scale, 1e-6, window=window, scales=kv.scales,
-        )  # fmt: skip
+        out = rotating_decode_attention(qkv, rotation, case.layer(kv), case.batch(workspace, shape))
         assert_close_in_fp8(kv.k, stored.k)
         assert_close_in_fp8(kv.v, stored.v)
         meant = LayerKV(kv.k.float() * kv.scales.k, kv.v.float() * kv.scales.v)
-        expected = case.reference.decode(case.spec.layer(0, meant), q, case.reference.plan_decode(inputs))
+        expected = case.reference.decode(case.layer(meant), q, case.reference.plan_decode(inputs))
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 

@@ -9,6 +9,7 @@ import torch
 
 from minisgl_backend.attention.latent.reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.kernels.ops import LatentNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.latents import LatentCase
 
@@ -18,12 +19,13 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.attention.latent.triton_attn import TritonLatentBackend
 from minisgl_backend.kernels.attention.latent_decode import (
+    LatentDecodeBatch,
     LatentDecodeShape,
     LatentDecodeWorkspace,
     latent_decode_attention,
 )
 from minisgl_backend.kernels.attention.latent_store import latent_store
-from minisgl_backend.kv.layout import FP8
+from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.unit.kernels.fp8_numbers import assert_close_in_fp8
 
 CPU = torch.device("cpu")
@@ -64,10 +66,8 @@ def test_decode(
     q = torch.randn(len(lengths) * queries, heads, HEADS.rank + HEADS.rope_dim)
     workspace = LatentDecodeWorkspace(heads * queries, HEADS.rank, len(lengths), CPU)
     i = case.decode_inputs()
-    found = latent_decode_attention(
-        q[..., : HEADS.rank].contiguous(), q[..., HEADS.rank :], case.layer.kv.k, i.rows, i.kv_lens, i.page_table,
-        workspace, shape, case.layer.scale, kv_scale=case.layer.kv.scales.k, num_queries=queries,
-    )  # fmt: skip
+    batch = LatentDecodeBatch(i.rows, i.kv_lens, i.page_table, workspace, shape, num_queries=queries)
+    found = latent_decode_attention(q[..., : HEADS.rank].contiguous(), q[..., HEADS.rank :], case.layer, batch)
     torch.testing.assert_close(found, expected_of(case, q, queries), atol=1e-5, rtol=1e-5)
 
 
@@ -104,13 +104,13 @@ def test_store(num_heads: int, scale: float | None) -> None:
     count, rank, rope = 25, HEADS.rank, HEADS.rope_dim
     positions = torch.randint(0, 50, (count,), dtype=torch.int32)
     slots = (torch.randperm(30)[:count] + page_size).int()
-    norm, cos_sin = torch.randn(rank), torch.randn(50, rope)
+    rotation = LatentNormRope(norm=torch.randn(rank), cos_sin=torch.randn(50, rope), eps=1e-6)
     caches, turned = [], []
     for store in (TorchOps().latent_store, latent_store):
         torch.manual_seed(0)
         q, latents = case.queries(count)[:, :num_heads], torch.randn(count, rank + rope + 3)[:, : rank + rope]
         cache = case.layer.kv.k.clone()
-        turned.append(store(q, latents, norm, cos_sin, positions, slots, cache, 1e-6, scale or 1.0))
+        turned.append(store(q, latents, rotation, positions, slots, LayerKV(cache, cache, KVScales(scale or 1.0))))
         caches.append(cache)
     torch.testing.assert_close(turned[1], turned[0], atol=1e-5, rtol=1e-5)
     if scale is None:

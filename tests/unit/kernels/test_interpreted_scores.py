@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,8 +18,14 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
+from minisgl_backend.kernels.attention.calls import PrefillBatch
 from minisgl_backend.kernels.attention.choose import DecodeShape
-from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
+from minisgl_backend.kernels.attention.decode import (
+    DecodeBatch,
+    DecodeWorkspace,
+    decode_attention,
+    rotating_decode_attention,
+)
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 
 PAGE, HEADS, KV_HEADS = 16, 4, 2
@@ -42,7 +50,9 @@ class Case:
         self.layer = self.spec.layer(0, self.kv, torch.randn(HEADS) * 4 if sinks else None)
         self.reference = TorchBackend(self.spec, self.spec.groups[0])
         self.workspace = DecodeWorkspace(len(KV_LENS), HEADS, KV_HEADS, dim, torch.device("cpu"))
-        self.scores = {"soft_cap": soft_cap, "sinks": self.layer.sinks, "window": window or 0}
+
+    def batch(self, shape: DecodeShape) -> DecodeBatch:
+        return DecodeBatch(self.rows, self.kv_lens, self.table, self.workspace, shape)
 
     def decoded(self, q: torch.Tensor) -> torch.Tensor:
         inputs = DecodeInputs(
@@ -60,9 +70,7 @@ CASES = [(64, 2.0, False, None), (80, None, True, None), (96, 30.0, True, 24), (
 def test_decode(dim: int, soft_cap: float | None, sinks: bool, window: int | None, shape: DecodeShape) -> None:
     case = Case(dim, soft_cap, sinks, window)
     q = torch.randn(len(KV_LENS), HEADS, dim)
-    out = decode_attention(
-        q, case.kv.k, case.kv.v, case.rows, case.kv_lens, case.table, case.workspace, shape, 0.3, **case.scores
-    )
+    out = decode_attention(q, case.layer, case.batch(shape))
     torch.testing.assert_close(out, case.decoded(q), atol=2e-5, rtol=2e-5)
 
 
@@ -79,10 +87,7 @@ def test_decode_with_rope(
     found = LayerKV(case.kv.k.clone(), case.kv.v.clone())
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
     q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, case.kv, HEADS)
-    out = rotating_decode_attention(
-        qkv, None, None, cos_sin, found.k, found.v, case.rows, case.kv_lens, case.table, case.workspace, shape, 0.3,
-        1e-6, **case.scores,
-    )  # fmt: skip
+    out = rotating_decode_attention(qkv, rotation, replace(case.layer, kv=found), case.batch(shape))
     torch.testing.assert_close(found.k, case.kv.k, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, case.decoded(q), atol=2e-5, rtol=2e-5)
 
@@ -98,7 +103,6 @@ def test_prefill(dim: int, soft_cap: float | None, sinks: bool, window: int | No
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
     expected = case.reference.prefill(case.layer, q, case.reference.plan_prefill(inputs))
-    out = prefill_attention(
-        q, case.kv.k, case.kv.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.3, **case.scores
-    )
+    batch = PrefillBatch(starts, case.kv_lens, case.rows, case.table, max(q_lens))
+    out = prefill_attention(q, case.layer, batch)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)

@@ -79,7 +79,7 @@ def capped(capability, limit, head_dim):
                  GATED=True, PDL=False)
     return max(
         shared(prefill_attention._prefill_kernel, capability, "bf16", 4, 2, TILE_Q=32, TILE_KV=64, **common),
-        *(shared(decode_attention._decode_kernel, capability, "bf16", 4, 3, ROTATE=rotate, **common, **decode)
+        *(shared(decode_attention.decode_kernel, capability, "bf16", 4, 3, ROTATE=rotate, **common, **decode)
           for rotate in (False, True)),
         *(shared(small_linear._vector_kernel, capability, "bf16", 4, 1, ROWS=1, ROWS_PADDED=1, ACTIVATION=name, **small)
           for name in ("gelu", "gelu_tanh")),

@@ -90,6 +90,7 @@ from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.kernels.linear.choose import linear_chooser
 from minisgl_backend.kernels.attention import choose as attention_choice, decode as decode_attention
+from minisgl_backend.kernels.attention.calls import CachedLayer
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
 from minisgl_backend.runner.start.warm_up import decode_plans, sampled_plans, warm_up_plans
@@ -141,13 +142,16 @@ def decode(batch, kv_heads, group, num_sms, can_share, workspace, alone):
     shape = attention_choice.decode_shape(batch, kv_heads, group, num_sms, can_share)
     heads, cache = kv_heads * group, weight(4, kv_heads, PAGE, DIM)
     ints = torch.empty(batch, dtype=torch.int32)
-    rest = (cache, cache, ints, ints, torch.zeros(batch, 4, dtype=torch.int32), workspace, shape, 1.0)
     pdl = batch <= attention_choice.MAX_EARLY_BATCH
+    layer = CachedLayer(kv=LayerKV(cache, cache), scale=1.0)
+    table = torch.zeros(batch, 4, dtype=torch.int32)
+    step = decode_attention.DecodeBatch(ints, ints, table, workspace, shape, pdl)
     if alone and attention_choice.rotation_pays(batch, kv_heads, num_sms):
         qkv = torch.empty(batch, (heads + 2 * kv_heads) * DIM, **bf16)
-        decode_attention.rotating_decode_attention(qkv, None, None, torch.empty(64, DIM), *rest, 1e-6, pdl=pdl)
+        rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.empty(64, DIM), eps=1e-6)
+        decode_attention.rotating_decode_attention(qkv, rotation, layer, step)
     else:
-        decode_attention.decode_attention(torch.empty(batch, heads, DIM, **bf16), *rest, pdl=pdl)
+        decode_attention.decode_attention(torch.empty(batch, heads, DIM, **bf16), layer, step)
 
 def sizes_of(plan):
     return sum(len(chunk.token_ids) for chunk in plan.prefill) + len(plan.decode_rows), len(plan.decode_rows)
