@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,10 @@ class RopeTables:
             cos_sin = rope_table(rope, head_dim, self.max_seq_len, self._device)
             self._tables[key] = RopeTable(len(self._tables), cos_sin)
         return self._tables[key]
+
+    def __iter__(self) -> Iterator[RopeTable]:
+        """By number."""
+        return iter(self._tables.values())
 
 
 def query_temperatures(tuning: AttentionTemperatureTuning, max_seq_len: int, device: torch.device) -> torch.Tensor:

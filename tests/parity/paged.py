@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,12 @@ class PagedModel:
         *,
         last_only: bool = False,
         aux: AuxStates | None = None,
+        change: Callable[[ModelInput], ModelInput] = lambda tokens: tokens,
     ) -> dict[int, torch.Tensor]:
         """Computes chunks (`prefill`, by row) and single tokens (`decode`, by row) in one mixed forward pass.
 
         Returns the logits of every token, [num_tokens of the row, vocab_size], by row; `last_only`: of the last one.
-        `aux` gets further hidden states, of the tokens of `prefill`, then of `decode`.
+        `aux` gets further hidden states, of the tokens of `prefill`, then of `decode`. `change`: of the pass's input.
         """
         new = {**prefill, **{row: [token] for row, token in decode.items()}}
         positions = {row: range(self.lengths[row], self.lengths[row] + len(tokens)) for row, tokens in new.items()}
@@ -115,7 +117,7 @@ class PagedModel:
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
-        logits = self.model.logits(self.model(ModelInput(input_ids, flat_positions), ctx)).cpu()
+        logits = self.model.logits(self.model(change(ModelInput(input_ids, flat_positions)), ctx)).cpu()
         return dict(zip(new, logits.split([1] * len(new) if last_only else counts), strict=True))
 
     def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:

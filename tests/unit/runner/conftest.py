@@ -59,9 +59,12 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         graphs: GraphRunner | None = None,
         proposer: DeviceProposer | None = None,
         folder: Path = tiny_model_dir,
+        dummy: ModelConfig | None = None,
     ) -> ModelRunner:
-        config = ModelConfig.load(folder)
-        model = build_model(config, folder, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
+        """`dummy`: a model without a checkpoint."""
+        config = dummy or ModelConfig.load(folder)
+        options = {"dtype": torch.float32, "device": CPU, "max_seq_len": MAX_SEQ_LEN}
+        model = build_model(config, folder, **options, dummy_weights=dummy is not None)
         spec = attention_spec(
             config,
             tp_size=1,
