@@ -30,6 +30,20 @@ GRANITE: dict[str, Any] = {
 }  # fmt: skip
 GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": [*SLIDES[:2], "full_attention"],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+    **GEMMA,
+}
+# Layers without a window have half the bytes of a token, or twice as many.
+GEMMA4_SMALL = {**GEMMA4, "num_key_value_heads": 4, "layer_types": [*SLIDES[::2], "full_attention"]}
+GEMMA4_LARGE = {**GEMMA4_SMALL, "num_global_key_value_heads": 2, "global_head_dim": 64}
 MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}

@@ -20,6 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.parity.checkpoint_options import (
     ENCODER,
     GEMMA,
+    GEMMA4,
+    GEMMA4_LARGE,
+    GEMMA4_SMALL,
     GRANITE,
     LATENT,
     LLAMA3_ROPE,
@@ -153,18 +156,9 @@ CHECKPOINTS: dict[str, Callable[..., Plan]] = {
         },
         **GEMMA,
     ),
-    "gemma4": _maker(
-        "Gemma4ForCausalLM",
-        head_dim=16,
-        sliding_window=24,
-        layer_types=[*SLIDES[:2], "full_attention"],
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=20.0,
-        **GEMMA,
-    ),
+    "gemma4": _maker("Gemma4ForCausalLM", **GEMMA4),
+    "gemma4-small-full": _maker("Gemma4ForCausalLM", **GEMMA4_SMALL),
+    "gemma4-large-full": _maker("Gemma4ForCausalLM", **GEMMA4_LARGE),
     "smollm3": _maker("SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1]),
     "smollm3-window": _maker(
         "SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24

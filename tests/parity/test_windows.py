@@ -29,12 +29,15 @@ MISTRAL = "mistral-window"
 MIXTURE = "gemma3"
 CHUNKS = "llama4"
 NAMES = (MISTRAL, MIXTURE, "gpt_oss", CHUNKS)
+SMALL, LARGE = UNEQUAL = "gemma4-small-full", "gemma4-large-full"  # groups whose layers differ in the bytes of a token
 LATENT = "deepseek_v3-one-group"  # with --full
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 FEWER_CELLS = {
     MIXTURE: ("chunk-64", "starved-chunk-16-sequential", "tp-2-graphs"),
     "gpt_oss": ("chunk-16", "starved-lpm"),
     CHUNKS: ("tp-2-graphs",),
+    SMALL: ("chunk-100", "starved-chunk-16-sequential"),
+    LARGE: ("starved-lpm", "tp-2-graphs"),
 }
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
@@ -89,7 +92,12 @@ def is_short(name: str, cell: Cell) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--full-matrix")
-        pairs = [(name, cell) for name in NAMES for cell in CELLS if whole or name == MISTRAL or is_short(name, cell)]
+        pairs = [
+            (name, cell)
+            for name in (*NAMES, *UNEQUAL)
+            for cell in CELLS
+            if whole or name == MISTRAL or is_short(name, cell)
+        ]
         pairs += [(LATENT, cell) for cell in CELLS]
         rows = [
             pytest.param(
@@ -137,14 +145,17 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("case", "page_size", "overlap"),
-    [(MISTRAL, 1, False), (MISTRAL, 16, True), (MIXTURE, 1, True), (MIXTURE, 16, False), (CHUNKS, 16, True)],
+    [
+        *((MISTRAL, 1, False), (MISTRAL, 16, True), (MIXTURE, 1, True), (MIXTURE, 16, False), (CHUNKS, 16, True)),
+        *((SMALL, 8, True), (LARGE, 1, False)),
+    ],
     indirect=["case"],
     scope="module",
 )
 def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, overlap: bool) -> None:
     """Counted in every step, by cache group: what a row's next token and the chunks in flight may see, and no page
     more. Groups without a window keep all."""
-    kept, most = -(-24 // page_size), 32
+    most = 32
     environment = Environment(overlap=overlap, log_level="WARNING", flashinfer_tensor_cores=None)
     options = {"max_running_requests": BUSY, "page_size": page_size, "max_prefill_length": most, "dtype": "float32"}
     with LLM(str(case.folder), environment=environment, max_seq_len_override=MAX_SEQ_LEN, **options) as llm:
@@ -152,8 +163,16 @@ def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, over
         running, commit, held = scheduler._running, scheduler.commit, {True: 0, False: 0}
         groups = running.kv.groups
         window, chunk = Sliding(24), Chunked(24)
-        expected = {MISTRAL: (window,), MIXTURE: (FULL, window, window), CHUNKS: (FULL, chunk, chunk)}
+        expected = {
+            MISTRAL: (window,),
+            MIXTURE: (FULL, window, window),
+            CHUNKS: (FULL, chunk, chunk),
+            SMALL: (FULL, *[window] * 4),
+            LARGE: (FULL, FULL, window, window),
+        }
         assert groups.kinds == expected[case.name]
+        column = page_size * (2 if case.name in UNEQUAL else 1)
+        kept = -(-24 // column)
 
         def count() -> None:
             for one in running.active():
@@ -184,7 +203,7 @@ def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, over
         assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS), "with every prompt in the prefix cache"
         assert llm.stats.total_cached_tokens > 0
         assert held[True] == kept + 1
-        in_flight = (1 + overlap) * (most // page_size + 1)
+        in_flight = (1 + overlap) * (most // column + 1)
         assert kept + 1 < held[False] <= kept + 1 + in_flight
         assert llm.stats.pages_leased == 0
         assert llm.stats.pages_cached > kept, "what was given back stays cached"

@@ -165,6 +165,7 @@ CASES = [
     ((Chunked(4),), 2, "radix"),
     ((FULL, Sliding(3), Chunked(5)), 2, "radix"),
     ((FULL, Chunked(3)), 1, "radix"),
+    ((FULL, FULL, Sliding(3), Sliding(3)), 2, "radix"),
 ]
 
 

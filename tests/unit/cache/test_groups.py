@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.kv.grouping import MOST_GROUPS, GroupedLayers, group_layers
 from minisgl_backend.kv.groups import CacheGroup, CacheGroups, ColumnLayout, room_in
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from minisgl_backend.kv.layout import LayerCache, MHALayout
+from minisgl_backend.kv.pool import bytes_per_page
 
 LAYOUT = MHALayout(num_kv_heads=1, head_dim=8, dtype=torch.float32)
 
@@ -83,3 +85,54 @@ def test_a_chunk_is_kept_until_nothing_in_flight_sees_it(page_size: int, chunk: 
     kept = groups.first_kept(borders)[0]
     assert kept.tolist() == [t // chunk * chunk // page_size for t in before]
     assert (borders - kept).max() <= groups.most_kept[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("window", "windows", "full", "expected"),  # (layers, KV heads, head size) with a window and without
+    [
+        (1024, (50, 16, 256), (10, 4, 512), 2),  # Gemma 4 31B: pages of a column with a window
+        (1024, (25, 8, 256), (5, 2, 512), 2),  # 26B
+        (512, (35, 2, 256), (7, 2, 512), 1),  # E4B
+        (512, (28, 1, 256), (7, 1, 512), 1),  # E2B
+        (1024, (25, 4, 256), (5, 1, 512), 2),  # 26B on two GPUs
+        (1024, (50, 4, 256), (10, 1, 512), 2),  # 31B on four
+        (1024, (25, 2, 256), (5, 1, 512), 1),  # 26B on four: equal pages of other shapes
+        (128, (39, 8, 192), (9, 4, 192), 2),  # MiMo-V2-Flash
+        (4096, (24, 2, 128), (8, 2, 192), 2),  # two pages beside three
+    ],
+)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("max_seq_len", [8192, 32768, 262144])
+def test_rows_hold_what_layers_of_any_sizes_need(
+    window: int,
+    windows: tuple[int, int, int],
+    full: tuple[int, int, int],
+    expected: int,
+    page_size: int,
+    max_seq_len: int,
+) -> None:
+    def layers(kind: CacheKind, sizes: tuple[int, int, int]) -> list[LayerCache]:
+        count, heads, size = sizes
+        return [LayerCache(kind, MHALayout(num_kv_heads=heads, head_dim=size, dtype=torch.bfloat16))] * count
+
+    length = 8192
+    caches = layers(FULL, full) + layers(Sliding(window), windows)
+    grouped = group_layers(caches, page_size, max_seq_len)
+    columns = ColumnLayout(grouped.groups)
+    assert (columns.groups[0].kind, columns.groups[-1].num_pages) == (FULL, expected)
+    spec = AttentionSpec(
+        groups=tuple(
+            LayerGroup(layers=(layer,), num_q_heads=cache.layout.num_kv_heads, kv=cache.layout, cache_group=group)
+            for layer, (cache, group) in enumerate(zip(caches, grouped.group_of_layer, strict=True))
+        ),
+        cache_groups=grouped.groups,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        max_rows=2,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    held = columns.of_rows(page_size).pages_of_row(length) * bytes_per_page(spec.places, page_size)
+    tokens = [length if cache.kind == FULL else min(window, length) for cache in caches]
+    needed = sum(count * cache.layout.bytes_per_page(1) for count, cache in zip(tokens, caches, strict=True))
+    assert held <= (1.1 if window >= 8 * page_size else 1.25) * needed  # a row holds one column more

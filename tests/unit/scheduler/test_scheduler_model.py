@@ -29,6 +29,7 @@ CACHE_KINDS = [
     (FULL, Sliding(2), Sliding(7)),
     (FULL, FULL, Sliding(4)),
     (FULL, Sliding(3), Chunked(6)),
+    (FULL, FULL, *[Sliding(4)] * 4),
 ]
 
 
