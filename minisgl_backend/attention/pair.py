@@ -20,6 +20,7 @@ from minisgl_backend.attention.base import (
     QKNormRope,
 )
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
 
 
 @dataclass(frozen=True)
@@ -131,3 +132,25 @@ class AttentionPair:
         """See AttentionBackend."""
         plans = tuple([one.plan_prompt(inputs.of(one.group.cache_group)) for one in self._prefill])
         return PairPlan(plans, None, inputs.num_tokens)
+
+
+@dataclass(frozen=True)
+class StepAttention(PassAttention):
+    """With the plan of one step, at once."""
+
+    pair: AttentionPair
+    plan: PairPlan
+
+    def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        return self.pair.attend(layer, q, self.plan)
+
+    def run(self, piece: EagerPiece, x: torch.Tensor, slots: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        out = x.new_empty((len(x), *piece.shape_out))
+        piece.run_into(x, slots, self.plan, out)
+        return out
+
+    def fuses_rope(self, layer: AttentionLayer) -> bool:
+        return self.pair.fuses_rope(layer, self.plan)
+
+    def attend_with_rope(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope) -> torch.Tensor:
+        return self.pair.attend_with_rope(layer, qkv, rotation, self.plan)

@@ -106,9 +106,9 @@ class SelfAttention(Mixer):
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
         layer = self._layer
         # The kernel that rotates itself knows the true positions alone.
-        if tokens.rotation is None and ctx.fuses_rope(layer):
-            return ctx.attend_with_rope(layer, projected, self._rotation).flatten(1)
-        return ctx.attend(layer, self._rotated(projected, tokens, ctx.slots[layer.cache_group])).flatten(1)
+        if tokens.rotation is None and ctx.attention.fuses_rope(layer):
+            return ctx.attention.attend_with_rope(layer, projected, self._rotation).flatten(1)
+        return ctx.attention.attend(layer, self._rotated(projected, tokens, ctx.slots[layer.cache_group])).flatten(1)
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         self._rotated(projected, tokens, slots)

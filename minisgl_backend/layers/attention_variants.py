@@ -73,7 +73,7 @@ class _ScaledQueriesAttention(SelfAttention):
 
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
         q = self._rotated(projected, tokens, ctx.slots[self._layer.cache_group])
-        return ctx.attend(self._layer, q.mul_(self._factors(tokens.positions))).flatten(1)
+        return ctx.attention.attend(self._layer, q.mul_(self._factors(tokens.positions))).flatten(1)
 
     @abstractmethod
     def _factors(self, positions: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class LatentAttention(Mixer):
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             queries = self.q_b_proj.of(queries, norm=self.q_a_layernorm)
         q = self._rotated(queries.unflatten(1, (self._num_heads, -1)), kept, tokens, ctx.slots[self._layer.cache_group])
-        return ctx.attend(self._layer, q).flatten(1)
+        return ctx.attention.attend(self._layer, q).flatten(1)
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         config = self._config

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.attention.pass_attention import PassAttention
 from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -257,8 +258,7 @@ class _PretendedRanks(TensorParallel):
         return torch.empty(num_rows, 0, device=META)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NoAttention(ForwardContext):
+class _NoAttention(PassAttention):
     """Skips attention, which has no weights of its own."""
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,9 @@ def kernel_choices(
     model.bind_attention(spec, KVPool(spec.places, _PAGE_SIZE, 1, META))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
-        hidden = model(ModelInput(ints(), ints()), _NoAttention(slots=(ints(),), is_warm_up=True))
+        hidden = model(
+            ModelInput(ints(), ints()), ForwardContext(slots=(ints(),), attention=_NoAttention(), is_warm_up=True)
+        )
         if notes.rows <= MOST_LOGITS:
             model.decode_logits(hidden)
     return notes.choices

@@ -16,11 +16,11 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
-from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttention
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.groups import ColumnLayout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import AuxStates, EagerContext, ForwardContext
+from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder
@@ -266,10 +266,9 @@ class ModelRunner:
         captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = EagerContext(
+        ctx = ForwardContext(
             slots=slots,
-            attention=self.attention,
-            plan=plan,
+            attention=StepAttention(self.attention, plan),
             logits_indices=logits_indices,
             is_warm_up=is_warm_up,
             captured=captured,

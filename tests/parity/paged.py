@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.pair import StepAttention
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
@@ -108,10 +109,10 @@ class PagedModel:
         ]
         counts = [len(tokens) for tokens in new.values()]
         last = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
-        ctx = EagerContext(
+        plan = self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode)))
+        ctx = ForwardContext(
             slots=tuple(torch.tensor(slots, device=self.device)),
-            attention=self.attention,
-            plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
+            attention=StepAttention(self.attention, plan),
             logits_indices=last,
             aux=aux,
         )

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.pair import StepAttention
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.draft_head import DraftHead
@@ -37,7 +38,7 @@ class PagedHead:
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         return self._pages[0, positions // PAGE] * PAGE + positions % PAGE
 
-    def pass_of(self, position: int) -> EagerContext:
+    def pass_of(self, position: int) -> ForwardContext:
         host = np.array([position + 1], dtype=np.int32)
         rows = np.zeros(1, dtype=np.int32)
         decode = DecodeInputs(
@@ -48,7 +49,7 @@ class PagedHead:
             rows_host=rows,
         )
         slots = self.slots(torch.tensor([position]))
-        return EagerContext(slots=slots, attention=self._attention, plan=self._attention.plan(None, decode))
+        return ForwardContext(slots=slots, attention=StepAttention(self._attention, self._attention.plan(None, decode)))
 
     @torch.inference_mode()
     def drafts(self, states: torch.Tensor, token_ids: list[int], count: int) -> tuple[list[int], torch.Tensor]:

@@ -53,7 +53,7 @@ class PageMixer(Mixer):
         self._kept = torch.zeros(num_slots, *self.shape_out, dtype=spec.dtype, device=spec.device)
 
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
-        return ctx.run(self, projected)
+        return ctx.attention.run(self, projected, ctx.slots)
 
     def run_into(self, x: torch.Tensor, slots: tuple[torch.Tensor, ...], plan: PairPlan, out: torch.Tensor) -> None:
         self.num_runs += 1

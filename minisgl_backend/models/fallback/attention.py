@@ -58,9 +58,9 @@ class AttentionCalls:
         slots = ctx.slots[layer.cache_group]
         store_tokens(layer.kv.k, key, slots, layer.kv.scales.k)
         store_tokens(layer.kv.v, value, slots, layer.kv.scales.v)
-        attended = ctx.attend(layer, query.to(value.dtype).contiguous())[..., :size]
+        attended = ctx.attention.attend(layer, query.to(value.dtype).contiguous())[..., :size]
         # A module may attend again before it reads what it got (DiffLlama).
-        return attended.clone() if ctx.overwrites else attended
+        return attended.clone() if ctx.attention.overwrites else attended
 
 
 def attend(

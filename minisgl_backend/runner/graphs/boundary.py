@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
-from minisgl_backend.layers.context import EagerPiece
+from minisgl_backend.attention.pass_attention import EagerPiece
 
 
 @dataclass(frozen=True)

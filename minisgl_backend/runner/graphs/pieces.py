@@ -25,7 +25,8 @@ import torch
 from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
-from minisgl_backend.layers.context import AuxStates, EagerPiece, ForwardContext
+from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
+from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.boundary import AttentionPiece, Boundary, Crossing
@@ -48,20 +49,19 @@ def no_aux_states(num_tokens: int) -> AuxStates | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PiecewiseContext(ForwardContext):
+@dataclass(frozen=True)
+class PiecewiseAttention(PassAttention):
     """Copies a piece's input to a static buffer, and returns its output from another."""
 
-    attention: AttentionPair
+    pair: AttentionPair
     boundary: Boundary
     between: Between
-    captured: bool = True
-    overwrites: bool = True
+    overwrites = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        return self.run(AttentionPiece(layer, self.attention), q)
+        return self.run(AttentionPiece(layer, self.pair), q)
 
-    def run(self, piece: EagerPiece, x: torch.Tensor) -> torch.Tensor:
+    def run(self, piece: EagerPiece, x: torch.Tensor, slots: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         crossing = self.boundary.crossing(piece, x)
         # Copied, since each layer's projection has its own memory, which would otherwise have to stay allocated.
         crossing.x.copy_(x)
@@ -69,19 +69,18 @@ class PiecewiseContext(ForwardContext):
         return crossing.out
 
 
-@dataclass(frozen=True, kw_only=True)
-class SinglePromptContext(ForwardContext):
+@dataclass(frozen=True)
+class SinglePromptAttention(PassAttention):
     """Attends into static buffers, whose padding rows keep their values."""
 
+    pair: AttentionPair
     boundary: Boundary
-    attention: AttentionPair
     plan: PairPlan
-    captured: bool = True
-    overwrites: bool = True
+    overwrites = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        attended = self.boundary.crossing(AttentionPiece(layer, self.attention), q).out
-        self.attention.attend_into(layer, q, self.plan, attended)
+        attended = self.boundary.crossing(AttentionPiece(layer, self.pair), q).out
+        self.pair.attend_into(layer, q, self.plan, attended)
         return attended
 
 
@@ -178,13 +177,13 @@ class PiecewiseRunner(ABC):
         """The model's own forward pass over a single prompt; the last token's hidden state goes to a static buffer."""
         size = len(inputs.token_ids)
         self._boundary.clear_outputs(0, size)  # NaN in the rows of padding would reach the padding page
-        context = SinglePromptContext(
+        plan = self._attention.plan_prompt(inputs.attention)
+        context = ForwardContext(
             slots=inputs.slots,
+            attention=SinglePromptAttention(self._attention, self._boundary, plan),
             logits_indices=inputs.last_index,
-            boundary=self._boundary,
-            attention=self._attention,
-            plan=self._attention.plan_prompt(inputs.attention),
             is_warm_up=is_warm_up,
+            captured=True,
             aux=self._aux_of(size),
         )
         self._last.copy_(self._forward(ModelInput(inputs.token_ids, inputs.positions), context))
@@ -192,12 +191,11 @@ class PiecewiseRunner(ABC):
     def _pass(self, size: int, between: Between, is_warm_up: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, *slots = self._inputs[:, :size]
-        context = PiecewiseContext(
+        context = ForwardContext(
             slots=tuple(slots),
-            attention=self._attention,
-            boundary=self._boundary,
-            between=between,
+            attention=PiecewiseAttention(self._attention, self._boundary, between),
             is_warm_up=is_warm_up,
+            captured=True,
             aux=self._aux_of(size),
         )
         self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions), context))

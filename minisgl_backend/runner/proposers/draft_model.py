@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.pair import PairPlan
+from minisgl_backend.attention.pair import PairPlan, StepAttention
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
@@ -140,10 +140,9 @@ class DraftModelProposer(DeviceProposer):
         captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = EagerContext(
+        ctx = ForwardContext(
             slots=slots,
-            attention=self._attention,
-            plan=plan,
+            attention=StepAttention(self._attention, plan),
             logits_indices=logits_indices,
             is_warm_up=is_warm_up,
             captured=captured,

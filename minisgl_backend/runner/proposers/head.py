@@ -21,10 +21,10 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.pair import PairPlan
+from minisgl_backend.attention.pair import PairPlan, StepAttention
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import AuxStates, EagerContext
+from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -135,7 +135,7 @@ class HeadProposer(DeviceProposer):
         token_ids, _ = self._table.lookup(rows, lengths)
         positions = lengths - 1
         _, slots = self._table.lookup(rows, positions)
-        ctx = EagerContext(slots=slots, attention=self._attention, plan=plan, captured=captured)
+        ctx = ForwardContext(slots=slots, attention=StepAttention(self._attention, plan), captured=captured)
         drafted, states = self._head(ModelInput(token_ids, positions), chain, ctx)
         chain.copy_(states)
         logits = self._head.to_target_vocab(drafted)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from ranks import on_ranks
 
 from minisgl_backend.attention.base import PrefillInputs
+from minisgl_backend.attention.pair import StepAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, UngatedMlpConfig
-from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, NormOverHeadsAttentionConfig, RopeConfig
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.norm import RMSNorm
@@ -176,7 +177,7 @@ def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tenso
         page_table=torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), cu_seqlens_q_host=starts, kv_lens_host=lengths,
         rows_host=rows,
     )  # fmt: skip
-    ctx = EagerContext(slots=(torch.arange(8, 8 + TOKENS),), attention=pair, plan=pair.plan(prefill, None))
+    ctx = ForwardContext(slots=(torch.arange(8, 8 + TOKENS),), attention=StepAttention(pair, pair.plan(prefill, None)))
     with torch.inference_mode():
         after = module((Residual(hidden.clone(), tp),), ModelInput(torch.zeros(TOKENS), torch.arange(TOKENS)), ctx)
         last = RMSNorm(HIDDEN, NormConfig(eps=0.0), "last", context)

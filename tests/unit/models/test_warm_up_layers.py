@@ -67,7 +67,7 @@ def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, m
     launches: set[Launch] = set()
     layers: set[int] = set()
     select, select_kernels = build.select_ops, build.select_kernels
-    attend, step = AttentionPair.attend, context.EagerContext
+    attend, step = AttentionPair.attend, context.ForwardContext
 
     def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
         launches.add(("attend", layer.window))
@@ -83,7 +83,7 @@ def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, m
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(is_warm_up: bool) -> set[Launch]:
-        monkeypatch.setattr("tests.parity.paged.EagerContext", lambda **fields: step(**fields, is_warm_up=is_warm_up))
+        monkeypatch.setattr("tests.parity.paged.ForwardContext", lambda **fields: step(**fields, is_warm_up=is_warm_up))
         paged = PagedModel(tmp_path, page_size=16)
         launches.clear()
         layers.clear()
