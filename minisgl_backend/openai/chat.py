@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
-from minisgl_backend.openai.encoding import encode
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.chunks import ChunkedAnswer
 from minisgl_backend.openai.logprobs import chat_logprobs, said
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
-from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 
-class ChatAnswer:
+class ChatAnswer(ChunkedAnswer):
     """One request in progress."""
 
-    keep_alive = KEEP_ALIVE
+    _request: ChatRequest
+    WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
+    FIRST, LATER, BEHIND = b'"delta":{"role":"assistant","content":', b'"delta":{"content":', b"}"
 
     def __init__(
         self,
@@ -29,52 +29,19 @@ class ChatAnswer:
         parsers: Sequence[MessageParser] | None,
     ) -> None:
         """`parsers`: one for each choice; None if the text is the content unchanged."""
-        self._request = request
+        super().__init__(request, [generation], header)
         self._generation = generation
-        self._header = header
         self._parsers = parsers
         self._is_named = isinstance(request.choice, NamedTool)
         self._echoed = request.echoed
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream: one for each response of the server."""
+    def _is_plain(self) -> bool:
         request = self._request
-        is_plain = self._parsers is None and not request.logprobs and not request.usage_with_every_chunk
-        async for data in self._plain_events() if is_plain and not self._echoed else self._full_events():
-            yield data
-        last = b""
-        if request.include_usage or request.return_perf_metrics:
-            chunk = {**self._header.fields("chat.completion.chunk"), "choices": [], "usage": self._usage()}
-            if request.return_perf_metrics:
-                chunk["perf_metrics"] = self._generation.perf_metrics
-            last = event(chunk)
-        yield last + DONE
-        await self._generation.drain()
-
-    @staticmethod
-    def error_event(error: ApiError) -> bytes:
-        return event(error.body)
-
-    async def _plain_events(self) -> AsyncIterator[bytes]:
-        """The common case, text only: each event is three pieces of bytes, of which one is new."""
-        read = self._generation.next
-        begin = event_prefix(self._header.fields("chat.completion.chunk")) + b'"delta":{'
-        no_usage = b',"usage":null' if self._request.include_usage else b""
-        end = b'},"logprobs":null,"finish_reason":null}]' + no_usage + b"}\n\n"
-        last = b'},"logprobs":null,"finish_reason":"%s"}]' + no_usage + b"}\n\n"
-        heads = [begin % index + b'"role":"assistant","content":' for index in range(self._request.num_choices)]
-        later = [begin % index + b'"content":' for index in range(self._request.num_choices)]
-        while (delta := await read()) is not None:
-            index, reason = delta.index, delta.reason
-            if not delta.text and reason is None:
-                continue
-            data = heads[index] + encode(delta.text)
-            heads[index] = later[index]
-            yield data + (end if reason is None else last % reason.encode())
+        is_text = self._parsers is None and not request.logprobs and not self._echoed
+        return is_text and not request.usage_with_every_chunk
 
     async def _full_events(self) -> AsyncIterator[bytes]:
-        request, generation = self._request, self._generation
-        header = self._header.fields("chat.completion.chunk")
+        generation = self._generation
         begun: set[int] = set()
         held: dict[int, list[Position]] = {}
         while (delta := await generation.next()) is not None:
@@ -87,21 +54,18 @@ class ChatAnswer:
             choice = {
                 "index": delta.index,
                 "delta": fields.delta(first=delta.index not in begun),
-                "logprobs": chat_logprobs(positions, request.top_logprobs or 0) if request.logprobs else None,
+                "logprobs": self._logprobs(positions),
                 "finish_reason": self._reason(delta.index, delta.reason),
             }
             begun.add(delta.index)
-            chunk = {**header, "choices": [choice]}
-            if request.include_usage:
-                chunk["usage"] = self._usage() if request.usage_with_every_chunk else None
-            yield event(chunk)
+            yield self._chunk(choice)
 
     async def whole(self) -> bytes:
         """The whole answer."""
-        request, generation = self._request, self._generation
+        generation = self._generation
         for parser in self._parsers or ():
             parser.tell_at_end()
-        found = [Fields(content=self._echoed) for _ in range(request.num_choices)]
+        found = [Fields(content=self._echoed) for _ in range(self._request.num_choices)]
         positions: list[list[Position]] = [[] for _ in found]
         reasons: list[str | None] = [None for _ in found]
         while (delta := await generation.next()) is not None:
@@ -113,15 +77,12 @@ class ChatAnswer:
             {
                 "index": index,
                 "message": fields.message(),
-                "logprobs": chat_logprobs(positions[index], request.top_logprobs or 0) if request.logprobs else None,
+                "logprobs": self._logprobs(positions[index]),
                 "finish_reason": self._reason(index, reasons[index]),
             }
             for index, fields in enumerate(found)
         ]
-        answer = {**self._header.fields("chat.completion"), "choices": choices, "usage": self._usage()}
-        if request.return_perf_metrics:
-            answer["perf_metrics"] = generation.perf_metrics
-        return encode(answer)
+        return self._answer(choices)
 
     def _add(self, delta: Delta, fields: Fields) -> None:
         if self._parsers is None:
@@ -130,6 +91,9 @@ class ChatAnswer:
         fields.add(self._parsers[delta.index].feed(delta))
         if self._request.drops_reasoning:
             fields.reasoning = ""
+
+    def _logprobs(self, positions: Sequence[Position]) -> dict[str, Any] | None:
+        return chat_logprobs(positions, self._request.top_logprobs or 0) if self._request.logprobs else None
 
     def _positions(self, delta: Delta) -> Sequence[Position]:
         return delta.logprobs if self._request.include_stop_str_in_output else said(delta)

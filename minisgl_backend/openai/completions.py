@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.openai.answers import Header, usage
-from minisgl_backend.openai.encoding import encode
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.chunks import ChunkedAnswer
 from minisgl_backend.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from minisgl_backend.openai.requests.completions import CompletionRequest
-from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, event, event_prefix
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
 _MERGED = 64  # deltas of several prompts that may wait to be sent
@@ -38,10 +36,13 @@ class _Choice:
     begun: bool = False
 
 
-class CompletionAnswer:
+class CompletionAnswer(ChunkedAnswer):
     """One request in progress: a generation for each prompt."""
 
-    keep_alive = KEEP_ALIVE
+    _request: CompletionRequest
+    WHOLE = CHUNK = "text_completion"
+    FIRST = LATER = b'"text":'
+    BEHIND = b""
 
     def __init__(
         self,
@@ -50,61 +51,25 @@ class CompletionAnswer:
         header: Header,
         echoes: Sequence[Echo] | None,
     ) -> None:
-        self._request = request
-        self._generations = generations
-        self._header = header
+        super().__init__(request, generations, header)
         self._echoes = echoes
         self._choices = [self._new_choice(number) for number in range(len(generations) * request.num_choices)]
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream: one for each response of the server."""
+    def _is_plain(self) -> bool:
         request = self._request
-        simple = self._echoes is None and request.logprobs is None and request.prompt_logprobs is None
-        if simple and len(self._generations) == 1 and not request.usage_with_every_chunk:
-            events = self._plain_events(self._generations[0])
-        else:
-            events = self._full_events()
-        async for data in events:
-            yield data
-        last = b""
-        if request.include_usage or request.return_perf_metrics:
-            chunk = {**self._header.fields("text_completion"), "choices": [], "usage": self._usage()}
-            if request.return_perf_metrics:
-                chunk["perf_metrics"] = self._generations[0].perf_metrics
-            last = event(chunk)
-        yield last + DONE
-        await self._drain()
-
-    @staticmethod
-    def error_event(error: ApiError) -> bytes:
-        return event(error.body)
-
-    async def _plain_events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Text only, of one prompt: each event is three pieces of bytes, of which one is new."""
-        read = generation.next
-        begin = event_prefix(self._header.fields("text_completion")) + b'"text":'
-        no_usage = b',"usage":null' if self._request.include_usage else b""
-        end = b',"logprobs":null,"finish_reason":null}]' + no_usage + b"}\n\n"
-        last = b',"logprobs":null,"finish_reason":"%s"}]' + no_usage + b"}\n\n"
-        heads = [begin % index for index in range(self._request.num_choices)]
-        while (delta := await read()) is not None:
-            reason = delta.reason
-            if delta.text or reason is not None:
-                yield heads[delta.index] + encode(delta.text) + (end if reason is None else last % reason.encode())
+        is_text = self._echoes is None and request.logprobs is None and request.prompt_logprobs is None
+        return is_text and len(self._generations) == 1 and not request.usage_with_every_chunk
 
     async def _full_events(self) -> AsyncIterator[bytes]:
-        header = self._header.fields("text_completion")
         async for number, delta in self._deltas():
             choice = self._choices[number]
             self._take(number, delta)
             text = "".join(choice.texts)
             if not text and delta.reason is None:
                 continue
-            chunk = {**header, "choices": [self._shown(number, text, delta.reason)]}
+            shown = self._shown(number, text, delta.reason)
             choice.texts, choice.positions = [], []
-            if self._request.include_usage:
-                chunk["usage"] = self._usage() if self._request.usage_with_every_chunk else None
-            yield event(chunk)
+            yield self._chunk(shown)
 
     async def whole(self) -> bytes:
         """The whole answer."""
@@ -118,10 +83,7 @@ class CompletionAnswer:
             for number, shown in enumerate(choices):
                 generation = self._generations[number // self._request.num_choices]
                 shown["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs, self._request.prompt_logprobs)
-        answer = {**self._header.fields("text_completion"), "choices": choices, "usage": self._usage()}
-        if self._request.return_perf_metrics:
-            answer["perf_metrics"] = self._generations[0].perf_metrics
-        return encode(answer)
+        return self._answer(choices)
 
     def _new_choice(self, number: int) -> _Choice:
         echo = None if self._echoes is None else self._echoes[number // self._request.num_choices]
@@ -151,7 +113,7 @@ class CompletionAnswer:
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self) -> dict[str, Any]:
-        counts = usage(*self._generations)
+        counts = super()._usage()
         if self._request.only_echo:
             counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
         return counts
@@ -183,10 +145,6 @@ class CompletionAnswer:
                 task.cancel()
             for generation in self._generations:
                 generation.cancel()
-
-    async def _drain(self) -> None:
-        for generation in self._generations:
-            await generation.drain()
 
 
 async def _forward(

@@ -5,26 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from typing import Any, Protocol
 
 from fastapi import Request
 
 from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import Named
 from minisgl_backend.openai.tracing import RequestTrace
 from minisgl_backend.openai.triton import RequestContext
 from minisgl_backend.request import MAX_TENANT_NAME
-
-
-class Named(Protocol):
-    """A request that may name its model, its id by either name, and its user."""
-
-    model: str | None
-    request_id: str | None
-    rid: str | None
-    user: str | None
-    safety_identifier: str | None
-    metadata: dict[str, Any] | None
-
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")

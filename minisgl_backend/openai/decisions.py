@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import given
 from minisgl_backend.openai.requests.decisions import (
     ChoiceQuestion,
     DecisionRequest,
@@ -102,13 +103,12 @@ def to_fields(body: DecisionRequest, questions: Sequence[LetteredQuestion]) -> d
         for one in questions
         for suffix, words in zip(one.suffixes, one.words, strict=True)
     ]
-    values = {"priority": body.priority, "cache_salt": body.cache_salt}
     return {
         "messages": [messages for messages, _, _ in prompts],
         "suffixes": [suffix for _, suffix, _ in prompts],
         "choices": [words for _, _, words in prompts],
         "template": {"enable_thinking": False, **(body.chat_template_kwargs or {})},
-        **{name: value for name, value in values.items() if value is not None},
+        **given(priority=body.priority, cache_salt=body.cache_salt),
     }
 
 

@@ -335,9 +335,8 @@ def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id
     except UnicodeEncodeError:
         values = {**sampling, **(prompt.template_kwargs or {}), "messages": prompt.messages, "text_input": prompt.text}
         wrong = next((name for name, value in values.items() if not is_unicode(value)), name)
-        raise invalid(
-            names.get(wrong, wrong), f"{names.get(wrong, wrong)} holds a lone surrogate; allowed: Unicode"
-        ) from None
+        name = names.get(wrong, wrong)
+        raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode") from None
     return message
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.anthropic_blocks import message_of_assistant, messages_of_user, system_text
-from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, check_unicode
 from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message
 from minisgl_backend.openai.requests.tools import (
@@ -109,9 +109,7 @@ class CountTokensRequest(Sampling):
             raise invalid("stop", "stop is given; allowed: stop_sequences")
         for name in ("system", "messages", "tools"):
             value = getattr(self, name)
-            plain = [one.model_dump() for one in value] if name != "system" and value else value
-            if not is_unicode(plain):
-                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+            check_unicode(name, [one.model_dump() for one in value] if name != "system" and value else value)
 
     def as_chat(self) -> ChatRequest:
         """The equivalent chat. Raises ApiError for what a chat cannot express."""

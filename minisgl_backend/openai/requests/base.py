@@ -110,7 +110,7 @@ class ResponseFormat(Constraint):
 
     def constraint(self) -> dict[str, Any] | None:
         """The constraint of the answer as the server takes it. Raises ApiError."""
-        given = {
+        places = {
             "json_schema.schema": None if self.json_schema is None else self.json_schema.schema_,
             "schema": self.schema_,
             "value": self.value,
@@ -118,7 +118,7 @@ class ResponseFormat(Constraint):
             "grammar": self.grammar,
         }
         allowed = _FORMATS[self.type]
-        names = [name for name, value in given.items() if value is not None]
+        names = [name for name, value in places.items() if value is not None]
         for number, name in enumerate(names):
             if number or name not in allowed:
                 said = " or ".join(f"response_format.{one}" for one in allowed) or "nothing else"
@@ -127,7 +127,7 @@ class ResponseFormat(Constraint):
                 raise invalid("response_format", f"response_format.{name} {reason}")
         if not names and self.type != "json_object" and allowed:
             raise invalid("response_format", f"response_format.{allowed[0]} is missing; {self.type} needs it")
-        value = given[names[0]] if names else None
+        value = places[names[0]] if names else None
         if self.type in ("regex", "grammar"):
             return _constraint("response_format", self.type, value)
         if self.type == "text":
@@ -149,10 +149,21 @@ class StructuredOutputs(Constraint):
     json_object: bool | None = None
 
 
-class Sampling(Model):
-    """The fields of every endpoint that generates. Absent sampling options take the model's own defaults."""
+class Named(Model):
+    """What every request may say of itself: its model, its id by either name, and its user."""
 
     model: str | None = None
+    request_id: str | None = None  # like the header X-Request-Id; vLLM's and SGLang's name
+    rid: str | None = None
+    # The tenant, with --tenants user; otherwise without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Sampling(Named):
+    """The fields of every endpoint that generates. Absent sampling options take the model's own defaults."""
+
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -184,16 +195,11 @@ class Sampling(Model):
     regex: str | None = None  # SGLang's names of three of these
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | bool | None = None
-    request_id: str | None = None  # like the header X-Request-Id; vLLM's and SGLang's name
-    rid: str | None = None
     guided_decoding_backend: str | None = None  # has no effect: there is only one backend
     use_beam_search: bool | None = None
     # Sent by OpenAI's clients, without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
@@ -282,23 +288,23 @@ class Generating(Sampling):
 
     def _guided(self) -> tuple[str, dict[str, Any]] | None:
         """(the client's field, the constraint)."""
-        given: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         if self.response_format is not None and (kept := self.response_format.constraint()) is not None:
-            given["response_format"] = kept
+            found["response_format"] = kept
         for name, key in _GUIDED:
             if (value := getattr(self, name)) is not None:
-                given[name] = _constraint(name, key, value)
+                found[name] = _constraint(name, key, value)
         if self.structured_outputs is not None:
             fields = self.structured_outputs
             for attribute, key in _STRUCTURED:
                 value = getattr(fields, attribute)
                 if value is not None and not (key == "json_object" and value is False):
                     name = f"structured_outputs.{key}"
-                    given[name] = {"json_object": True} if key == "json_object" else _constraint(name, key, value)
-        if len(given) > 1:
-            first, second, *_ = given
+                    found[name] = {"json_object": True} if key == "json_object" else _constraint(name, key, value)
+        if len(found) > 1:
+            first, second, *_ = found
             raise invalid(second, f"{second} is given together with {first}; allowed: one constraint of the answer")
-        return next(iter(given.items()), None)
+        return next(iter(found.items()), None)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
@@ -313,6 +319,17 @@ def is_unicode(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_unicode(name: str, value: Any) -> None:
+    """Raises ApiError that names the field `name` if its value cannot be written as JSON."""
+    if not is_unicode(value):
+        raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _constraint(name: str, key: str, value: Any) -> dict[str, Any]:

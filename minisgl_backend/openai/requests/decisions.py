@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Model, is_unicode
+from minisgl_backend.openai.requests.base import Model, Named, check_unicode
 from minisgl_backend.openai.requests.pooling import Priority
 
 MAX_QUESTIONS = 400
@@ -72,12 +72,17 @@ def shown(content: str | Sequence[Part] | None) -> str:
     return "\n".join(part.shown for part in content)
 
 
-class Predicate(Model):
+class Asked(Model):
+    """What all kinds of questions have."""
+
+    name: str | None = None
+    instructions: Text | Parts
+
+
+class Predicate(Asked):
     """Is it true?"""
 
     type: Literal["predicate"]
-    name: str | None = None
-    instructions: Text | Parts
 
     @property
     def options(self) -> Sequence[tuple[str, str | None]]:
@@ -93,12 +98,10 @@ class Choice(Model):
         return self.value if isinstance(self.value, str) else str(self.value).lower()
 
 
-class ChoiceQuestion(Model):
+class ChoiceQuestion(Asked):
     """Which of these?"""
 
     type: Literal["choice"]
-    name: str | None = None
-    instructions: Text | Parts
     choices: Annotated[list[Choice], Field(min_length=2, max_length=MAX_CHOICES, fail_fast=True)]
 
     @property
@@ -111,12 +114,10 @@ class Level(Model):
     description: str | None = None
 
 
-class ScoreQuestion(Model):
+class ScoreQuestion(Asked):
     """How far up a scale, from the lowest level?"""
 
     type: Literal["score"]
-    name: str | None = None
-    instructions: Text | Parts
     levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_LEVELS, fail_fast=True)]
 
     @property
@@ -127,22 +128,16 @@ class ScoreQuestion(Model):
 Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
 
 
-class DecisionRequest(Model):
+class DecisionRequest(Named):
     """POST /v1/decisions."""
 
-    model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=1024, fail_fast=True)]
     questions: Annotated[list[Question], Field(min_length=1, max_length=MAX_QUESTIONS, fail_fast=True)]
     # Beyond OpenAI.
     priority: Priority | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    request_id: str | None = None
-    rid: str | None = None
     # Accepted without effect.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
@@ -162,12 +157,13 @@ class DecisionRequest(Model):
         """Raises ApiError for errors other than types."""
         if not self.text.strip():
             raise invalid("input", "input is empty; allowed: a text, or messages with one")
-        for name in ("input", "questions", "cache_salt", "chat_template_kwargs"):
-            given = self.text if name == "input" else getattr(self, name)
-            if name == "questions":
-                given = [(shown(one.instructions), *one.options) for one in self.questions]
-            if not is_unicode(given):
-                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+        for name, value in (
+            ("input", self.text),
+            ("questions", [(shown(one.instructions), *one.options) for one in self.questions]),
+            ("cache_salt", self.cache_salt),
+            ("chat_template_kwargs", self.chat_template_kwargs),
+        ):
+            check_unicode(name, value)
         for number, question in enumerate(self.questions):
             # A text and a boolean are different choices, even if they look the same.
             labels = [repr(one.value) for one in question.choices] if isinstance(question, ChoiceQuestion) else []

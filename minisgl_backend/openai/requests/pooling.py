@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Model, TokenIds, is_unicode
+from minisgl_backend.openai.requests.base import Model, Named, TokenIds, check_unicode, given
 from minisgl_backend.request import MAX_PRIORITY
 
 MAX_INPUTS = 2048
@@ -20,29 +20,16 @@ Truncation = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
 Dimensions = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
-class Pooled(Model):
+class Pooled(Named):
     """The fields of all of them."""
 
-    model: str | None = None
     truncate_prompt_tokens: Truncation | None = None  # vLLM's: truncates longer prompts; -1: to the model's limit
     priority: Priority | None = None
     cache_salt: str | None = None  # cached prefixes are shared only among requests with the same salt
-    request_id: str | None = None  # like the header X-Request-Id
-    rid: str | None = None
-    # The tenant, with --tenants user; otherwise without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
 
     def _common_fields(self) -> dict[str, Any]:
-        if not is_unicode(self.cache_salt):
-            raise invalid("cache_salt", "cache_salt holds a lone surrogate; allowed: Unicode")
-        values = {
-            "most_tokens": self.truncate_prompt_tokens,
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        check_unicode("cache_salt", self.cache_salt)
+        return given(most_tokens=self.truncate_prompt_tokens, priority=self.priority, cache_salt=self.cache_salt)
 
 
 class EmbeddingRequest(Pooled):
@@ -57,19 +44,18 @@ class EmbeddingRequest(Pooled):
 
     def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
-        given: Sequence[Any] = [self.input] if isinstance(self.input, str) else self.input
-        if not given:
+        items: Sequence[Any] = [self.input] if isinstance(self.input, str) else self.input
+        if not items:
             raise invalid("input", "input is empty; allowed: a text, token ids, or a list of either")
         name = "texts"
-        if not isinstance(given[0], str):
-            name, given = "token_ids", [given] if isinstance(given[0], int) else given
-            if any(not -(2**31) <= token < 2**31 for ids in given for token in ids):
+        if not isinstance(items[0], str):
+            name, items = "token_ids", [items] if isinstance(items[0], int) else items
+            if any(not -(2**31) <= token < 2**31 for ids in items for token in ids):
                 raise invalid("input", "input has a number that is no token id; allowed: the model's token ids")
-        elif not is_unicode(given):
-            raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
-        values = {"dimensions": self.dimensions, "normalize": self.normalize, "pooling": self.pooling}
-        values = {key: value for key, value in values.items() if value is not None}
-        return {name: given, **values, **self._common_fields()}
+        else:
+            check_unicode("input", items)
+        options = given(dimensions=self.dimensions, normalize=self.normalize, pooling=self.pooling)
+        return {name: items, **options, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         """The server's name of a field -> the client's."""
@@ -102,12 +88,13 @@ class RerankRequest(Pooled):
     def to_fields(self) -> dict[str, Any]:
         """The request to the model `embedding`. Raises ApiError."""
         for name, value in (("query", self.query), ("documents", self.texts), ("instruction", self.instruction)):
-            if not is_unicode(value):
-                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
-        values = {"instruction": self.instruction, "most_document_tokens": self.max_tokens_per_doc}
-        values["raw_scores"] = True if self.use_activation is False else None
-        values = {key: value for key, value in values.items() if value is not None}
-        return {"queries": [self.query], "documents": self.texts, **values, **self._common_fields()}
+            check_unicode(name, value)
+        options = given(
+            instruction=self.instruction,
+            most_document_tokens=self.max_tokens_per_doc,
+            raw_scores=True if self.use_activation is False else None,
+        )
+        return {"queries": [self.query], "documents": self.texts, **options, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         return {"queries": "query", "most_document_tokens": "max_tokens_per_doc"}
@@ -128,11 +115,10 @@ class ScoreRequest(Pooled):
         if len(first) not in (1, len(second)):
             raise invalid("text_1", f"text_1 has {len(first)} entries; allowed: 1, or {len(second)} as text_2 has")
         for name, value in (("text_1", first), ("text_2", second), ("instruction", self.instruction)):
-            if not is_unicode(value):
-                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
-        values: dict[str, Any] = {} if self.instruction is None else {"instruction": self.instruction}
-        values |= {"raw_scores": True} if self.use_activation is False else {}
-        return {"queries": first, "documents": second, **values, **self._common_fields()}
+            check_unicode(name, value)
+        raw_scores = True if self.use_activation is False else None
+        options = given(instruction=self.instruction, raw_scores=raw_scores)
+        return {"queries": first, "documents": second, **options, **self._common_fields()}
 
     def names(self) -> dict[str, str]:
         return {"queries": "text_1", "documents": "text_2"}

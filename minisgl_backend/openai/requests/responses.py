@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, check_unicode
 from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest, OpenRouterReasoning
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
 from minisgl_backend.openai.requests.response_tools import (
@@ -103,11 +103,9 @@ class ResponsesRequest(Sampling):
         for name, reason in _NOT_SERVED.items():
             if getattr(self, name):
                 raise invalid(name, f"{name} is given; {reason}")
-        if not is_unicode(self.input):
-            raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
+        check_unicode("input", self.input)
         for name, value in self.model_dump(include=_REPEATED).items():
-            if not is_unicode(value):
-                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+            check_unicode(name, value)
         if self.max_output_tokens is not None and not 1 <= self.max_output_tokens < 2**31:
             raise invalid(
                 "max_output_tokens", f"max_output_tokens is {self.max_output_tokens}; allowed: 1 to below 2**31"
