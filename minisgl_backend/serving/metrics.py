@@ -14,8 +14,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -125,7 +125,6 @@ class MetricsReporter:
     def __init__(self, front: EngineFront, *, is_leader: bool, model: str) -> None:
         """`model`: what it is called."""
         self._front = front
-        self._families: dict[str, Any] = {}
         self._stopping = threading.Event()
 
         def pause() -> None:
@@ -133,10 +132,11 @@ class MetricsReporter:
                 if self._stopping.wait(REPORT_PAUSE_S) or time.monotonic() - front.responder.last_sent > IDLE_AFTER_S:
                     return
 
-        self._engine = _EngineMetrics(self._families, pause, front, model) if is_leader else None
+        self._metrics = _Metrics(pause)
+        self._engine = _EngineMetrics(self._metrics, front, model) if is_leader else None
         latency = front.responder.latency
         self._latency = [
-            (_HistogramMetric(name, help, histogram.bounds, pause), histogram)
+            (_Histogram(self._metrics, name, help, histogram.bounds), histogram)
             for name, help, histogram in (
                 ("minisgl_time_to_first_token_seconds", "From submission", latency.first_token),
                 ("minisgl_inter_token_seconds", "Between tokens", latency.inter_token),
@@ -162,7 +162,7 @@ class MetricsReporter:
         # server.
         self._engine = None
         self._latency.clear()
-        self._families.clear()  # last: a family must outlive its metrics
+        self._metrics.close()  # last: a family must outlive its metrics
 
     def _run(self) -> None:
         for report in itertools.count(1):
@@ -185,142 +185,152 @@ class MetricsReporter:
 
 
 class _EngineMetrics:
-    def __init__(self, families: dict[str, Any], pause: Pause, front: EngineFront, model: str) -> None:
-        self._pause = pause
+    def __init__(self, metrics: _Metrics, front: EngineFront, model: str) -> None:
+        self._metrics = metrics
         num_cores = front.client.num_cores
         lengths = [welcome.max_seq_len for welcome in front.client.welcomes if welcome is not None]
         labels = {"model": model, "version": __version__, "max_model_len": str(min(lengths)) if lengths else ""}
-        gauge = pb_utils.MetricFamily.GAUGE
-        self._facts = [
-            _metric(families, replace(_INFO, labels=tuple(labels.items())), gauge),
-            _metric(families, _START_TIME, gauge),
-        ]
-        for metric, value in zip(self._facts, (1.0, float(int(time.time()))), strict=True):
-            metric.set(value)
-        self._gauges = {series: _metric(families, series, pb_utils.MetricFamily.GAUGE) for series in _GAUGES}
-        self._counters = {
-            series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
-        }
-        self._families = families
-        self._drafts: dict[_Series, _Counter] = {}
-        self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
-        self._usage = _metric(families, _USAGE, pb_utils.MetricFamily.GAUGE)
-        self._tenants = _TenantMetrics(families, pause)
-        self._cores = [_CoreMetrics(families, core) for core in range(num_cores if num_cores > 1 else 0)]
-        self._shown: dict[_Series, float] = {}
+        self._facts = [metrics.gauge(_INFO, *labels.items()), metrics.gauge(_START_TIME)]
+        for gauge, value in zip(self._facts, (1.0, float(int(time.time()))), strict=True):
+            gauge.show(value)
+        self._gauges = [(series.value, metrics.gauge(series)) for series in _GAUGES]
+        self._counters = [(series.value, metrics.counter(series)) for series in _COUNTERS]
+        self._drafts: dict[str, _Counter] = {}
+        self._up, self._usage = metrics.gauge(_UP), metrics.gauge(_USAGE)
+        self._tenants: dict[str, _TenantMetrics] = {}
+        self._cores = [_CoreMetrics(metrics, core) for core in range(num_cores if num_cores > 1 else 0)]
         help = "From the detection that a client has left to the release of its sequence's pages"
-        self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S, pause)
+        self._cancellation = _Histogram(metrics, "minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S)
 
     def report(self, cores: Sequence[Stats | None]) -> None:
         """`cores`: one entry per core, None if it does not answer."""
-        for series, counter in self._counters.items():
-            counter.follow([None if stats is None else stats.values.get(series.value) for stats in cores])
-        self._count_drafts(cores)
+        figures = [None if stats is None else stats.values for stats in cores]
+        for name, counter in self._counters:
+            counter.follow(_values_of(name, figures))
+        self._count_drafts(figures)
         found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]
         self._cancellation.report([None if counts is None else (counts.counts, counts.sum) for counts in found])
-        for series, gauge in self._gauges.items():
-            values = [value for stats in cores if stats and (value := stats.values.get(series.value)) is not None]
+        for name, gauge in self._gauges:
+            values = [value for value in _values_of(name, figures) if value is not None]
             if values:
-                self._show(series, gauge, sum(values))
-        if total := sum(stats.values.get("pages_total", 0.0) for stats in cores if stats):
-            leased = sum(stats.values["pages_leased"] for stats in cores if stats)
-            self._show(_USAGE, self._usage, round(leased / total, 3))
+                gauge.show(sum(values))
+        if total := sum(values.get("pages_total", 0.0) for values in figures if values):
+            leased = sum(values["pages_leased"] for values in figures if values)
+            self._usage.show(round(leased / total, 3))
         if any(stats is not None and stats.tenants for stats in cores):
-            self._tenants.report(cores)
+            self._report_tenants(cores)
         self._show_cores(cores)
-        self._show(_UP, self._up, 1.0)
+        self._up.show(1.0)
 
-    def _count_drafts(self, cores: Sequence[Stats | None]) -> None:
+    def _count_drafts(self, figures: Sequence[Mapping[str, float] | None]) -> None:
         for series in _DRAFT_COUNTERS:
-            totals = [None if stats is None else stats.values.get(series.value) for stats in cores]
-            if series not in self._drafts and any(totals):
-                metric = _metric(self._families, series, pb_utils.MetricFamily.COUNTER)
-                self._drafts[series] = _Counter(metric, self._pause)
-            if series in self._drafts:
-                self._drafts[series].follow(totals)
+            totals = _values_of(series.value, figures)
+            if series.value not in self._drafts and any(totals):
+                self._drafts[series.value] = self._metrics.counter(series)
+            if series.value in self._drafts:
+                self._drafts[series.value].follow(totals)
 
-    def report_dead(self) -> None:
-        self._show_cores([None] * len(self._cores))
-        self._show(_UP, self._up, 0.0)
+    def _report_tenants(self, cores: Sequence[Stats | None]) -> None:
+        """Series by tenant, created when a tenant first appears. Clients choose the names, so the number of labels is
+        limited."""
+        named = sorted({name for stats in cores if stats is not None for name in stats.tenants if name})
+        for name in (OTHER_TENANTS, *named):
+            if name not in self._tenants and len(self._tenants) <= MAX_TENANT_LABELS:
+                self._tenants[name] = _TenantMetrics(self._metrics, name)
+        for label, metrics in self._tenants.items():
+            metrics.report([None if stats is None else self._of_tenants(label, stats) for stats in cores])
 
-    def _show_cores(self, cores: Sequence[Stats | None]) -> None:
-        for core, stats in zip(self._cores, cores, strict=False):  # a single core has no metrics of its own
-            for series, gauge in core.gauges:
-                self._show(series, gauge, 0.0 if stats is None else stats.values[series.value])
-            self._show(*core.up, float(stats is not None))
-
-    def _show(self, series: _Series, gauge: Any, value: float) -> None:
-        if self._shown.get(series) != value:
-            self._pause()
-            gauge.set(value)
-            self._shown[series] = value
-
-
-class _TenantMetrics:
-    """Series by tenant, created when a tenant first appears. Clients choose the names, so the number of labels is
-    limited."""
-
-    def __init__(self, families: dict[str, Any], pause: Pause) -> None:
-        self._families = families
-        self._pause = pause
-        self._shown: dict[_Series, float] = {}
-        self._gauges: dict[str, list[tuple[_Series, Any]]] = {}
-        self._counters: dict[str, list[tuple[_Series, _Counter]]] = {}
-
-    def report(self, cores: Sequence[Stats | None]) -> None:
-        if not self._gauges:
-            self._add(OTHER_TENANTS)
-        for name in sorted({name for stats in cores if stats is not None for name in stats.tenants}):
-            if name and name not in self._gauges and len(self._gauges) <= MAX_TENANT_LABELS:
-                self._add(name)
-        for label in self._gauges:
-            self._report(label, [None if stats is None else self._of(label, stats) for stats in cores])
-
-    def _of(self, label: str, stats: Stats) -> dict[str, float]:
+    def _of_tenants(self, label: str, stats: Stats) -> Mapping[str, float]:
         """A core's figures for all tenants with this label."""
         if label != OTHER_TENANTS:
             return stats.tenants.get(label, {})
         found: dict[str, float] = {}
-        for name, values in stats.tenants.items():
-            if name not in self._gauges:
-                for key, value in values.items():
-                    found[key] = found.get(key, 0.0) + value
+        for values in (values for name, values in stats.tenants.items() if name not in self._tenants):
+            for key, value in values.items():
+                found[key] = found.get(key, 0.0) + value
         return found
 
-    def _report(self, label: str, cores: Sequence[dict[str, float] | None]) -> None:
-        for series, counter in self._counters[label]:
-            counter.follow([None if one is None else one.get(series.value) for one in cores])
-        for series, gauge in self._gauges[label]:
-            value = sum(one.get(series.value, 0.0) for one in cores if one is not None)
-            if self._shown.get(series) != value:
-                self._pause()
-                gauge.set(value)
-                self._shown[series] = value
+    def report_dead(self) -> None:
+        self._show_cores([None] * len(self._cores))
+        self._up.show(0.0)
 
-    def _add(self, label: str) -> None:
-        def labelled(series: _Series) -> _Series:
-            return replace(series, labels=(("tenant", label), *series.labels))
+    def _show_cores(self, cores: Sequence[Stats | None]) -> None:
+        for core, stats in zip(self._cores, cores, strict=False):  # a single core has no metrics of its own
+            core.show(None if stats is None else stats.values)
 
-        gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
-        self._gauges[label] = [
-            (series, _metric(self._families, series, gauge)) for series in map(labelled, _TENANT_GAUGES)
-        ]
-        self._counters[label] = [
-            (series, _Counter(_metric(self._families, series, counter), self._pause))
-            for series in map(labelled, _TENANT_COUNTERS)
-        ]
+
+class _TenantMetrics:
+    """The series of one label."""
+
+    def __init__(self, metrics: _Metrics, label: str) -> None:
+        tenant = ("tenant", label)
+        self._gauges = [(series.value, metrics.gauge(series, tenant)) for series in _TENANT_GAUGES]
+        self._counters = [(series.value, metrics.counter(series, tenant)) for series in _TENANT_COUNTERS]
+
+    def report(self, cores: Sequence[Mapping[str, float] | None]) -> None:
+        for name, counter in self._counters:
+            counter.follow(_values_of(name, cores))
+        for name, gauge in self._gauges:
+            gauge.show(sum(one.get(name, 0.0) for one in cores if one is not None))
 
 
 class _CoreMetrics:
     """The gauges of one engine core, if there are several."""
 
-    def __init__(self, families: dict[str, Any], core: int) -> None:
-        def metric(series: _Series) -> tuple[_Series, Any]:
-            labelled = replace(series, labels=(("core", str(core)), *series.labels))
-            return labelled, _metric(families, labelled, pb_utils.MetricFamily.GAUGE)
+    def __init__(self, metrics: _Metrics, core: int) -> None:
+        label = ("core", str(core))
+        self._up = metrics.gauge(_CORE_UP, label)
+        self._gauges = [(series.value, metrics.gauge(series, label)) for series in _CORE_GAUGES]
 
-        self.up = metric(_CORE_UP)
-        self.gauges = [metric(series) for series in _CORE_GAUGES]
+    def show(self, values: Mapping[str, float] | None) -> None:
+        """None: the core does not answer."""
+        for name, gauge in self._gauges:
+            gauge.show(0.0 if values is None else values[name])
+        self._up.show(float(values is not None))
+
+
+def _values_of(name: str, cores: Sequence[Mapping[str, float] | None]) -> list[float | None]:
+    return [None if values is None else values.get(name) for values in cores]
+
+
+class _Metrics:
+    """Makes Triton's metrics, and keeps their families, which must outlive them."""
+
+    def __init__(self, pause: Pause) -> None:
+        """`pause`: before each value."""
+        self._pause = pause
+        self._families: dict[str, Any] = {}
+
+    def gauge(self, series: _Series, *labels: tuple[str, str]) -> _Gauge:
+        """`labels`: before those of the series."""
+        return _Gauge(self._new(series, labels, pb_utils.MetricFamily.GAUGE), self._pause)
+
+    def counter(self, series: _Series, *labels: tuple[str, str]) -> _Counter:
+        return _Counter(self._new(series, labels, pb_utils.MetricFamily.COUNTER), self._pause)
+
+    def close(self) -> None:
+        self._families.clear()
+
+    def _new(self, series: _Series, labels: Sequence[tuple[str, str]], kind: Any) -> Any:
+        name = series.family
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(name=name, description=series.help, kind=kind)
+        return self._families[name].Metric(labels=dict((*labels, *series.labels)))
+
+
+class _Gauge:
+    """A Triton gauge, which is written when its value changes."""
+
+    def __init__(self, metric: Any, pause: Pause) -> None:
+        self._metric = metric
+        self._pause = pause
+        self._shown: float | None = None
+
+    def show(self, value: float) -> None:
+        if value != self._shown:
+            self._pause()
+            self._metric.set(value)
+            self._shown = value
 
 
 class _Counter:
@@ -344,17 +354,14 @@ class _Counter:
             self._metric.increment(increment)
 
 
-class _HistogramMetric:
-    def __init__(self, name: str, help: str, bounds: Sequence[float], pause: Pause) -> None:
-        families: dict[str, Any] = {}
-        counter = pb_utils.MetricFamily.COUNTER
+class _Histogram:
+    def __init__(self, metrics: _Metrics, name: str, help: str, bounds: Sequence[float]) -> None:
         self._buckets = [
-            _Counter(_metric(families, _Series(f"{name}_bucket", help, "", (("le", bound),)), counter), pause)
+            metrics.counter(_Series(f"{name}_bucket", help, "", (("le", bound),)))
             for bound in (*(f"{bound:g}" for bound in bounds), "+Inf")
         ]
-        self._count = _Counter(_metric(families, _Series(f"{name}_count", help, ""), counter), pause)
-        self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter), pause)
-        self._families = families  # a family must outlive its metrics
+        self._count = metrics.counter(_Series(f"{name}_count", help, ""))
+        self._sum = metrics.counter(_Series(f"{name}_sum", help, ""))
 
     def report(self, sources: Sequence[tuple[Sequence[int], float] | None]) -> None:
         """For each source the counts by upper bound (the last one above all bounds) and the sum of the values; None:
@@ -364,9 +371,3 @@ class _HistogramMetric:
             bucket.follow([None if counts is None else float(counts[index]) for counts in totals])
         self._count.follow([None if counts is None else float(counts[-1]) for counts in totals])
         self._sum.follow([None if source is None else source[1] for source in sources])
-
-
-def _metric(families: dict[str, Any], series: _Series, kind: Any) -> Any:
-    if series.family not in families:
-        families[series.family] = pb_utils.MetricFamily(name=series.family, description=series.help, kind=kind)
-    return families[series.family].Metric(labels=dict(series.labels))
