@@ -17,6 +17,7 @@ from minisgl_backend.host.options.engine import read_engine_config
 from minisgl_backend.ipc.acks import AckSender
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
+from minisgl_backend.serving.responses import error_response
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
@@ -65,12 +66,12 @@ class TritonPythonModel:
             self._look_for_client(request, chunk)
             arrays = self._answers.encode(chunk)
         except StreamError as error:
-            return _error(error.status, str(error))
+            return error_response(error.status, str(error))
         except msgspec.MsgspecError as error:
-            return _error("INVALID_ARG", f"chunk is not valid: {error}")
+            return error_response("INVALID_ARG", f"chunk is not valid: {error}")
         except Exception as error:  # otherwise all requests of this call would fail
             _LOGGER.exception("a chunk could not be made into text")
-            return _error("INTERNAL", f"the text could not be made ({type(error).__name__})")
+            return error_response("INTERNAL", f"the text could not be made ({type(error).__name__})")
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
     def _look_for_client(self, request: Any, chunk: Chunk) -> None:
@@ -87,7 +88,3 @@ class TritonPythonModel:
         if gone:
             self._handled.note_gone(chunk.uid, ended)
             self._must_flush = True
-
-
-def _error(status: str, message: str) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, status)))

@@ -25,6 +25,7 @@ from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.remote_errors import from_message
 from minisgl_backend.request import NO_SAMPLING
 from minisgl_backend.serving.fields import coerce
+from minisgl_backend.serving.responses import ResponseSender, error_response
 
 MAX_CONCURRENT_REQUESTS = 32  # requests; the Python backend has that many threads that wait for calls between models
 POLL_EVERY_S = 0.1  # for clients that have left
@@ -51,11 +52,12 @@ class _Failed(MinisglError):
     def __init__(self, error: Any) -> None:
         super().__init__(error.message())
         status = from_message(error.message()).status or "INTERNAL"
-        self.code = getattr(pb_utils.TritonError, _CODES.get(status, status), pb_utils.TritonError.INTERNAL)
+        code = _CODES.get(status, status)
+        self.code = code if hasattr(pb_utils.TritonError, code) else "INTERNAL"
 
 
 class _Call:
-    """One request. Once answered, its sender is never asked for cancellation: tritonserver 2.51 would crash."""
+    """One request."""
 
     def __init__(self, request: Any) -> None:
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -63,23 +65,12 @@ class _Call:
         self.timeout = request.timeout()
         # An id of its own: a stop by this id must not hit another request.
         self.request_id = f"{request.request_id() or 'embedding'}#{uuid.uuid4().hex[:12]}"
-        self._sender = request.get_response_sender()
-        self._lock = threading.Lock()
-        self._ended = False
+        self.sender = ResponseSender(request.get_response_sender())
         self.is_asked = False  # whether the request was sent to the engine, or is being sent
-
-    def answer(self, response: Any) -> None:
-        with self._lock:
-            self._ended = True
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-    def has_left(self) -> bool:
-        with self._lock:
-            return not self._ended and bool(self._sender.is_cancelled())
 
     def check(self) -> None:
         """Raises _LeftError if the client has left, so that no further step begins for it."""
-        if self.has_left():
+        if self.sender.is_cancelled():
             raise _LeftError
 
 
@@ -115,16 +106,16 @@ class TritonPythonModel:
         try:
             response = pb_utils.InferenceResponse(self._tensors(call))
         except _LeftError:
-            response = _error("the client has left", pb_utils.TritonError.CANCELLED)
+            response = error_response("CANCELLED", "the client has left")
         except _Failed as error:
-            response = _error(str(error), error.code)
+            response = error_response(error.code, str(error))
         except InvalidRequestError as error:
-            response = _error(str(error), pb_utils.TritonError.INVALID_ARG)
+            response = error_response("INVALID_ARG", str(error))
         except Exception as error:
             _LOGGER.exception("request %r failed", call.request_id)
-            response = _error(f"the request could not be answered ({type(error).__name__})", None)
+            response = error_response("INTERNAL", f"the request could not be answered ({type(error).__name__})")
         self._open.discard(call)
-        call.answer(response)
+        call.sender.end(response)
 
     def _tensors(self, call: _Call) -> list[Any]:
         call.check()
@@ -171,7 +162,7 @@ class TritonPythonModel:
         while not self._stopping.wait(POLL_EVERY_S):
             for call in [one for one in set(self._open) if one.is_asked]:
                 try:
-                    if call.has_left():  # repeated until it ends: the engine may not have it yet
+                    if call.sender.is_cancelled():  # repeated until it ends: the engine may not have it yet
                         self._stop(call.request_id)
                 except Exception:  # the watcher must go on
                     _LOGGER.exception("request %r cannot be stopped", call.request_id)
@@ -214,8 +205,3 @@ def _run(response: Any) -> dict[str, Any]:
     if response.has_error():
         raise _Failed(response.error())
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-
-
-def _error(message: str, code: Any) -> Any:
-    error = pb_utils.TritonError(message) if code is None else pb_utils.TritonError(message, code)
-    return pb_utils.InferenceResponse(error=error)

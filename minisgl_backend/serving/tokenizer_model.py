@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
+from minisgl_backend.serving.responses import error_response
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
@@ -87,13 +89,11 @@ class TritonPythonModel:
                 request_id=request.request_id(),
             )
         except MinisglError as error:
-            code = getattr(pb_utils.TritonError, status_of(error))
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+            return error_response(status_of(error), str(error))
         except Exception as error:
             # An unforeseen error ends only the request that caused it.
             _LOGGER.exception("request %r could not be read", request.request_id())
-            message = f"the request could not be read ({type(error).__name__})"
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
+            return error_response("INVALID_ARG", f"the request could not be read ({type(error).__name__})")
         tensors = [
             pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
             pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
@@ -101,16 +101,14 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 
     def _prompt_outputs(self, requested: set[str], token_ids: list[int]) -> list[Any]:
-        tensors = []
-        if "prompt_text" in requested:
-            tensors.append(_text_tensor("prompt_text", self._tokenizer.decode(token_ids)))
-        if "prompt_tail" in requested:
-            tensors.append(_text_tensor("prompt_tail", self._tokenizer.decode(token_ids[-TAIL:])))
-        if "token_texts" in requested:
-            tensors.append(_text_tensor("token_texts", *(self._tokenizer.decode([token]) for token in token_ids)))
-        if "model_info" in requested:
-            tensors.append(_text_tensor("model_info", json.dumps(self._info)))
-        return tensors
+        decode = self._tokenizer.decode
+        texts: dict[str, Callable[[], Sequence[str]]] = {
+            "prompt_text": lambda: [decode(token_ids)],
+            "prompt_tail": lambda: [decode(token_ids[-TAIL:])],
+            "token_texts": lambda: [decode([token]) for token in token_ids],
+            "model_info": lambda: [json.dumps(self._info)],
+        }
+        return [_text_tensor(name, *make()) for name, make in texts.items() if name in requested]
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -44,7 +44,7 @@ def sender_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(tensors=tensors, error=error),
         TritonError=type("TritonError", (), {"INTERNAL": 13, "__init__": lambda self, *_: None}),
     )
-    names = ("engine_model", "metrics")  # those that import it
+    names = ("engine_model", "metrics", "responses")  # those that import it
     for name in names:
         monkeypatch.delitem(sys.modules, f"minisgl_backend.serving.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
