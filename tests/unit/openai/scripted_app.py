@@ -24,7 +24,7 @@ from benchmarks.served import free_ports
 from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
 from minisgl_backend.openai.routes.table import FAMILIES, Family
-from minisgl_backend.openai.triton import Generation, ModelInfo, Prompt, RequestContext
+from minisgl_backend.openai.triton import Generation, ModelInfo, Prompt
 
 PATIENCE_SECONDS = 60.0
 
@@ -102,15 +102,7 @@ class ScriptedServer:
         self.answer = answer
         self.prompts: list[Prompt] = []
 
-    def start(
-        self,
-        prompt: Prompt,
-        sampling: Mapping[str, Any],
-        context: RequestContext,
-        names: Mapping[str, str],
-        *,
-        figures: bool = False,
-    ) -> Generation:
+    def start(self, prompt: Prompt, sampling: object, context: object, names: Mapping[str, str], **_: Any) -> Generation:
         self.prompts.append(prompt)
         return Generation(Call(self.answer(prompt)), 1, names)
 
