@@ -38,6 +38,7 @@ ROWS = (1, 2, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab: int) -> dict[str, float]:
     """The figures of one rank; all call this at the same time. Names are WHAT_ROWS_KIND_us: sum, end, tokens."""
     from minisgl_backend.kernels import elementwise as fused
+    from minisgl_backend.kernels.collectives.peer_memory import Peers
     from minisgl_backend.kernels.collectives.peer_sums import PDL_ROWS, PeerSums
 
     device = torch.device("cuda", rank)
@@ -47,7 +48,8 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab
     try:
         # Two shots of rows that do not divide evenly among the ranks: the next multiple.
         most = {"max_rows": max(rows), "two_shot_rows": -(-max(rows) // size) * size}
-        peers = PeerSums.open(rank, size, hidden, torch.bfloat16, device, tp.all_gather, tp.minimum, **most)
+        ranks = Peers(rank, size, device, tp.all_gather, tp.minimum)
+        peers = PeerSums.open(ranks, hidden, torch.bfloat16, **most)
     except OSError as error:
         print(f"no shared memory: {error}", file=sys.stderr)
         peers = None
@@ -65,13 +67,13 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab
 
         kinds: dict[str, Callable[[], None]] = {"nccl": by_nccl, "nccl_norm": by_nccl_and_norm}
         if peers is not None:
-            one_shot, two_shots = peers.in_one_shot, peers.in_two_shots
+            reduce_norm = peers.reduce_norm
 
             def by_peers(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
-                one_shot(partial, residual, weight, 1e-6)
+                reduce_norm(partial, residual, weight, 1e-6, 1)
 
             def by_two_shots(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
-                two_shots(partial, residual, weight, 1e-6)
+                reduce_norm(partial, residual, weight, 1e-6, 2)
 
             kinds |= {"peers": by_peers, "two_shots": by_two_shots}
         for kind, call in kinds.items():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.kernels.collectives.peer_memory import PeerCollective, Peers
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.collectives.copy_engines import PeerCopies, Sent
@@ -160,9 +161,7 @@ class TensorParallel:
         from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
         try:
-            self._peer_sums = PeerSums.open(
-                self.rank, self.size, hidden_size, dtype, self._device, self.all_gather, self.minimum
-            )
+            self._peer_sums = PeerSums.open(self._peers(), hidden_size, dtype)
         except OSError as error:
             log.warning("all sums over the ranks are left to NCCL: %s", error)
             return
@@ -170,9 +169,7 @@ class TensorParallel:
             return
         longest = self.micro_batches(max_rows)[0]
         try:
-            self._peer_copies = PeerCopies.open(
-                self.rank, self.size, longest, hidden_size, dtype, self._device, self.all_gather, self.minimum
-            )
+            self._peer_copies = PeerCopies.open(self._peers(), longest, hidden_size, dtype)
         except OSError as error:
             log.warning("sums of %d rows and more are left to NCCL: %s", OVERLAP_ROWS, error)
 
@@ -223,9 +220,7 @@ class TensorParallel:
         from minisgl_backend.kernels.collectives.logits_to_rank_0 import PeerLogits
 
         try:
-            self._peer_logits = PeerLogits.open(
-                self.rank, self.size, max_rows, vocab_size, dtype, self._device, self.all_gather, self.minimum
-            )
+            self._peer_logits = PeerLogits.open(self._peers(), max_rows, vocab_size, dtype)
         except OSError as error:
             log.warning("logits and tokens of decode steps are left to NCCL: %s", error)
 
@@ -315,7 +310,10 @@ class TensorParallel:
         if self._leaver is not None:
             self._leaver.go.set()
 
-    def _shared(self) -> list[PeerSums | PeerCopies | PeerLogits]:
+    def _peers(self) -> Peers:
+        return Peers(self.rank, self.size, self._device, self.all_gather, self.minimum)
+
+    def _shared(self) -> list[PeerCollective]:
         return [one for one in (self._peer_sums, self._peer_copies, self._peer_logits) if one is not None]
 
 

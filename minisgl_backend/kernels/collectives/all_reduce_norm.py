@@ -25,15 +25,17 @@ that must not be used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.collectives.peer_memory import Summed
 from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 
 # Up to this number of rows all are sent before any is received. With more rows it is faster to overlap the two: 48.9
@@ -63,7 +65,7 @@ class Inboxes:
     addresses: torch.Tensor  # int64 [size], device: addresses of the ranks' inboxes in this process
     turns: torch.Tensor  # int32 [max_rows], device, zeros at first: which buffer each row's next sum uses
     stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
-    num_programs: int  # programs that are guaranteed to run at the same time
+    num_programs: int  # programs that are guaranteed to run at the same time; the same on all ranks
 
     @staticmethod
     def num_bytes(size: int, max_rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -90,6 +92,21 @@ def empty_word(dtype: torch.dtype) -> int:
     return EMPTY_WORDS[dtype.itemsize]
 
 
+def constants_of(partial: torch.Tensor, inboxes: Inboxes, pdl: bool) -> dict[str, Any]:
+    """Constants and launch options that sums in one and in two shots have in common."""
+    hidden, item = partial.shape[1], partial.element_size()
+    return {
+        "RANK": inboxes.rank,
+        "SIZE": inboxes.size,
+        "HIDDEN": hidden,
+        "PADDED": next_power_of_2(hidden),
+        "WORD": WORDS[item],
+        "EMPTY": EMPTY_WORDS[item],
+        **pdl_options(pdl),
+        **(launch_options(inboxes.size, hidden) if partial.is_cuda else {}),  # not for Triton's interpreter
+    }
+
+
 def reduce_norm(
     partial: torch.Tensor,
     residual: torch.Tensor,
@@ -98,30 +115,26 @@ def reduce_norm(
     inboxes: Inboxes,
     *,
     pdl: bool = False,
-    send: bool = True,
-    receive: bool = True,
+    parts: Collection[str] = ("send", "receive"),
     ahead: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Summed:
     """All-reduce, residual addition and RMSNorm: returns (residual + sum of the ranks' `partial`, its norm * weight).
 
     partial and residual [rows, hidden], contiguous, of one dtype; the first result is written over `residual`. All
-    ranks call this with the same shapes in the same order. `send` and `receive` are its two halves, for tests that run
-    the ranks one after the other.
+    ranks call this with the same shapes in the same order. `parts`: some of its two parts, for tests that run the ranks
+    one after the other.
 
     `ahead`: rows that a program sends before it waits for the first, 0 for all; None: the value that was measured to be
     faster for this number of rows.
     """
-    rows, hidden = partial.shape
-    out = torch.empty_like(partial)
-    padded = next_power_of_2(hidden)
+    rows, out = len(partial), torch.empty_like(partial)
     if ahead is None:
         ahead = 1 if rows > MOST_SENT_FIRST else 0
-    options = dict(launch_options(inboxes.size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter
+    send, receive = "send" in parts, "receive" in parts
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
-        RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
-        WORD=WORDS[partial.element_size()], EMPTY=EMPTY_WORDS[partial.element_size()],
-        SEND=send, RECEIVE=receive, AHEAD=ahead if send and receive else 0, **pdl_options(pdl), **options,
+        MAX_ROWS=inboxes.max_rows, SEND=send, RECEIVE=receive, AHEAD=ahead if send and receive else 0,
+        **constants_of(partial, inboxes, pdl),
     )  # fmt: skip
     return residual, out
 

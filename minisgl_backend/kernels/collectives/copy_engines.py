@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,11 +34,13 @@ import triton.language as tl
 
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES
 from minisgl_backend.kernels.collectives.peer_memory import (
-    Gather,
-    Minimum,
+    PeerCollective,
     PeerMemory,
+    Peers,
+    Summed,
     ends_in_time,
     open_together,
+    stop_word,
     tensor_at,
 )
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -57,32 +60,32 @@ class Sent:
     left: torch.cuda.Event  # all of the source has been read
 
 
+class Received(NamedTuple):
+    """What the other ranks have sent of a sum, or will send."""
+
+    rank: int  # this one
+    parts: torch.Tensor  # [size - 1, at least the sum's rows, hidden], from the ranks after this one
+    number: int  # of the sum, signed 32 bits
+    counts: int  # address of int32 [size - 1]: the number of the last sum received from each of them
+    stop: int  # address of an int32 that ends the waiting for `number` once it is not 0
+
+
 def add_norm(
-    partial: torch.Tensor,
-    received: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    rank: int,
-    counts: int,
-    number: int,
-    stop: int,
-    num_programs: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, received: Received, programs: int
+) -> Summed:
     """Ends an all-reduce: returns (residual + sum of the ranks' partial sums, its RMSNorm * weight).
 
-    partial and residual [rows, hidden], contiguous, of one dtype; the first result is written over `residual`. received
-    [size - 1, at least rows, hidden], from the ranks after this one. `counts`: address of int32 [size - 1], the number
-    of the last sum received from each of them; waits for `number` (signed 32 bits), or until the int32 at address
-    `stop` is not 0.
+    partial and residual [rows, hidden], contiguous, of one dtype; the first result is written over `residual`.
+    programs: the most that are launched.
     """
+    parts = received.parts
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
     padded = next_power_of_2(hidden)
-    _add_norm_kernel[(min(rows, num_programs),)](
-        partial, received, residual, weight, out, counts, stop, number, rows, received.stride(0), eps,
-        RANK=rank, SIZE=received.shape[0] + 1, HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4,
+    _add_norm_kernel[(min(rows, programs),)](
+        partial, parts, residual, weight, out, received.counts, received.stop, received.number, rows, parts.stride(0),
+        eps, RANK=received.rank, SIZE=parts.shape[0] + 1, HIDDEN=hidden, PADDED=padded,
+        num_warps=8 if padded >= 4096 else 4,
     )  # fmt: skip
     return residual, out
 
@@ -126,79 +129,47 @@ def _add_norm_kernel(
         tl.store(out_ptr + start + i, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-class PeerCopies:
-    """One rank's side of the sums. All ranks construct it at the same time and call it in the same order. No call can
-    be captured in a CUDA graph, since the host chooses the buffer of a sum."""
+class PeerCopies(PeerCollective):
+    """Sums of long prompts. No call can be captured in a CUDA graph, since the host chooses the buffer of a sum."""
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        inbox: torch.Tensor,
-        others: Mapping[int, tuple[torch.Tensor, int]],
-        counts: int,
+        peers: Peers,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
         memory: PeerMemory,
-        stop: torch.Tensor,
-        num_programs: int,
+        opened: Mapping[int, int],
     ) -> None:
-        """inbox [PLACES, size - 1, max_rows, hidden], written by the ranks after this one; `counts`: address of this
-        rank's; others: of each other rank, its buffer for this rank's data, [PLACES, max_rows, hidden], and the address
-        of this rank's count there."""
-        self._rank = rank
-        self._size = size
-        self._inbox = inbox
-        self._others = dict(others)
-        self._counts = counts
-        self._memory = memory
-        self._stop = stop  # int32 [1] in host memory mapped to the device
-        self._num_programs = num_programs
-        self._stream = torch.cuda.Stream(inbox.device)
+        """shape: of each rank's memory, [PLACES, size - 1, max_rows, hidden], written by the ranks after it; its counts
+        follow. opened: addresses of the others' memory."""
+        super().__init__(memory, stop_word())
+        self._rank, self._size = peers.rank, peers.size
+        self._inbox = tensor_at(memory.address, shape, dtype, peers.device)
+        inbox_bytes = self._inbox.numel() * dtype.itemsize
+        self._counts = memory.address + inbox_bytes  # address of this rank's
+        # Of each other rank: its buffer for this rank's data, [PLACES, max_rows, hidden], and the address of its count.
+        self._others: list[tuple[torch.Tensor, int]] = []
+        for other, address in opened.items():
+            source = (peers.rank - other) % peers.size - 1  # this rank, counted from the one after the other
+            places = tensor_at(address, shape, dtype, peers.device)[:, source]
+            self._others.append((places, address + inbox_bytes + _COUNT_BYTES * source))
+        self._num_programs = _PROGRAMS_EACH * DeviceFacts.of(peers.device).multiprocessors
+        self._stream = torch.cuda.Stream(peers.device)
         self._number = 0  # of the last sum that has begun
 
     @classmethod
-    def open(
-        cls,
-        rank: int,
-        size: int,
-        max_rows: int,
-        hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        gather: Gather,
-        minimum: Minimum,
-    ) -> PeerCopies:
-        """For sums of up to max_rows rows and MOST_COPY_BYTES. `gather` and `minimum`: collectives of the ranks.
+    def open(cls, peers: Peers, max_rows: int, hidden: int, dtype: torch.dtype) -> PeerCopies:
+        """For sums of up to max_rows rows and MOST_COPY_BYTES.
 
         Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
         """
-        shape = (PLACES, size - 1, min(max_rows, MOST_COPY_BYTES // (hidden * dtype.itemsize)), hidden)
-        inbox_bytes = torch.Size(shape).numel() * dtype.itemsize
-
-        def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerCopies:
-            others = {}
-            for other, address in opened.items():
-                source = (rank - other) % size - 1  # this rank, counted from the one after the other
-                places = tensor_at(address, shape, dtype, device)[:, source]
-                others[other] = (places, address + inbox_bytes + _COUNT_BYTES * source)
-            return cls(
-                rank,
-                size,
-                tensor_at(memory.address, shape, dtype, device),
-                others,
-                memory.address + inbox_bytes,
-                memory,
-                torch.zeros(1, dtype=torch.int32).pin_memory(),
-                _PROGRAMS_EACH * DeviceFacts.of(device).multiprocessors,
-            )
-
+        shape = (PLACES, peers.size - 1, min(max_rows, MOST_COPY_BYTES // (hidden * dtype.itemsize)), hidden)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize + _COUNT_BYTES * (peers.size - 1)
         return open_together(
-            rank,
-            [other for other in range(size) if other != rank],
-            device,
-            gather,
-            minimum,
-            allocate=lambda: PeerMemory(inbox_bytes + _COUNT_BYTES * (size - 1), 0, _COUNT_BYTES, device),
-            use=use,
+            peers,
+            peers.others,
+            allocate=lambda: PeerMemory(num_bytes, 0, _COUNT_BYTES, peers.device),
+            use=lambda memory, opened: cls(peers, shape, dtype, memory, opened),
             trial=lambda copies: copies._trial(),
         )
 
@@ -211,7 +182,7 @@ class PeerCopies:
         place, rows = self._number % PLACES, len(partial)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for places, count in self._others.values():
+            for places, count in self._others:
                 places[place, :rows].copy_(partial)
                 self._memory.write_word(count, _signed(self._number), self._stream)
             left = torch.cuda.Event()
@@ -220,21 +191,12 @@ class PeerCopies:
 
     def add_norm(
         self, sent: Sent, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Summed:
         """Ends the oldest sum in flight, see the module's `add_norm`."""
         torch.cuda.current_stream().wait_event(sent.left)  # `partial` may be overwritten only after this
-        return add_norm(
-            partial, self._inbox[sent.number % PLACES], residual, weight, eps, rank=self._rank, counts=self._counts,
-            number=_signed(sent.number), stop=self._stop.data_ptr(), num_programs=self._num_programs,
-        )  # fmt: skip
-
-    def stop(self) -> None:
-        """Ends sums that wait for a rank, now and later; their results must not be used. On any thread."""
-        self._stop.fill_(1)
-
-    def close(self) -> None:
-        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
-        self._memory.close()
+        parts, number = self._inbox[sent.number % PLACES], _signed(sent.number)
+        received = Received(self._rank, parts, number, self._counts, self._stop.data_ptr())
+        return add_norm(partial, residual, weight, eps, received, self._num_programs)
 
     def _trial(self) -> str:
         """Tries two sums per buffer, two in flight at a time; returns what is wrong, or ""."""

@@ -36,11 +36,12 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.collectives.peer_memory import (
-    Gather,
-    Minimum,
+    PeerCollective,
     PeerMemory,
+    Peers,
     ends_in_time,
     open_together,
+    stop_word,
     tensor_at,
 )
 from minisgl_backend.kernels.launch import next_power_of_2
@@ -168,43 +169,32 @@ def _words(address):
     return address.to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
-class PeerLogits:
-    """One rank's side of the logits and tokens of decode steps. All ranks construct it at the same time and call it in
-    the same order; the module's docstring says which steps may use it."""
+class PeerLogits(PeerCollective):
+    """Logits and tokens of decode steps; the module's docstring says which steps may use it."""
 
     def __init__(
         self, logits: torch.Tensor, vocab_size: int, boxes: Mailboxes, memory: PeerMemory, stop: torch.Tensor
     ) -> None:
+        super().__init__(memory, stop)
         self._logits = logits  # [max_rows, vocab_size or some more], rank 0's, on all ranks
         self._vocab_size = vocab_size
         self._boxes = boxes
-        self._memory = memory
-        self._stop = stop  # int32 [1] in host memory mapped to the device
 
     @classmethod
-    def open(
-        cls,
-        rank: int,
-        size: int,
-        max_rows: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        gather: Gather,
-        minimum: Minimum,
-    ) -> PeerLogits:
+    def open(cls, peers: Peers, max_rows: int, vocab_size: int, dtype: torch.dtype) -> PeerLogits:
         """For logits [up to max_rows, vocab_size] of `dtype`.
 
-        `gather` and `minimum`: collectives of the ranks. Raises OSError, on all ranks alike, where the GPUs cannot
-        reach each other's memory or rank 0's GPU has too little.
+        Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory or rank 0's GPU has too
+        little.
         """
+        rank, size, device = peers.rank, peers.size, peers.device
         width = -(-vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
         logit_bytes = max_rows * width * dtype.itemsize
         num_bytes, word = (logit_bytes + 8 * size, 0) if rank == 0 else (8 * max_rows, EMPTY)
 
         def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerLogits:
             addresses = {**opened, rank: memory.address}
-            stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+            stop = stop_word()
             boxes = Mailboxes(
                 rank=rank,
                 size=size,
@@ -218,11 +208,8 @@ class PeerLogits:
             return cls(tensor_at(addresses[0], (max_rows, width), dtype, device), vocab_size, boxes, memory, stop)
 
         return open_together(
-            rank,
+            peers,
             range(1, size) if rank == 0 else [0],
-            device,
-            gather,
-            minimum,
             allocate=lambda: PeerMemory(num_bytes, word, 4, device),
             use=use,
             trial=lambda made: made._trial(),
@@ -246,14 +233,6 @@ class PeerLogits:
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Overwrites int32 [2, rows], contiguous, with rank 0's."""
         (send if self._boxes.rank == 0 else receive)(token_ids, self._boxes)
-
-    def stop(self) -> None:
-        """Ends kernels that wait for a rank, now and later; their results must not be used. On any thread."""
-        self._stop.fill_(1)
-
-    def close(self) -> None:
-        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
-        self._memory.close()
 
     def _trial(self) -> str:
         """Tries logits and tokens with both values of the flags; returns what is wrong, or ""."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -18,9 +19,23 @@ HANDLE_BYTES = 64
 TRIAL_S = 60.0  # the other rank may still compile the kernel
 _ENABLE_PEER_ACCESS = 1  # lazily, when it is first used
 
-Gather = Callable[[torch.Tensor], torch.Tensor]  # as in TensorParallel
-Minimum = Callable[[int], int]
 T = TypeVar("T")
+Summed = tuple[torch.Tensor, torch.Tensor]  # a residual with a sum added, and its norm
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of an engine core as one of them sees them, with collectives that all call at the same time."""
+
+    rank: int
+    size: int
+    device: torch.device  # this rank's
+    gather: Callable[[torch.Tensor], torch.Tensor]  # as in TensorParallel
+    minimum: Callable[[int], int]
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
 
 class _Handle(ctypes.Structure):
@@ -106,12 +121,31 @@ class PeerMemory:
             raise OSError(f"{name} failed: {(text.value or b'?').decode()} ({error})")
 
 
+class PeerCollective:
+    """One rank's side of something that the ranks do through memory that they share. All ranks construct it at the same
+    time and call it in the same order."""
+
+    def __init__(self, memory: PeerMemory, stop: torch.Tensor) -> None:
+        """stop: see `stop_word`."""
+        self._memory, self._stop = memory, stop
+
+    def stop(self) -> None:
+        """Ends kernels that wait for a rank, now and later; their results must not be used. On any thread."""
+        self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Frees the memory: once this rank computes nothing more, and the others have closed it."""
+        self._memory.close()
+
+
+def stop_word() -> torch.Tensor:
+    """int32 [1] in host memory mapped to the device: waiting kernels end once it is not 0."""
+    return torch.zeros(1, dtype=torch.int32).pin_memory()
+
+
 def open_together(
-    rank: int,
+    peers: Peers,
     others: Sequence[int],
-    device: torch.device,
-    gather: Gather,
-    minimum: Minimum,
     *,
     allocate: Callable[[], PeerMemory],
     use: Callable[[PeerMemory, Mapping[int, int]], T],
@@ -120,13 +154,14 @@ def open_together(
 ) -> T:
     """Opens the memory of all ranks, and returns `use`(this rank's memory, addresses of the others', by rank).
 
-    All ranks call this at the same time, with their `gather` and `minimum`. `trial` tests the result and returns what
-    is wrong, or ""; `problem`: what is known to be wrong before. Raises OSError, on all ranks alike, where the GPUs
-    cannot reach each other's memory or something is wrong on one of them.
+    All ranks call this at the same time. others: whose memory this rank opens. `trial` tests the result and returns
+    what is wrong, or ""; `problem`: what is known to be wrong before. Raises OSError, on all ranks alike, where the
+    GPUs cannot reach each other's memory or something is wrong on one of them.
     """
+    device, minimum = peers.device, peers.minimum
     memory, handle = None, bytes(HANDLE_BYTES)
     if not problem:
-        if not all(torch.cuda.can_device_access_peer(device, _gpu_of(other, rank, device)) for other in others):
+        if not all(torch.cuda.can_device_access_peer(device, _gpu_of(other, peers)) for other in others):
             problem = "a GPU has no access to another one's memory"
         else:
             try:
@@ -134,7 +169,7 @@ def open_together(
                 handle = memory.handle()
             except OSError as error:
                 problem = str(error)
-    handles = gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
+    handles = peers.gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
     made = None
     if _all_well(problem, minimum) and memory is not None:
         try:
@@ -181,10 +216,10 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)  # type: ignore[call-overload]
 
 
-def _gpu_of(other: int, rank: int, device: torch.device) -> int:
-    """Index of another rank's GPU: the ranks of an engine core have consecutive GPUs, and `device` is this rank's."""
-    return (device.index or 0) - rank + other
+def _gpu_of(other: int, peers: Peers) -> int:
+    """Index of another rank's GPU: the ranks of an engine core have consecutive GPUs."""
+    return (peers.device.index or 0) - peers.rank + other
 
 
-def _all_well(problem: str, minimum: Minimum) -> bool:
+def _all_well(problem: str, minimum: Callable[[int], int]) -> bool:
     return minimum(0 if problem else 1) == 1

@@ -14,7 +14,7 @@ n had ended: the sum, if that rank is the owner, else its part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import torch
 import triton
@@ -22,41 +22,27 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.collectives.all_reduce_norm import (
-    EMPTY_WORDS,
     PLACES,
     SPINS,
-    WORDS,
-    launch_options,
+    Inboxes,
+    constants_of,
     store_norm,
     sum_of_arrived,
 )
-from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.collectives.peer_memory import Summed
+from minisgl_backend.kernels.launch import cdiv
 
-# Defaults of `reduce_norm`. On four H200s, sending all rows first took 117 us for 2,048 rows of 5,120 instead of 100;
+# Of `reduce_norm`. On four H200s, sending all rows first took 117 us for 2,048 rows of 5,120 instead of 100;
 # sending two to four ahead took as long as one.
-AHEAD = LAG = 1
+PACE = (1, 1)
 
 
-@dataclass(frozen=True)
-class TwoShotInboxes:
-    """Buffers of one rank and addresses of all ranks' buffers.
-
-    An inbox has the parts of rows that its rank owns, [PLACES, size - 1 sources, max_rows / size, hidden], then the
-    sums of others, [PLACES, max_rows, hidden], at first all empty. Sources are counted from the rank after its own.
-    """
-
-    rank: int
-    size: int
-    max_rows: int  # a multiple of size
-    hidden: int
-    addresses: torch.Tensor  # int64 [size], device: addresses of the ranks' inboxes in this process
-    turns: torch.Tensor  # int32 [max_rows], device, zeros at first: which buffer each row's next sum uses
-    stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
-    num_programs: int  # programs that are guaranteed to run at the same time; the same on all ranks
+class TwoShotInboxes(Inboxes):
+    """`max_rows` is a multiple of `size`. An inbox has the parts of rows that its rank owns, [PLACES, size - 1 sources,
+    max_rows / size, hidden], then the sums of others, [PLACES, max_rows, hidden], at first all empty."""
 
     @staticmethod
     def num_bytes(size: int, max_rows: int, hidden: int, dtype: torch.dtype) -> int:
-        """Of one inbox."""
         return PLACES * ((size - 1) * (max_rows // size) + max_rows) * hidden * dtype.itemsize
 
 
@@ -68,27 +54,20 @@ def reduce_norm(
     inboxes: TwoShotInboxes,
     *,
     pdl: bool = False,
-    sends: bool = True,
-    sums: bool = True,
-    receives: bool = True,
-    ahead: int = AHEAD,
-    lag: int = LAG,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `all_reduce_norm.reduce_norm`. `sends`, `sums` and `receives` are its three parts, for tests that run the
-    ranks one after the other.
+    parts: Collection[str] = ("send", "sum", "receive"),
+    pace: tuple[int, int] = PACE,
+) -> Summed:
+    """As `all_reduce_norm.reduce_norm`, in three parts.
 
-    A program sends `ahead` of its rows before it sums the first, and goes through `lag` of them before it waits for the
-    first sum of another rank.
+    pace: of its rows a program sends the first number ahead of the one that it sums, and goes through the second number
+    before it waits for the first sum of another rank.
     """
-    rows, hidden = partial.shape
-    out = torch.empty_like(partial)
-    size, item = inboxes.size, partial.element_size()
-    options = dict(launch_options(size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter
+    rows, out = len(partial), torch.empty_like(partial)
+    size, (ahead, lag) = inboxes.size, pace
     _two_shot_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps, ahead, lag,
-        RANK=inboxes.rank, SIZE=size, LINES=inboxes.max_rows // size, HIDDEN=hidden, PADDED=next_power_of_2(hidden),
-        TURN=cdiv(inboxes.num_programs, size) * size, WORD=WORDS[item], EMPTY=EMPTY_WORDS[item],
-        SENDS=sends, SUMS=sums, RECEIVES=receives, **pdl_options(pdl), **options,
+        LINES=inboxes.max_rows // size, TURN=cdiv(inboxes.num_programs, size) * size, SENDS="send" in parts,
+        SUMS="sum" in parts, RECEIVES="receive" in parts, **constants_of(partial, inboxes, pdl),
     )  # fmt: skip
     return residual, out
 

@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_collectives.py runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.collectives.copy_engines import add_norm
+from minisgl_backend.kernels.collectives.copy_engines import Received, add_norm
 
 EPS = 1e-6
 
@@ -33,10 +33,8 @@ def ends(
         inbox[away - 1, :rows] = partials[(rank + away) % size]
     come = torch.full((size - 1,), counts, dtype=torch.int32)
     stops = torch.full((1,), stop, dtype=torch.int32)
-    result = add_norm(
-        partials[rank], inbox, residual.clone(), weight, EPS, rank=rank, counts=come.data_ptr(), number=number,
-        stop=stops.data_ptr(), num_programs=2,
-    )  # fmt: skip
+    received = Received(rank, inbox, number, come.data_ptr(), stops.data_ptr())
+    result = add_norm(partials[rank], residual.clone(), weight, EPS, received, 2)
     assert bool((come == counts).all())
     return result
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.kernels.collectives import logits_to_rank_0 as peer_logits
 from minisgl_backend.kernels.collectives.logits_to_rank_0 import EMPTY, Mailboxes, PeerLogits
-from minisgl_backend.kernels.collectives.peer_memory import tensor_at
+from minisgl_backend.kernels.collectives.peer_memory import Peers, tensor_at
 
 CPU = torch.device("cpu")
 
@@ -175,10 +175,9 @@ def test_rank_0_opens_all_and_the_others_rank_0(
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor)
     monkeypatch.setattr(peer_logits, "PeerMemory", Refused)
     device = torch.device("cuda", 4 + rank)
+    peers = Peers(rank, 3, device, lambda tensor: tensor.expand(3, -1), lambda value: value)
     with pytest.raises(OSError, match="out of memory"):
-        PeerLogits.open(
-            rank, 3, 4, 200, torch.bfloat16, device, lambda tensor: tensor.expand(3, -1), lambda value: value
-        )
+        PeerLogits.open(peers, 4, 200, torch.bfloat16)
     assert asked == opened
     assert allocated == [(num_bytes, 0 if rank == 0 else EMPTY, 4, device)]
 

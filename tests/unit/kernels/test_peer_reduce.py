@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
@@ -13,85 +15,64 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels.collectives import two_shot_norm
-from minisgl_backend.kernels.collectives.all_reduce_norm import PLACES, Inboxes, empty_word, reduce_norm
+from minisgl_backend.kernels.collectives.all_reduce_norm import Inboxes, empty_word, reduce_norm
 from minisgl_backend.kernels.collectives.two_shot_norm import TwoShotInboxes
 
 EPS = 1e-6
 WORDS = {2: torch.int16, 4: torch.int32}
+KINDS: dict[int, tuple[type[Inboxes], Callable[..., tuple[torch.Tensor, torch.Tensor]], tuple[str, ...]]] = {
+    1: (Inboxes, reduce_norm, ("send", "receive")),
+    2: (TwoShotInboxes, two_shot_norm.reduce_norm, ("send", "sum", "receive")),
+}
 
 
 class Ranks:
-    """Ranks whose inboxes are in this process's memory."""
+    """Ranks whose inboxes are in this process's memory: of sums in so many shots."""
 
-    def __init__(self, size: int, max_rows: int, hidden: int, dtype: torch.dtype, num_programs: int) -> None:
-        shape = (PLACES, size - 1, max_rows, hidden)
-        self.inboxes = [torch.full(shape, empty_word(dtype), dtype=WORDS[dtype.itemsize]) for _ in range(size)]
-        self.stop = torch.zeros(1, dtype=torch.int32)
-        self.views = [
-            Inboxes(
-                rank=rank,
-                size=size,
-                max_rows=max_rows,
-                hidden=hidden,
-                addresses=torch.tensor([inbox.data_ptr() for inbox in self.inboxes]),
-                turns=torch.zeros(max_rows, dtype=torch.int32),
-                stop=self.stop.data_ptr(),
-                num_programs=num_programs,
-            )
-            for rank in range(size)
-        ]
-
-    def sum(
-        self, partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each rank's result."""
-        for view, partial in zip(self.views, partials, strict=True):
-            reduce_norm(partial, residual, weight, EPS, view, receive=False)
-        return [
-            reduce_norm(partial, residual.clone(), weight, EPS, view, send=False)
-            for view, partial in zip(self.views, partials, strict=True)
-        ]
-
-
-class TwoShotRanks:
-    """Likewise of sums in two shots."""
-
-    def __init__(self, size: int, max_rows: int, hidden: int, dtype: torch.dtype, num_programs: int) -> None:
-        count = TwoShotInboxes.num_bytes(size, max_rows, hidden, dtype) // dtype.itemsize
+    def __init__(
+        self, size: int, max_rows: int, hidden: int, dtype: torch.dtype, *, num_programs: int = 1, shots: int = 1
+    ) -> None:
+        self.kind, self.reduce_norm, self.parts = KINDS[shots]
+        count = self.kind.num_bytes(size, max_rows, hidden, dtype) // dtype.itemsize
         self.inboxes = [torch.full((count,), empty_word(dtype), dtype=WORDS[dtype.itemsize]) for _ in range(size)]
         self.stop = torch.zeros(1, dtype=torch.int32)
         self.views = [
-            TwoShotInboxes(
-                rank=rank,
-                size=size,
-                max_rows=max_rows,
-                hidden=hidden,
-                addresses=torch.tensor([inbox.data_ptr() for inbox in self.inboxes]),
-                turns=torch.zeros(max_rows, dtype=torch.int32),
-                stop=self.stop.data_ptr(),
-                num_programs=num_programs,
-            )
-            for rank in range(size)
+            view(self.kind, rank, self.inboxes, (max_rows, hidden), self.stop, num_programs) for rank in range(size)
         ]
 
     def sum(
         self, partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each rank's result."""
+        """Each rank's result, where all ranks end a part before one begins the next."""
         whole = [(residual.clone(), torch.empty_like(residual)) for _ in partials]
-        for part in ("sends", "sums", "receives"):
-            others = dict.fromkeys(("sends", "sums", "receives"), False) | {part: True}
-            for view, partial, (hidden, normed) in zip(self.views, partials, whole, strict=True):
-                turns = view.turns.clone()
-                _, out = two_shot_norm.reduce_norm(partial, hidden, weight, EPS, view, **others)
-                written = (view.turns != turns)[: len(out)]
+        for part in self.parts:
+            for one, partial, (hidden, normed) in zip(self.views, partials, whole, strict=True):
+                turns = one.turns.clone()
+                _, out = self.reduce_norm(partial, hidden, weight, EPS, one, parts=(part,))
+                written = (one.turns != turns)[: len(out)]
                 normed[written] = out[written]
         return whole
 
 
+def view(
+    kind: type[Inboxes], rank: int, inboxes: list[torch.Tensor], shape: tuple[int, int], stop: torch.Tensor, count: int
+) -> Inboxes:
+    """What this rank is told. shape: most rows, hidden; count: of programs."""
+    return kind(
+        rank=rank,
+        size=len(inboxes),
+        max_rows=shape[0],
+        hidden=shape[1],
+        addresses=torch.tensor([inbox.data_ptr() for inbox in inboxes]),
+        turns=torch.zeros(shape[0], dtype=torch.int32),
+        stop=stop.data_ptr(),
+        num_programs=count,
+    )
+
+
 def test_turns_do_not_count() -> None:
     """A count would overflow after a day of steps, and name a place before the memory."""
-    ranks = Ranks(2, 2, 64, torch.bfloat16, 1)
+    ranks = Ranks(2, 2, 64, torch.bfloat16)
     for call in range(5):
         ranks.sum([torch.ones(1, 64).bfloat16()] * 2, torch.zeros(1, 64).bfloat16(), torch.ones(64).bfloat16())
         assert [view.turns.tolist() for view in ranks.views] == [[(call + 1) % 2, 0]] * 2
@@ -108,15 +89,13 @@ def expected_of(
     return hidden, TorchOps().rms_norm(hidden, weight, EPS)
 
 
-@pytest.mark.parametrize("kind", [Ranks, TwoShotRanks])
+@pytest.mark.parametrize("shots", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_rank_gets_the_same_sum_call_after_call(
-    kind: type[Ranks] | type[TwoShotRanks], size: int, dtype: torch.dtype
-) -> None:
+def test_every_rank_gets_the_same_sum_call_after_call(shots: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     hidden = 24
-    ranks = kind(size, 12, hidden, dtype, num_programs=2)
+    ranks = Ranks(size, 12, hidden, dtype, num_programs=2, shots=shots)
     weight = torch.randn(hidden).to(dtype)
     for rows in (1, 6, 3, 12, 3, 1, 5, 6):  # rows that a call has not keep the turn that they were at
         partials = [torch.randn(rows, hidden).to(dtype) for _ in range(size)]
@@ -133,17 +112,17 @@ def test_every_rank_gets_the_same_sum_call_after_call(
 
 
 def test_what_is_no_number_travels() -> None:
-    ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
+    ranks = Ranks(2, 1, 8, torch.float32)
     partials = [torch.full((1, 8), float("nan")), torch.full((1, 8), float("inf"))]
     for hidden, _ in ranks.sum(partials, torch.zeros(1, 8), torch.ones(8)):
         assert bool(hidden.isnan().all())
 
 
 def test_a_sum_that_waits_in_vain_ends_when_it_is_told_to() -> None:
-    ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
+    ranks = Ranks(2, 1, 8, torch.float32)
     ranks.stop.fill_(1)
     reduce_norm(torch.ones(1, 8), torch.ones(1, 8), torch.ones(8), EPS, ranks.views[0])
-    in_two_shots = TwoShotRanks(2, 2, 8, torch.float32, num_programs=1)
+    in_two_shots = Ranks(2, 2, 8, torch.float32, shots=2)
     in_two_shots.stop.fill_(1)  # the other rank sends neither its part nor its sum
     two_shot_norm.reduce_norm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), EPS, in_two_shots.views[0])
 
@@ -152,34 +131,22 @@ def run_rank(
     rank: int, inboxes: list[torch.Tensor], stop: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, shots: int
 ) -> None:
     """inputs [calls, ranks, rows, hidden]; writes [calls, 2, rows, hidden] to `out`."""
-    size, (_, _, max_rows, hidden) = len(inboxes), inputs.shape
-    view = (Inboxes, TwoShotInboxes)[shots - 1](
-        rank=rank,
-        size=size,
-        max_rows=max_rows,
-        hidden=hidden,
-        addresses=torch.tensor([inbox.data_ptr() for inbox in inboxes]),
-        turns=torch.zeros(max_rows, dtype=torch.int32),
-        stop=stop.data_ptr(),
-        num_programs=2,
-    )
+    kind, summed, _ = KINDS[shots]
+    one = view(kind, rank, inboxes, (inputs.shape[2], inputs.shape[3]), stop, 2)
     for call, partials in enumerate(inputs):
-        rows = max_rows - call % 3
-        inputs_of_call = (partials[rank, :rows], torch.ones(rows, hidden), torch.ones(hidden), EPS)
-        if isinstance(view, Inboxes):
-            result = reduce_norm(*inputs_of_call, view, ahead=call % 4)
-        else:
-            result = two_shot_norm.reduce_norm(*inputs_of_call, view, ahead=call % 4, lag=call % 3)
+        rows, hidden = one.max_rows - call % 3, one.hidden
+        pace = {"ahead": call % 4} if shots == 1 else {"pace": (call % 4, call % 3)}
+        result = summed(partials[rank, :rows], torch.ones(rows, hidden), torch.ones(hidden), EPS, one, **pace)
         out[call, 0, :rows], out[call, 1, :rows] = result
 
 
-@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("shots", KINDS)
 def test_ranks_that_run_at_the_same_time(shots: int) -> None:
     """In two processes, where one waits for the other, after it has sent all of a program's rows or some."""
     size, max_rows, hidden, calls = 2, 8, 8, 8
     torch.manual_seed(0)
     inputs = torch.randn(calls, size, max_rows, hidden)
-    count = (Inboxes, TwoShotInboxes)[shots - 1].num_bytes(size, max_rows, hidden, torch.float32) // 4
+    count = KINDS[shots][0].num_bytes(size, max_rows, hidden, torch.float32) // 4
     inboxes = [torch.full((count,), empty_word(torch.float32), dtype=torch.int32).share_memory_() for _ in range(size)]
     outs = [torch.zeros(calls, 2, max_rows, hidden).share_memory_() for _ in range(size)]
     stop = torch.zeros(1, dtype=torch.int32).share_memory_()

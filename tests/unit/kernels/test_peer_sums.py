@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.collectives import peer_sums as module
-from minisgl_backend.kernels.collectives.peer_memory import HANDLE_BYTES
+from minisgl_backend.kernels.collectives.peer_memory import HANDLE_BYTES, Peers
 from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
@@ -30,16 +30,9 @@ def test_a_rank_asks_for_the_gpus_of_its_engine_core(
     monkeypatch.setattr(module, "most_rows", lambda *_: 8)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor)
+    peers = Peers(rank, 2, torch.device("cuda", gpu), lambda tensor: tensor.expand(2, -1), lambda value: value)
     with pytest.raises(OSError, match="no access"):
-        PeerSums.open(
-            rank,
-            2,
-            64,
-            torch.float32,
-            torch.device("cuda", gpu),
-            lambda tensor: tensor.expand(2, -1),
-            lambda value: value,
-        )
+        PeerSums.open(peers, 64, torch.float32)
     assert asked == pairs
 
 
@@ -85,7 +78,7 @@ def test_no_rank_frees_what_another_one_still_has_open(monkeypatch: pytest.Monke
             memory.open = refuse  # type: ignore[method-assign]
         memories[threading.get_ident()] = memory
         with pytest.raises(OSError, match=r"says no|another number|could not share"):
-            PeerSums.open(number, size, 64, torch.float32, torch.device("cpu"), gather, minimum)
+            PeerSums.open(Peers(number, size, torch.device("cpu"), gather, minimum), 64, torch.float32)
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(size, -1)
