@@ -7,13 +7,13 @@ cache, the free pages and the page table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, IdArray, IndexArray, Int32Array, Int64Array
 from minisgl_backend.cache.changes import CacheChange
+from minisgl_backend.cache.lease import PageLease, Swap, TableEntries
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_cache import RadixCache
@@ -26,39 +26,6 @@ PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]
     ),
     "naive": lambda groups, num_pages, record_changes: NaiveCache(groups.num_pages),
 }
-
-
-class PageLease:
-    """A row's right to its pages. The first `num_shared` pages of each group belong to the prefix cache and are pinned
-    there, except those that a group with a window has given back; all others are this row's alone."""
-
-    __slots__ = ("num_shared", "pin", "released", "row", "salt")
-
-    def __init__(self, row: int, pin: Any, num_shared: int, salt: bytes) -> None:
-        self.row = row
-        self.pin = pin  # its pin in the prefix cache
-        self.salt = salt  # the salt to publish under
-        self.num_shared = num_shared
-        self.released = False
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntries:
-    """New values of page-table entries of one or more rows; page 0: the row no longer needs a page there."""
-
-    groups: Int32Array  # [num_entries]
-    rows: Int32Array  # [num_entries]
-    columns: Int32Array  # [num_entries]
-    pages: Int32Array  # [num_entries]
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Pages of a row that were exchanged for equal ones of the prefix cache. The caller passes `old` to `free` once no
-    step that was planned before still reads them."""
-
-    entries: TableEntries
-    old: Int32Array  # [num_swapped]
 
 
 class KVManager:
@@ -77,9 +44,9 @@ class KVManager:
         """`record_changes`: record the prefix cache's changes for `take_cache_changes`."""
         self.groups = groups
         self.page_size = groups.page_size
-        self.has_windows = groups.num_windows > 0
+        self.keeps_all = groups.num_windows == 0  # rows keep all their pages until they end
         self.version = 0  # incremented whenever pages become available: until then, what did not fit does not fit
-        self._num_full = groups.num_full
+        self._num_full, self._num_windows = groups.num_full, groups.num_windows
         self._pool = PagePool(num_pages)
         self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes)
         # [num_groups, max_rows, max_pages_per_row]; 0 where a group with a window has no page
@@ -92,7 +59,7 @@ class KVManager:
         self.covered = np.zeros(max_rows, dtype=np.int32)  # tokens that `_held` has room for; others only read it
         self._matched = np.zeros(max_rows, dtype=np.int32)  # columns that the prefix cache supplied at admission
         self._shared = np.zeros(max_rows, dtype=np.int32)  # columns that belong to the cache now, as in the leases
-        self._first = np.zeros((groups.num_windows, max_rows), dtype=np.int32)  # first column not given back
+        self._first = np.zeros((self._num_windows, max_rows), dtype=np.int32)  # first column not given back
 
     @property
     def num_pages(self) -> int:
@@ -132,38 +99,39 @@ class KVManager:
 
     def unmatch(self, match: PrefixMatch[Any]) -> None:
         """Unpins a match that no lease was made of."""
-        self._let_go(match.pages[self._num_full :])
+        self._unref(match.pages[self._num_full :])
         self._cache.unpin(match.pin)
+
+    @property
+    def num_extendable(self) -> int:
+        """Rows that can get one more column with the available pages."""
+        return self.num_available // self.groups.num_pages
 
     def pages_to_take(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
         """Number of pages that `acquire` takes."""
         cached = match.num_pages
         pages = self._num_full * (self.pages_for(num_tokens) - cached)
-        if self.has_windows:
-            pages += self.groups.num_windows * (self.pages_for(chunk_end) - cached)
-        return pages
+        return pages + self._num_windows * (self.pages_for(chunk_end) - cached)
 
     def pages_to_start(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
         """Number of pages that a prompt needs until it is computed, in chunks as long as the first; never less than
         `acquire` takes."""
-        needed = self.pages_to_take(match, num_tokens, chunk_end)
-        if self.has_windows:
-            left = self.pages_for(num_tokens) - self.pages_for(chunk_end)
-            needed += int(np.minimum(self.groups.most_kept + 1, left).sum())
-        return needed
+        left = self.pages_for(num_tokens) - self.pages_for(chunk_end)
+        return self.pages_to_take(match, num_tokens, chunk_end) + self.groups.window_pages(left)
 
-    def first_reach(self, match: PrefixMatch[Any], num_tokens: int) -> int:
+    def max_tokens_at_start(self, match: PrefixMatch[Any], num_tokens: int) -> int:
         """The token up to which a prompt's first chunk can go with the available pages; the end of the cached prefix
         where they do not suffice."""
+        if self.keeps_all:
+            return num_tokens
         left = self.num_available - self._num_full * (self.pages_for(num_tokens) - match.num_pages)
-        return (match.num_pages + max(left, 0) // self.groups.num_windows) * self.page_size
+        return (match.num_pages + max(left, 0) // self._num_windows) * self.page_size
 
     def acquire(self, row: int, match: PrefixMatch[Any], num_tokens: int, chunk_end: int | None = None) -> PageLease:
         """Returns a lease of `num_tokens` for a free row; takes over the match's pin.
 
         Groups with windows get pages for the first `chunk_end` tokens only (None: for all), and more by `grow`. The
-        caller has
-        checked that `pages_to_take <= num_available`.
+        caller has checked that `pages_to_take <= num_available`.
         """
         assert self._held[row] == 0, "a row has one lease at a time"
         shared, count = match.num_pages, self.pages_for(num_tokens)
@@ -173,9 +141,9 @@ class KVManager:
         num_full, held = self._num_full, count
         if num_full:
             table[:num_full, shared:count] = self._take(num_full * (count - shared)).reshape(num_full, -1)
-        if self.has_windows:
+        if not self.keeps_all:
             held = count if chunk_end is None else self.pages_for(chunk_end)
-            num_windows = self.groups.num_windows
+            num_windows = self._num_windows
             table[num_full:, shared:held] = self._take(num_windows * (held - shared)).reshape(num_windows, -1)
             self._reserved[row] = count
             self._first[:, row] = np.maximum(self.groups.first_needed(np.full(1, shared, np.int32))[:, 0], 0)
@@ -183,25 +151,24 @@ class KVManager:
         self._shared[row] = shared
         return PageLease(row, match.pin, shared, match.salt)
 
-    def reach(self, row: int) -> int:
+    def max_tokens_now(self, row: int) -> int:
         """Tokens up to which `grow` can go with the available pages."""
-        return int(self._held[row] + self.num_available // self.groups.num_windows) * self.page_size
+        columns = 0 if self.keeps_all else self.num_available // self._num_windows
+        return int(self.covered[row]) + columns * self.page_size
 
     def grow(self, row: int, num_tokens: int) -> TableEntries | None:
-        """Takes pages of groups with windows for the row's first `num_tokens`, at most `reach`; None: it has them
-        already."""
+        """Takes pages of groups with windows for the row's first `num_tokens`, at most `max_tokens_now`; None: it has
+        them already."""
         held, count = int(self._held[row]), self.pages_for(num_tokens)
         if count <= held:
             return None
-        shape = self.groups.num_windows, count - held
-        pages = self._take(shape[0] * shape[1])
-        self._table[self._num_full :, row, held:count] = pages.reshape(shape)
+        pages = self._take(self._num_windows * (count - held))
+        self._table[self._num_full :, row, held:count] = pages.reshape(self._num_windows, -1)
         self._held[row], self.covered[row] = count, count * self.page_size
         groups = np.arange(self._num_full, self.groups.num_pages, dtype=np.int32)
         columns = np.arange(held, count, dtype=np.int32)
-        return TableEntries(
-            np.repeat(groups, shape[1]), np.full(len(pages), row, np.int32), np.tile(columns, shape[0]), pages
-        )
+        rows = np.full(len(pages), row, np.int32)
+        return TableEntries(groups.repeat(len(columns)), rows, np.tile(columns, len(groups)), pages)
 
     def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
         """Takes one more page in each group for each of these rows (no row twice). Returns their columns of the page
@@ -229,14 +196,16 @@ class KVManager:
             self._held[row], self.covered[row] = count, count * self.page_size
             self.version += 1
 
-    def trim(self, rows: IndexArray, columns: Int32Array) -> TableEntries | None:
-        """Gives back pages of groups with windows that these rows' tokens from `columns` on, and the token before them,
-        do not see. The caller ensures that no earlier token is in flight. Published pages stay cached.
+    def free_out_of_window(self, rows: IndexArray, positions: Int32Array) -> TableEntries | None:
+        """Gives back pages that no window shows to these rows' tokens from the column of `positions` on, or to the
+        token before it. The caller ensures that no earlier token is in flight. Published pages stay cached.
 
-        rows: no row twice; columns: [num_rows]. Returns the removed entries; None where there are none.
+        rows: no row twice; positions: [num_rows]. Returns the removed entries; None where there are none.
         """
+        if self.keeps_all:
+            return None
         first = self._first[:, rows]
-        live = np.maximum(self.groups.first_kept(columns), first)
+        live = np.maximum(self.groups.first_kept(positions // np.int32(self.page_size)), first)
         groups, which = np.nonzero(live > first)
         if not len(groups):
             return None
@@ -246,7 +215,7 @@ class KVManager:
         group, row = np.repeat(groups + self._num_full, counts), np.repeat(rows[which], counts)
         pages = self._table[group, row, column]
         is_shared = column < self._shared[row]
-        self._cache.let_go(pages[is_shared])
+        self._cache.unref(pages[is_shared])
         self._pool.give_back(pages[~is_shared])
         self._table[group, row, column] = 0
         self._first[:, rows] = live
@@ -257,7 +226,7 @@ class KVManager:
     def publish(self, lease: PageLease, token_ids: IdArray) -> Swap | None:
         """Adds the full pages of `token_ids` (the row's tokens from the first one on, all computed) to the prefix cache
         and pins them there. Where the cache had these tokens already, the row switches to the cache's pages."""
-        self._refuse_released(lease)
+        lease.refuse_released()
         count = len(token_ids) // self.page_size
         first = lease.num_shared
         if count <= first:
@@ -266,8 +235,8 @@ class KVManager:
         own = self._table[:, lease.row, first:count]
         tokens = token_ids[first * self.page_size : count * self.page_size]
         kept = self._cache.extend(lease.pin, tokens, own, lease.salt)
-        lease.pin = kept.pin
-        lease.num_shared = self._shared[lease.row] = first + kept.num_pages
+        lease.share(kept.pin, first + kept.num_pages)
+        self._shared[lease.row] = lease.num_shared
         if kept.pages is own:
             return None
         own = own[:, : kept.num_pages]
@@ -291,21 +260,21 @@ class KVManager:
 
         Raises RuntimeError for a lease that has ended already.
         """
-        self._refuse_released(lease)
+        lease.refuse_released()
         swap = self.publish(lease, token_ids)
         if swap is not None:
             self._pool.give_back(swap.old)
         row, pages = lease.row, self.pages_of(lease)
         own = pages[:, lease.num_shared :].flatten()
-        if self.has_windows:
+        if not self.keeps_all:
             own = own[own > 0]
-            self._let_go(pages[self._num_full :, : lease.num_shared])
+            self._unref(pages[self._num_full :, : lease.num_shared])
             pages[:] = 0
             self._first[:, row] = self._reserved[row] = 0
         self._pool.give_back(own)
         self._cache.unpin(lease.pin)
         self._held[row] = self._matched[row] = self.covered[row] = self._shared[row] = 0
-        lease.released = True
+        lease.end()
         self.version += 1
         return own
 
@@ -316,16 +285,13 @@ class KVManager:
     def pages_of(self, lease: PageLease) -> Int32Array:
         """All pages of a lease in order, int32 [num_groups, num_pages]; a view of the page table. 0: a group with a
         window has given the page back, or has not taken it yet."""
-        count = self._held[lease.row]
-        if self.has_windows:
-            count = max(count, self._reserved[lease.row])
-        return self._table[:, lease.row, :count]
+        return self._table[:, lease.row, : max(self._held[lease.row], self._reserved[lease.row])]
 
     def entries(self, groups: Int32Array, rows: Int32Array, columns: Int32Array) -> TableEntries:
         """The current values of these page-table entries; [num_entries] each."""
         return TableEntries(groups, rows, columns, self._table[groups, rows, columns])
 
-    def num_private(self, lease: PageLease) -> int:
+    def num_exclusive(self, lease: PageLease) -> int:
         """Pages that belong to this lease alone; at least these become available when it ends."""
         return int(np.count_nonzero(self.pages_of(lease)[:, lease.num_shared :]))
 
@@ -333,14 +299,14 @@ class KVManager:
         """Estimates the pages that become available when each of these rows ends: all but those that were cached at its
         admission; int64 [num_rows]."""
         held, matched = self._held[rows], self._matched[rows]
-        if not self.has_windows:
+        if self.keeps_all:
             return (self._num_full * (held - matched)).astype(np.int64)
         live = np.maximum(held - np.maximum(self._first[:, rows], matched), 0).sum(axis=0)
         return (self._num_full * (np.maximum(held, self._reserved[rows]) - matched) + live).astype(np.int64)
 
     def window_growth(self, rows: IndexArray, lengths: Int64Array) -> int:
         """Pages of groups with windows that these rows will take until they have these `lengths`."""
-        if not self.has_windows:
+        if self.keeps_all:
             return 0
         most = np.minimum(-(-lengths // self.page_size), self.groups.most_kept + 1)
         return int(np.maximum(most - (self._held[rows] - self._first[:, rows]), 0).sum())
@@ -379,17 +345,12 @@ class KVManager:
         assert len(everywhere) == self.num_pages, "free + cached + leased differs from all pages"
         assert len(np.unique(everywhere)) == self.num_pages, "a page has two owners"
 
-    def _let_go(self, pages: Int32Array) -> None:
-        if self.has_windows:
-            self._cache.let_go(pages[pages > 0])
+    def _unref(self, pages: Int32Array) -> None:
+        if not self.keeps_all:
+            self._cache.unref(pages[pages > 0])
 
     def _take(self, count: int) -> Int32Array:
         missing = count - self._pool.num_free
         if missing > 0:
             self._pool.give_back(self._cache.evict(missing))
         return self._pool.take(count)
-
-    @staticmethod
-    def _refuse_released(lease: PageLease) -> None:
-        if lease.released:
-            raise RuntimeError(f"the lease of row {lease.row} has ended already")

@@ -16,7 +16,7 @@ Pin = TypeVar("Pin")
 
 class PrefixMatch(msgspec.Struct, Generic[Pin], frozen=True):
     """Pages that hold the first `num_pages * page_size` tokens of a prompt. They are pinned until `unpin(pin)` and, in
-    groups with windows, `let_go(pages)`."""
+    groups with windows, `unref(pages)`."""
 
     pages: (
         Int32Array  # [num_groups, num_pages]; 0: the group does not have that page, and its next token does not see it
@@ -66,7 +66,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         """Ends a pin. Once for each pin."""
 
     @abc.abstractmethod
-    def let_go(self, pages: Int32Array) -> None:
+    def unref(self, pages: Int32Array) -> None:
         """Releases pages of groups with windows (int32 [num_pages]) that came from `match` or `extend`; a page is
         listed once for each user that releases it."""
 
@@ -78,7 +78,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
             pin: consumed; the returned pin replaces it.
             token_ids: [num_pages * page_size], the tokens after the pinned prefix.
             pages: int32 [num_groups, num_pages], the pages with these tokens' keys and values; 0 where a group with a
-            window has     given its page back.
+            window has given its page back.
             salt: of the prompt that the pages begin or continue; prompts of different salts share no page.
 
         Returns:
@@ -124,7 +124,7 @@ class NaiveCache(PrefixCache[None]):
     def unpin(self, pin: None) -> None:
         pass
 
-    def let_go(self, pages: Int32Array) -> None:
+    def unref(self, pages: Int32Array) -> None:
         pass
 
     def extend(self, pin: None, token_ids: IdArray, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -22,32 +24,18 @@ from minisgl_backend.arrays import NO_INT32, IdArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.content_ids import id_bytes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
+from minisgl_backend.cache.radix_node import RadixNode
 from minisgl_backend.cache.window_pages import WindowPages
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL
 
 
-class RadixNode:
-    """One edge of the tree with the node at its lower end. Only `RadixCache` uses it."""
+class PrefixPool(Protocol):
+    """What tokens need of a prefix, in a pool that can lose it."""
 
-    __slots__ = ("children", "hashes", "key", "pages", "parent", "pins", "serial", "token_ids", "used_at")
-
-    def __init__(
-        self, parent: RadixNode | None, key: bytes, token_ids: IdArray, pages: Int32Array, serial: int
-    ) -> None:
-        self.parent = parent  # None: the root, or a node removed from the tree
-        self.key = key  # its key in the parent's children
-        self.token_ids = token_ids  # [num_pages * page_size]
-        self.pages = pages  # [num_groups, num_pages]; 0: a hole
-        self.hashes: list[int] = []  # [num_pages], if changes are recorded
-        self.children: dict[bytes, RadixNode] = {}  # by the salt and the tokens of the child's first page
-        self.pins = 0  # pins on this node or below it
-        self.used_at = 0  # tick of the last match or unpin on a path through this node
-        self.serial = serial  # breaks ties, so that the eviction order is the same in every run
-
-    @property
-    def num_pages(self) -> int:
-        return self.pages.shape[1]  # in each group, holes included
+    def prefix_end(self, path: Sequence[RadixNode], most: int) -> int:
+        """Columns of the longest prefix of a path, at most `most`, behind which a token finds all that it needs of this
+        pool."""
 
 
 class RadixCache(PrefixCache[RadixNode]):
@@ -60,10 +48,10 @@ class RadixCache(PrefixCache[RadixNode]):
         """`num_pages`: page ids are 1 to num_pages; only groups with windows need it. `record_changes`: for
         `take_changes`, which must then be called regularly."""
         self._page_size = page_size
-        self._groups = groups = groups or CacheGroups((FULL,), page_size)
+        groups = groups or CacheGroups((FULL,), page_size)
         self._num_full = groups.num_full
-        self._windows = WindowPages(num_pages) if groups.num_windows else None
-        self._holders = np.empty(num_pages + 1, dtype=object)  # page id -> its node, for groups with windows
+        self._windows = WindowPages(groups, num_pages) if groups.num_windows else None
+        self._pools: list[PrefixPool] = [self._windows] if self._windows is not None else []
         self._none: Int32Array = np.zeros((groups.num_pages, 0), dtype=np.int32)
         self._records = record_changes
         self._changes: list[CacheChange] = []
@@ -72,7 +60,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._tick = 0
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap of (used_at, serial, node), lazily cleaned
         self._num_nodes = 0
-        self._num_columns = 0  # pages per group without a window: in the tree,
+        self._num_columns = 0  # in the tree,
         self._num_pinned = 0  # and on pinned paths
 
     @property
@@ -97,18 +85,15 @@ class RadixCache(PrefixCache[RadixNode]):
         for child in path:
             if position == end:
                 break
-            node = child if position + child.num_pages <= end else self._split(child, end - position)
-            node.used_at = self._tick
+            node = child if position + child.num_columns <= end else self._split(child, end - position)
+            node.use(self._tick)
             runs.append(node.pages)
-            position += node.num_pages
+            position += node.num_columns
         self._pin(node, self._root)
-        if self._windows is None or not runs:
-            pages = self._joined(runs)
-        else:
-            pages = np.concatenate(runs, axis=1)  # a copy
-            seen = pages[self._num_full :]
-            seen[np.arange(end) < self._groups.first_needed(np.full(1, end, np.int32))] = 0
-            self._windows.pin(seen[seen > 0])
+        pages = self._joined(runs)
+        if self._windows is not None and runs:
+            pages = pages.copy() if len(runs) == 1 else pages
+            self._windows.pin_seen(pages)
         return PrefixMatch(pages, node, salt)
 
     def unpin(self, pin: RadixNode) -> None:
@@ -116,20 +101,17 @@ class RadixCache(PrefixCache[RadixNode]):
         node: RadixNode | None = pin
         while node is not self._root:
             assert node is not None, "a pinned node stays in the tree"
-            assert node.pins > 0, "a pin ends once"
-            node.pins -= 1
-            node.used_at = self._tick
             parent = node.parent
-            if node.pins == 0:
-                self._num_pinned -= node.num_pages
+            if node.unpin(self._tick):
+                self._num_pinned -= node.num_columns
                 if not node.children:
                     self._note_leaf(node)
             node = parent
 
-    def let_go(self, pages: Int32Array) -> None:
+    def unref(self, pages: Int32Array) -> None:
         if self._windows is not None and len(pages):
             self._tick += 1
-            self._windows.let_go(pages, self._tick)
+            self._windows.unref(pages, self._tick)
 
     def extend(
         self, pin: RadixNode, token_ids: IdArray, pages: Int32Array, salt: bytes = b""
@@ -139,7 +121,7 @@ class RadixCache(PrefixCache[RadixNode]):
         count = pages.shape[1]
         if self._windows is None and count and (key := self._key(pin, token_ids, 0, salt)) not in pin.children:
             node = self._add_leaf(pin, key, token_ids, pages, salt)  # the common case: none of the new tokens is known
-            node.used_at = self._tick
+            node.use(self._tick)
             self._pin(node, pin)
             return PrefixMatch(pages, node, salt)
         while position < count:
@@ -147,15 +129,14 @@ class RadixCache(PrefixCache[RadixNode]):
             child = node.children.get(key)
             if child is None:
                 child = self._add_leaf(node, key, token_ids[position * self._page_size :], pages[:, position:], salt)
-                common = child.num_pages
+                common = child.num_columns
             else:
-                common = self._common_pages(child, token_ids, position)
-                if common < child.num_pages:
+                common = child.common_columns(token_ids[position * self._page_size :], self._page_size)
+                if common < child.num_columns:
                     child = self._split(child, common)
-            child.used_at = self._tick
-            runs.append(
-                child.pages if self._windows is None else self._use(child, pages[:, position : position + common])
-            )
+            child.use(self._tick)
+            own = pages[:, position : position + common]
+            runs.append(child.pages if self._windows is None else self._windows.share(child, own))
             position += common
             node = child
         self._pin(node, pin)
@@ -167,8 +148,11 @@ class RadixCache(PrefixCache[RadixNode]):
         while missing > 0:
             leaf = self._oldest_leaf()
             since = self._windows.oldest() if self._windows is not None else None
-            if since is not None and (leaf is None or since <= leaf.used_at):
-                pages = self._punch(missing)
+            if self._windows is not None and since is not None and (leaf is None or since <= leaf.used_at):
+                pages, nodes = self._windows.evict(missing)
+                for node in () if self._num_full else nodes:
+                    if not node.children and not node.pins:
+                        self._note_leaf(node)
             elif leaf is not None:
                 pages = self._shorten(leaf, missing)
             else:
@@ -199,8 +183,8 @@ class RadixCache(PrefixCache[RadixNode]):
         nodes = self._nodes()
         listed = {entry[2].serial for entry in self._leaves if entry[2].used_at == entry[0]}
         for node in nodes:
-            assert node.num_pages > 0, "an edge without pages"
-            assert len(node.token_ids) == node.num_pages * self._page_size, "an edge's tokens do not fill its pages"
+            assert node.num_columns > 0, "an edge without pages"
+            assert len(node.token_ids) == node.num_columns * self._page_size, "an edge's tokens do not fill its pages"
             assert (node.pages[: self._num_full] > 0).all(), "a hole where there is no window"
             assert node.pins == expected.get(node.serial, 0), "a node's pins differ from the pins that are out"
             assert node.parent is not None, "a node in the tree has no parent"
@@ -210,17 +194,13 @@ class RadixCache(PrefixCache[RadixNode]):
             if not node.children and not node.pins:
                 assert node.pages.any(), "a leaf of holes"
                 assert not self._num_full or node.serial in listed, "an evictable leaf is not in the heap"
-            for page in node.pages[self._num_full :].flat:
-                assert not page or self._holders[page] is node, "a page and its node disagree"
         pages = self.pages()
         assert len(np.unique(pages)) == len(pages) == self.num_pages, "a page is in the tree twice or miscounted"
-        assert sum(node.num_pages for node in nodes) == self._num_columns, "pages are miscounted"
-        assert sum(node.num_pages for node in nodes if node.pins) == self._num_pinned, "pinned pages are miscounted"
+        assert sum(node.num_columns for node in nodes) == self._num_columns, "pages are miscounted"
+        assert sum(node.num_columns for node in nodes if node.pins) == self._num_pinned, "pinned pages are miscounted"
         assert len(nodes) == self._num_nodes, "nodes are miscounted"
         if self._windows is not None:
-            runs = [node.pages[self._num_full :].reshape(-1) for node in nodes]
-            held = np.concatenate(runs) if runs else NO_INT32
-            self._windows.check(held[held > 0], in_use)
+            self._windows.check(nodes, in_use)
 
     def _path(self, token_ids: IdArray, salt: bytes) -> tuple[list[RadixNode], int]:
         """The nodes that hold a prefix of `token_ids`, and how many of their pages are usable."""
@@ -230,42 +210,20 @@ class RadixCache(PrefixCache[RadixNode]):
             child = node.children.get(self._key(node, token_ids, position, salt))
             if child is None:
                 break
-            common = self._common_pages(child, token_ids, position)
+            common = child.common_columns(token_ids[position * self._page_size :], self._page_size)
             path.append(child)
             position += common
-            if common < child.num_pages:
+            if common < child.num_columns:
                 break
             node = child
-        if self._windows is not None and path:
-            return path, self._usable(np.concatenate([node.pages for node in path], axis=1)[:, :position])
-        return path, position
+        return path, self._prefix_end(path, position)
 
-    def _usable(self, pages: Int32Array) -> int:
-        """Length of the longest prefix of a path's pages after which a token finds all pages that it sees."""
-        seen, columns = pages[self._num_full :], np.arange(pages.shape[1], dtype=np.int32)
-        last_hole = np.maximum.accumulate(np.where(seen == 0, columns, -1), axis=1)
-        # -1: no hole. A prefix shorter than a window is seen whole.
-        ends = np.flatnonzero((last_hole < np.maximum(self._groups.first_needed(columns + 1), 0)).all(axis=0))
-        return int(ends[-1]) + 1 if len(ends) else 0
-
-    def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:
-        """What `extend` returns for one node, where groups have windows; `own` are the caller's pages with its
-        tokens."""
-        assert self._windows is not None, "there are such groups"
-        theirs, own = node.pages[self._num_full :], own[self._num_full :]
-        fills = (theirs == 0) & (own > 0)
-        if fills.any():
-            theirs[fills] = own[fills]
-            self._hold(node, own[fills])
-        kept = np.where(own > 0, theirs, 0)
-        self._windows.pin(kept[kept > 0])
-        return np.concatenate([node.pages[: self._num_full], kept])
-
-    def _hold(self, node: RadixNode, pages: Int32Array) -> None:
-        """Records the node of pages of groups with windows that are new in the cache."""
-        assert self._windows is not None, "pages of groups with windows"
-        self._holders[pages] = node
-        self._windows.add(pages)
+    def _prefix_end(self, path: list[RadixNode], end: int) -> int:
+        """Where a path's longest prefix ends that no pool lacks anything of. A pool that has its all behind one prefix
+        may lack something behind a shorter one: the shortest answer is asked again of all."""
+        while end and (shortest := min((pool.prefix_end(path, end) for pool in self._pools), default=end)) < end:
+            end = shortest
+        return end
 
     def _joined(self, runs: list[Int32Array]) -> Int32Array:
         """The pages of a path, [num_groups, num_pages]; those of one node are not copied."""
@@ -277,47 +235,29 @@ class RadixCache(PrefixCache[RadixNode]):
         """The next leaf to evict, the first of the heap."""
         while self._leaves:
             used_at, _, node = self._leaves[0]
-            if node.parent is not None and not node.pins and not node.children and node.used_at == used_at:
+            if node.is_idle_leaf and node.used_at == used_at:
                 return node
             heapq.heappop(self._leaves)
         return None
 
     def _shorten(self, leaf: RadixNode, missing: int) -> Int32Array:
         """Evicts the end of a leaf, the first of the heap: the rest of its pages stay useful as a prefix."""
-        size = leaf.num_pages
+        size = leaf.num_columns
         kept = max(size - -(-missing // self._num_full), 0)
         evicted = leaf.pages[:, kept:].reshape(-1)
         if self._windows is not None:
-            ends = leaf.pages[self._num_full :, kept:]
+            ends = self._windows.of(leaf.pages[:, kept:])
             self._windows.forget(ends[ends > 0])
             evicted = evicted[evicted > 0]
         self._num_columns -= size - kept
         if self._records:
             self._changes.append(PagesRemoved(leaf.hashes[kept:]))
-            del leaf.hashes[kept:]
         if kept:
-            leaf.pages = leaf.pages[:, :kept]
-            leaf.token_ids = leaf.token_ids[: kept * self._page_size]
+            leaf.cut(kept, self._page_size)
         else:
             heapq.heappop(self._leaves)
-            parent = leaf.parent
-            self._remove_leaf(leaf)
-            if parent is not None and parent is not self._root and not parent.children and not parent.pins:
+            if (parent := self._remove_leaf(leaf)).is_idle_leaf:
                 self._note_leaf(parent)
-        return evicted
-
-    def _punch(self, missing: int) -> Int32Array:
-        """Evicts pages of groups with windows, anywhere in the tree."""
-        assert self._windows is not None, "there are such groups"
-        evicted = rest = self._windows.take_oldest(missing)
-        while len(rest):
-            node: RadixNode = self._holders[rest[0]]
-            windows = node.pages[self._num_full :]
-            hit = np.isin(windows, rest)
-            rest = rest[~np.isin(rest, windows[hit])]
-            windows[hit] = 0
-            if not self._num_full and not node.children and not node.pins:
-                self._note_leaf(node)
         return evicted
 
     def _note_leaf(self, node: RadixNode) -> None:
@@ -327,13 +267,10 @@ class RadixCache(PrefixCache[RadixNode]):
             self._push_leaf(node)
             return
         while node is not self._root and not (node.children or node.pins or node.pages.any()):
-            parent = node.parent
-            assert parent is not None, "the way up ends at the root"
-            self._num_columns -= node.num_pages
+            self._num_columns -= node.num_columns
             if self._records:
                 self._changes.append(PagesRemoved(node.hashes))
-            self._remove_leaf(node)
-            node = parent
+            node = self._remove_leaf(node)
 
     def _key(self, parent: RadixNode, token_ids: IdArray, page: int, salt: bytes) -> bytes:
         """The key, in `parent`'s children, of a child that begins with this page."""
@@ -341,64 +278,37 @@ class RadixCache(PrefixCache[RadixNode]):
         key = ids.tobytes() if ids.dtype == np.int32 else id_bytes(ids)
         return salt + key if salt and parent is self._root else key
 
-    def _common_pages(self, node: RadixNode, token_ids: IdArray, page: int) -> int:
-        """Number of whole pages that the edge shares with `token_ids` from `page` on; the first page is known to be
-        equal."""
-        if node.num_pages == 1:
-            return 1
-        start = page * self._page_size
-        size = min(len(node.token_ids), (len(token_ids) - start) // self._page_size * self._page_size)
-        differs = node.token_ids[:size] != token_ids[start : start + size]
-        first = int(differs.argmax())
-        return (first if differs[first] else size) // self._page_size
-
     def _split(self, node: RadixNode, count: int) -> RadixNode:
-        """Moves the first `count` pages of an edge to a new node above it, which is returned.
-
-        The node itself keeps the lower part, since pins point to it and must still protect the whole path.
-        """
-        assert node.parent is not None, "the root has no edge to split"
-        border = count * self._page_size
-        upper = RadixNode(node.parent, node.key, node.token_ids[:border], node.pages[:, :count], next(self._serials))
-        upper.pins, upper.used_at = node.pins, node.used_at
-        upper.hashes, node.hashes = node.hashes[:count], node.hashes[count:]
-        node.parent.children[upper.key] = upper
-        node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[:, count:]
+        """See `RadixNode.split`."""
+        upper = node.split(count, self._page_size, self._key(node, node.token_ids, count, b""), next(self._serials))
         if self._windows is not None:
-            moved = upper.pages[self._num_full :]
-            self._holders[moved[moved > 0]] = upper
-        node.key = self._key(upper, node.token_ids, 0, b"")
-        upper.children[node.key] = node
+            self._windows.move(upper)
         self._num_nodes += 1
         return upper
 
     def _add_leaf(self, parent: RadixNode, key: bytes, token_ids: IdArray, pages: Int32Array, salt: bytes) -> RadixNode:
-        leaf = RadixNode(parent, key, token_ids.copy(), pages.copy(), next(self._serials))
-        parent.children[key] = leaf
+        token_ids, hashes = token_ids.copy(), None
         if self._records:
             before, own = (parent.hashes[-1], b"") if parent is not self._root else (None, salt)
-            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size, own)
-            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids, own))
+            hashes = page_hashes(before, token_ids, self._page_size, own)
+            self._changes.append(PagesStored(list(hashes), before, token_ids, own))
+        leaf = RadixNode(parent, key, token_ids, pages.copy(), next(self._serials), hashes)
+        parent.add(leaf)
         self._num_nodes += 1
         self._num_columns += pages.shape[1]
         if self._windows is not None:
-            held = leaf.pages[self._num_full :]
-            self._hold(leaf, held[held > 0])
+            self._windows.add(leaf)
         return leaf
 
-    def _remove_leaf(self, node: RadixNode) -> None:
-        parent = node.parent
-        assert parent is not None, "the root is never evicted"
-        del parent.children[node.key]
-        node.parent = None
+    def _remove_leaf(self, node: RadixNode) -> RadixNode:
         self._num_nodes -= 1
+        return node.remove()
 
     def _pin(self, node: RadixNode, end: RadixNode) -> None:
         """Adds a pin to every node from `node` up to its ancestor `end`, which is excluded."""
         while node is not end:
-            if node.pins == 0:
-                self._num_pinned += node.num_pages
-            node.pins += 1
+            if node.pin():
+                self._num_pinned += node.num_columns
             assert node.parent is not None, "the way up ends at the pinned ancestor"
             node = node.parent
 

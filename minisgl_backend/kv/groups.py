@@ -89,8 +89,8 @@ class CacheGroups:
         self.num_full = sum(kind.keeps_all for kind in self.kinds)
         self.num_windows = self.num_pages - self.num_full
         windows = self.kinds[self.num_full :]
-        kept = [kind.most_kept(page_size) for kind in windows]
-        self.most_kept = np.array(kept, dtype=np.int32).reshape(-1, 1)  # [num_windows, 1]
+        self._kept = [kept for kind in windows if (kept := kind.most_kept(page_size)) is not None]
+        self.most_kept = np.array(self._kept, dtype=np.int32).reshape(-1, 1)  # [num_windows, 1]
         self._runs = [(kind, windows.index(kind), windows.count(kind)) for kind in dict.fromkeys(windows)]
 
     def first_kept(self, borders: Int32Array) -> Int32Array:
@@ -115,7 +115,12 @@ class CacheGroups:
 
     def pages_of_row(self, num_tokens: int) -> int:
         """Pages that a decoding row of `num_tokens` holds, at most."""
-        return sum(kind.pages_of_row(num_tokens, self.page_size) for kind in self.kinds)
+        columns = self.pages_for(num_tokens)
+        return self.num_full * columns + self.window_pages(columns)
+
+    def window_pages(self, num_columns: int) -> int:
+        """Those of a decoding row with so many columns that are not of kinds that keep everything."""
+        return sum(min(kept + 1, num_columns) for kept in self._kept)
 
     def max_length(self, num_pages: int, max_seq_len: int) -> int:
         """Tokens of the longest row that a pool of `num_pages` holds alone, at most `max_seq_len`."""

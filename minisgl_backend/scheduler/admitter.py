@@ -112,8 +112,8 @@ class Admitter:
         match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
         end = chunk_end(sequence, cached, budget, builder)
-        if kv.has_windows and not running.num_active:  # nothing else runs: start if it fits at all
-            end = min(end, kv.first_reach(match, len(tokens)))
+        if not running.num_active:  # nothing else runs: start if it fits at all
+            end = min(end, kv.max_tokens_at_start(match, len(tokens)))
             new_pages = kv.pages_to_take(match, len(tokens), end)
         else:
             new_pages = kv.pages_to_start(match, len(tokens), end)
@@ -124,7 +124,7 @@ class Admitter:
                 self._refused_at = (kv.version, self._queue.version)
             return None
         self._queue.remove(sequence)
-        if not sequence.resumed and sequence.tells_prompt:  # pages shared with siblings are not counted as cache hits
+        if not sequence.resumed and sequence.reports_prompt:  # pages shared with siblings are not counted as cache hits
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
         running.start(sequence, match, end, self.num_admissions, builder)

@@ -73,8 +73,7 @@ class Planner:
         if builder.empty:
             self._plan_shares(builder, step, self._shares_of_all(builder))
         if builder.empty:
-            if self._running.kv.has_windows:  # rows may have given pages back even so
-                self._running.send_entries_again(builder.entries)
+            self._running.send_entries_again(builder.entries)  # rows may have given pages back even so
             return None
         self._running.send_page_changes(builder)
         plan = builder.build(step)
@@ -136,14 +135,13 @@ class Planner:
         if False in keep:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = (lengths > running.kv.covered.take(index)).nonzero()[0]
-        if running.kv.has_windows and len(short):
+        if len(short) and not running.kv.keeps_all:
             # Where a row's next token begins a page, its windows have left other pages behind, for the token before,
             # too. Rows whose last prompt chunk is in flight are left out: their pages are published first.
             ready = short[state.sampled.take(index[short])]
-            gone = running.kv.trim(index[ready], (lengths[ready] - 1) // np.int32(self._limits.page_size))
-            if gone is not None:
+            if (gone := running.kv.free_out_of_window(index[ready], lengths[ready] - 1)) is not None:
                 builder.write_entries(gone)
-        if len(short) and len(short) * running.kv.groups.num_pages > running.kv.num_available:
+        if len(short) and len(short) > running.kv.num_extendable:
             if self._drafting is not None and running.committed == step - 1:
                 running.give_back(index)  # pages kept for drafts
             keep = self.preemption.for_pages(index, short)
@@ -177,7 +175,7 @@ class Planner:
         for position, tokens in drafts:
             longest[position] += len(tokens)
         while len(short := np.flatnonzero(longest > running.kv.covered.take(index))):
-            if len(short) * running.kv.groups.num_pages > running.kv.num_available:
+            if len(short) > running.kv.num_extendable:
                 longest[short] = running.kv.covered.take(index[short])  # drafts never preempt
                 break
             columns, pages = running.kv.extend(index[short])
@@ -202,7 +200,7 @@ class Planner:
             end = chunk_end(sequence, start, budget, builder)
             if end == start:
                 return
-            if running.kv.has_windows and (end := self.preemption.for_window_pages(sequence, start, end)) == start:
+            if (end := self.preemption.for_window_pages(sequence, start, end)) == start:
                 continue
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start

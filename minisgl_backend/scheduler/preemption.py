@@ -34,18 +34,18 @@ class Preemption:
 
         Returns which of `index` can be planned now, bool [num_rows]; the others are preempted or wait for one step.
         """
-        running, num_groups = self._running, self._running.kv.groups.num_pages
+        running, kv = self._running, self._running.kv
         needing = index[short]
         while True:
             needing = needing[running.rows.active[needing]]
-            if len(needing) * num_groups <= running.kv.num_available + running.num_releasing_pages():
+            if len(needing) * kv.groups.num_pages <= kv.num_available + running.num_releasing_pages():
                 break
             active = running.active()
             if len(active) <= 1:
                 break  # only pages that steps in flight still hold are missing
             self._take_for_running(max(active, key=preempted_first))
         served = sorted((running.rows.sequences[row] for row in needing), key=preempted_first)  # type: ignore[type-var]
-        waiting = [one.row for one in served[running.kv.num_available // num_groups :] if one is not None]
+        waiting = [one.row for one in served[kv.num_extendable :] if one is not None]
         keep = running.rows.active[index]
         keep[np.isin(index, waiting)] = False
         return keep
@@ -57,7 +57,7 @@ class Preemption:
         """
         running, kv, needed = self._running, self._running.kv, self._running.kv.groups.num_windows
         while True:
-            if (reached := min(end, kv.reach(sequence.row))) > start:
+            if (reached := min(end, kv.max_tokens_now(sequence.row))) > start:
                 return reached
             victim = max(running.active(), key=preempted_first)
             if victim is sequence or kv.num_available + running.num_releasing_pages() >= needed:
@@ -108,4 +108,4 @@ class Preemption:
 
 def _private_pages(running: RunningSet, sequences: Iterable[Sequence]) -> int:
     """The pages that come back when these sequences are released."""
-    return sum(running.kv.num_private(one.lease) for one in sequences if one.lease is not None)
+    return sum(running.kv.num_exclusive(one.lease) for one in sequences if one.lease is not None)

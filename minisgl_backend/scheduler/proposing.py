@@ -53,7 +53,7 @@ class ProposerSteps:
         longest = running.max_length if limits.longest_drafted is None else limits.longest_drafted
         self._longest = min(longest, running.max_length)
         self._seen: dict[int, _Seen] = {}  # by row
-        self._pages = _SeenPages(limits) if proposals.catches_up and not running.kv.has_windows else None
+        self._pages = _SeenPages(limits) if proposals.catches_up and running.kv.keeps_all else None
         self._turns = self._plain_turns = self._next_shadow = 0
         self._was_last = False  # the last step was the proposer's, so the next one is the model's
 
@@ -119,7 +119,7 @@ class ProposerSteps:
     def _take_pages(self, index: IndexArray, depth: int, builder: StepPlanBuilder) -> IndexArray:
         """Those of the rows that have or get pages for the tokens to be computed. Nothing is preempted for it."""
         kv, totals = self._running.kv, self._running.rows.total.take(index)
-        if kv.has_windows and (gone := kv.trim(index, (totals - 1) // np.int32(kv.page_size))) is not None:
+        if (gone := kv.free_out_of_window(index, totals - 1)) is not None:
             builder.write_entries(gone)  # otherwise written when a row needs a page, but these rows have pages ahead
         longest = totals + np.int32(depth - 1)
         missing = -(-np.maximum(longest - kv.covered.take(index), 0) // kv.page_size)

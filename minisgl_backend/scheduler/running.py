@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, IndexArray, Int32Array, Int64Array
-from minisgl_backend.cache.kv_manager import KVManager, TableEntries
+from minisgl_backend.cache.kv_manager import KVManager
+from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.cache.prefix_cache import PrefixMatch
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -103,7 +104,7 @@ class RunningSet:
         """Plans the prompt tokens up to `end`; after the chunk that ends the prompt the row decodes, if it samples."""
         row, tokens = sequence.row, sequence.token_ids
         start, is_last = int(self.rows.planned[row]), end == len(tokens)
-        if self.kv.has_windows and (entries := self.kv.grow(row, end)) is not None:
+        if (entries := self.kv.grow(row, end)) is not None:
             builder.write_entries(entries)
         builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end)))
         self.rows.plan_chunk(row, end, step)
@@ -137,7 +138,7 @@ class RunningSet:
 
     def num_releasing_pages(self) -> int:
         """Lower bound of the pages that come back once the steps in flight are committed."""
-        return sum(self.kv.num_private(one.lease) for one in self.releasing if one.lease is not None)
+        return sum(self.kv.num_exclusive(one.lease) for one in self.releasing if one.lease is not None)
 
     def publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
         """Publishes the full pages of the first `num_tokens` tokens, all committed, to the prefix cache."""
@@ -148,20 +149,16 @@ class RunningSet:
             self._changed.append((sequence, swap.entries))
             # A plan made before this commit still reads the old pages; later plans read the new ones.
             self._retiring.append((last_planned, swap.old))
-        if self.kv.has_windows:
-            column = np.array([num_tokens // self.kv.page_size], dtype=np.int32)
-            gone = self.kv.trim(np.array([sequence.row]), column)
-            if gone is not None:
-                self._changed.append((sequence, gone))
+        gone = self.kv.free_out_of_window(np.array([sequence.row]), np.array([num_tokens], dtype=np.int32))
+        if gone is not None:
+            self._changed.append((sequence, gone))
 
     def give_back(self, rows: IndexArray) -> None:
         """Frees pages that these rows do not need for their next token; no step in flight includes the rows."""
         totals = self.rows.total.take(rows)
         self.kv.shrink(rows, totals)
-        if self.kv.has_windows:
-            gone = self.kv.trim(rows, (totals - 1) // np.int32(self.kv.page_size))
-            if gone is not None:
-                self.send_entries_again(gone)
+        if (gone := self.kv.free_out_of_window(rows, totals - 1)) is not None:
+            self.send_entries_again(gone)
 
     def commit(self, step: int) -> None:
         """A step has been committed: frees the pages that were kept for it alone."""

@@ -114,9 +114,9 @@ class Scheduler:
         self._new_requests.add(request.uid)
         # Siblings wait for the prompt's pages, if there is a whole page to share and a cache that keeps it.
         if params.n > 1 and self._running.kv.keeps_prefixes and len(token_ids) > self._limits.page_size:
-            self._queue.push(Group(sequences).lead())
+            self._queue.push(Group(sequences).next_leader())
         else:
-            sequences[0].tell_prompt()
+            sequences[0].report_prompt()
             for sequence in sequences:
                 self._queue.push(sequence)
 
@@ -264,7 +264,7 @@ class Scheduler:
             sequence.add_pooled(result.pooled[chunk.row])
         is_last = chunk.samples if sequence.pooling is None else chunk.end == sequence.prompt_len
         # With windows each chunk is published, since its first pages are given back before the prompt ends.
-        if sequence.state is SequenceState.RUNNING and (is_last or self._running.kv.has_windows):
+        if sequence.state is SequenceState.RUNNING and (is_last or not self._running.kv.keeps_all):
             self._running.publish(sequence, chunk.end, self._next_step - 1)
         if not is_last:
             return
@@ -304,7 +304,7 @@ class Scheduler:
     ) -> SequenceDetail | None:
         """The detail of a prompt's first token. A resumed sequence has sent most of it before."""
         logprobs = result.logprobs.get(index)
-        if chunk.end > sequence.prompt_len or not sequence.tells_prompt:
+        if chunk.end > sequence.prompt_len or not sequence.reports_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
         return SequenceDetail(
             cached_tokens=sequence.cached_tokens,

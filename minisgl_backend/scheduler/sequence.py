@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from minisgl_backend.arrays import Float32Array, IdArray, Int32Array
 from minisgl_backend.cache.content_ids import content_ids
-from minisgl_backend.cache.kv_manager import PageLease
+from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.request import SEED_RANGE, Content, PoolingParams, SamplingParams
 from minisgl_backend.scheduler import pooling as pooled_vectors
 from minisgl_backend.step import Logprobs, Wants
@@ -53,9 +53,9 @@ class Sequence:
         "pooling",
         "prompt_len",
         "prompt_logprobs",
+        "reports_prompt",
         "row",
         "state",
-        "tells_prompt",
         "tenant",
         "token_ids",
         "uid",
@@ -92,7 +92,7 @@ class Sequence:
         self.group: Group | None = None
         self.tenant = tenant  # the tenant's number, where shares are fair
         self.failed = False  # one of its steps has failed: its pages may hold NaN
-        self.tells_prompt = False  # it reports the prompt's details for all sequences of its request
+        self.reports_prompt = False  # it reports the prompt's details for all sequences of its request
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
         self.prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
         self.pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
@@ -125,9 +125,9 @@ class Sequence:
         wants = Wants.TOKEN if is_last else Wants.NOTHING
         return wants if self.prompt_logprobs is None else wants | Wants.PROMPT_LOGPROBS
 
-    def tell_prompt(self) -> None:
+    def report_prompt(self) -> None:
         """Makes this the sequence of its request that computes and reports the prompt's details."""
-        self.tells_prompt = True
+        self.reports_prompt = True
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
@@ -203,10 +203,10 @@ class Group:
         for sequence in sequences:
             sequence.group = self
 
-    def lead(self) -> Sequence:
+    def next_leader(self) -> Sequence:
         """Makes the next of the held-back sequences the leader."""
         self.leader = self.held_back.pop(0)
-        self.leader.tell_prompt()
+        self.leader.report_prompt()
         return self.leader
 
     def open(self) -> list[Sequence]:
@@ -221,7 +221,7 @@ class Group:
         elif self.leader is sequence:
             self.leader = None
             if self.held_back:
-                return self.lead()
+                return self.next_leader()
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
-from minisgl_backend.cache.kv_manager import TableEntries
+from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 

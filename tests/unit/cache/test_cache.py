@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv_manager import KVManager, PageLease
+from minisgl_backend.cache.kv_manager import KVManager
+from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.kv.groups import CacheGroups

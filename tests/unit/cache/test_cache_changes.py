@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
-from minisgl_backend.cache.kv_manager import KVManager, PageLease
+from minisgl_backend.cache.kv_manager import KVManager
+from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
@@ -80,7 +81,7 @@ def test_a_reader_knows_all_prefixes_that_can_be_used_where_there_are_windows(ki
             lease, tokens = running.pop(draw.randrange(len(running)))
             if (swap := manager.publish(lease, tokens)) is not None:
                 manager.free(swap.old)
-            manager.trim(np.array([lease.row]), np.array([len(tokens) // page_size], dtype=np.int32))
+            manager.free_out_of_window(np.array([lease.row]), np.array([len(tokens)], dtype=np.int32))
             manager.release(lease, tokens)
         else:
             tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 20))], dtype=np.int32)

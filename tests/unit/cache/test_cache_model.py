@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from minisgl_backend.arrays import IdArray
 from minisgl_backend.cache.content_ids import FIRST
-from minisgl_backend.cache.kv_manager import KVManager, PageLease
+from minisgl_backend.cache.kv_manager import KVManager
+from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from tests.fakes import first_seen
@@ -63,7 +64,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if lease not in self.tokens or not self.groups.num_windows:
             return
         start, total = self.computed[lease], len(self.tokens[lease])
-        end = min(start + chunk, total, self.manager.reach(lease.row))
+        end = min(start + chunk, total, self.manager.max_tokens_now(lease.row))
         if start < end:
             self.manager.grow(lease.row, end)
             self.computed[lease] = end
@@ -80,7 +81,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 return
             rows = np.array([lease.row])
             if self.groups.num_windows:
-                self.manager.trim(rows, np.array([column], dtype=np.int32))
+                self.manager.free_out_of_window(rows, np.array([len(tokens)], dtype=np.int32))
                 held = np.count_nonzero(self.manager.pages_of(lease)[self.groups.num_full :], axis=1)
                 assert (held <= self.groups.most_kept[:, 0]).all()
             if self.manager.num_available < len(self.kinds):
@@ -99,7 +100,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if swap is not None:
             self.swapped.append(swap.old)
         if self.groups.num_windows and not drop:
-            self.manager.trim(np.array([lease.row]), np.array([end // self.page_size], dtype=np.int32))
+            self.manager.free_out_of_window(np.array([lease.row]), np.array([end], dtype=np.int32))
 
     @rule()
     def give_back_swapped(self) -> None:
