@@ -1,20 +1,22 @@
 """Sliding windows, chunks and latents (MLA) through the whole engine against transformers: the same tokens, whatever
 the options.
 
-Prompts of about 150 tokens over windows and chunks of 24 and less, in the cells of the gauge's matrix that a short run
-samples, Mistral in a few more (four ranks, chunks that end within a page, few pages that are large), the others in
-fewer; with `--full` Mistral and a model with latents in every cell, with `--full-matrix` all of them.
+Prompts of about 150 tokens over windows and chunks of 24 and less. A short run has rows in which every two of the
+options come together once, and two ranks; with `--full` Mistral and a model with latents are in every cell of the
+gauge's matrix, with `--full-matrix` all of them.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
@@ -22,25 +24,39 @@ from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.models.config import ModelConfig
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
+from tests.parity.captured import check_greedy
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
 
 MISTRAL = "mistral-window"
 MIXTURE = "gemma3"
 CHUNKS = "llama4"
-NAMES = (MISTRAL, MIXTURE, "gpt_oss", CHUNKS)
+SINKS = "gpt_oss"
+NAMES = (MISTRAL, MIXTURE, SINKS, CHUNKS)
 SMALL, LARGE = UNEQUAL = "gemma4-small-full", "gemma4-large-full"  # groups whose layers differ in the bytes of a token
 LATENT = "deepseek_v3-one-group"  # with --full
-MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
-FEWER_CELLS = {
-    MIXTURE: ("chunk-64", "starved-chunk-16-sequential", "tp-2-graphs"),
-    "gpt_oss": ("chunk-16", "starved-lpm"),
-    CHUNKS: ("tp-2-graphs",),
-    SMALL: ("chunk-100", "starved-chunk-16-sequential"),
-    LARGE: ("starved-lpm", "tp-2-graphs"),
-}
+# Checkpoint, page size, longest chunk, cache, overlap, policy, mixed steps, eager graphs, a small pool. Any two values
+# of two columns are in a row (a test below says so).
+PAIRWISE = (
+    (MISTRAL, 64, 100, "radix", False, "lpm", True, False, True),
+    (MISTRAL, 16, None, "naive", False, "fcfs", False, True, False),
+    (MISTRAL, 1, 16, "naive", False, "lpm", True, False, False),
+    (MISTRAL, 16, 100, "naive", True, "fcfs", False, False, False),
+    (MIXTURE, 16, None, "naive", False, "fcfs", False, False, True),
+    (MIXTURE, 64, 16, "naive", True, "lpm", True, True, False),
+    (MIXTURE, 1, 100, "radix", False, "lpm", False, True, False),
+    (SINKS, 1, 16, "naive", True, "fcfs", False, False, True),
+    (SINKS, 64, None, "naive", False, "fcfs", True, False, False),
+    (SINKS, 16, 100, "radix", False, "lpm", True, True, False),
+    (CHUNKS, 1, None, "radix", True, "lpm", True, True, True),
+    (CHUNKS, 16, 16, "radix", True, "fcfs", False, True, False),
+    (CHUNKS, 64, 100, "naive", False, "lpm", False, False, False),
+)
+# And cells of the gauge's.
+MORE = ((SMALL, "chunk-100"), (SMALL, "starved-chunk-16-sequential"), (LARGE, "starved-lpm"), (LARGE, "tp-2-graphs"))
 MAX_SEQ_LEN = 320
-NUM_TOKENS = 24
+NUM_TOKENS = 24  # as many as a window
+FEW_TOKENS = 8
 STARVED_TOKENS = 112  # more than a page, whatever its size: else nobody's pages need be taken
 STARVED_POOL = 768  # tokens: more sequences begin together than can end together
 BUSY = 6  # prompts at once
@@ -59,13 +75,18 @@ class Case:
         self.prompts = [shared + [generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
         self.prompts += [self.prompts[0][20:170], self.prompts[1][:5]]
         assert len(self.prompts) == BUSY
-        model = reference_model(folder)
-        options = {"max_new_tokens": STARVED_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        self.expected = []
-        for prompt in self.prompts:
-            ids = model.generate(torch.tensor([prompt]), **options)
-            self.expected.append(ids[0, len(prompt) :].tolist())
+        self.expected = self._expected()
         self.unsaid = min(set(range(3, VOCAB_SIZE)).difference(*self.expected))
+
+    def _expected(self) -> list[list[int]]:
+        """Tokens of a plain engine, each of which is the likeliest by transformers' model."""
+        options = {"dtype": "float32", "num_pages": 256, "max_seq_len_override": MAX_SEQ_LEN, "cache_type": "naive"}
+        with LLM(str(self.folder), **options) as llm:
+            outputs = llm.generate(self.prompts, temperature=0.0, max_tokens=STARVED_TOKENS, ignore_eos=True)
+        model = reference_model(self.folder)
+        for prompt, output in zip(self.prompts, outputs, strict=True):
+            check_greedy(model, prompt, output.token_ids)
+        return [output.token_ids for output in outputs]
 
     def answers(self, num_tokens: int) -> list[list[int]]:
         return [tokens[:num_tokens] for tokens in self.expected]
@@ -78,36 +99,43 @@ class Case:
         return [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return cache(lambda name: Case(name, tmp_path_factory.mktemp("checkpoint")))
 
 
-def is_short(name: str, cell: Cell) -> bool:
-    if name == MISTRAL:  # over four ranks, and so not over two
-        return cell.name in MORE_CELLS or (cell.sampled and "tp" not in cell.options)
-    return cell.name in FEWER_CELLS.get(name, ())
+@pytest.fixture
+def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
+    return cases(request.param)
+
+
+def pairwise_cells() -> Iterator[tuple[str, Cell]]:
+    for name, page_size, chunk, cache_type, overlap, policy, mixed, graphs, starved in PAIRWISE:
+        options: dict[str, Any] = {"page_size": page_size, "cache_type": cache_type, "schedule_policy": policy}
+        options |= {"max_prefill_length": chunk, "mixed_prefill_length": chunk if mixed else 0}
+        yield name, Cell(f"pairs-{page_size}-{chunk}-{starved}", options, overlap, graphs, starved)
+    yield from ((name, cell) for name, named in MORE for cell in CELLS if cell.name == named)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--full-matrix")
-        pairs = [
-            (name, cell)
-            for name in (*NAMES, *UNEQUAL)
-            for cell in CELLS
-            if whole or name == MISTRAL or is_short(name, cell)
-        ]
-        pairs += [(LATENT, cell) for cell in CELLS]
-        rows = [
-            pytest.param(
-                name, cell, id=f"{name}-{cell.name}", marks=[] if is_short(name, cell) or whole else [pytest.mark.full]
-            )
-            for name, cell in pairs
-        ]
-        metafunc.parametrize(("case", "cell"), rows, indirect=["case"], scope="module")
+        short = list(pairwise_cells())
+        named = (*NAMES, *UNEQUAL) if whole else (MISTRAL,)
+        rest = [(name, cell) for name in (*named, LATENT) for cell in CELLS if (name, cell) not in short]
+        rows = [pytest.param(name, cell, id=f"{name}-{cell.name}") for name, cell in short]
+        marks = [] if whole else [pytest.mark.full]
+        rows += [pytest.param(name, cell, id=f"{name}-{cell.name}", marks=marks) for name, cell in rest]
+        metafunc.parametrize(("case", "cell"), rows, indirect=["case"])
     elif "case" in metafunc.fixturenames and "overlap" not in metafunc.fixturenames:
-        metafunc.parametrize("case", NAMES, indirect=True, scope="module")
+        metafunc.parametrize("case", NAMES, indirect=True)
+
+
+def test_any_two_values_are_in_a_row() -> None:
+    values = [list(dict.fromkeys(column)) for column in zip(*PAIRWISE, strict=True)]
+    assert [len(those) for those in values] == [len(NAMES), 3, 3, 2, 2, 2, 2, 2, 2]
+    for one, other in combinations(range(len(values)), 2):
+        assert {(row[one], row[other]) for row in PAIRWISE} == set(product(values[one], values[other]))
 
 
 def test_the_windows_are_there(case: Case) -> None:
@@ -139,7 +167,7 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
             assert llm.stats.total_preempted > 0 or not grows, "this cell must take pages from running sequences"
         else:
             assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS)
-            assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS), "with every prompt in the prefix cache"
+            assert case.generate(llm, FEW_TOKENS) == case.answers(FEW_TOKENS), "with every prompt in the prefix cache"
         assert llm.stats.pages_leased == 0
 
 
@@ -150,7 +178,6 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
         *((SMALL, 8, True), (LARGE, 1, False)),
     ],
     indirect=["case"],
-    scope="module",
 )
 def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, overlap: bool) -> None:
     """Counted in every step, by cache group: what a row's next token and the chunks in flight may see, and no page
@@ -199,8 +226,8 @@ def test_pages_behind_the_window_are_given_back(case: Case, page_size: int, over
             scheduler.check()
 
         scheduler.plan, scheduler.commit = counted_plan, counted_commit
-        assert case.generate(llm, STARVED_TOKENS) == case.answers(STARVED_TOKENS)
-        assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS), "with every prompt in the prefix cache"
+        assert case.generate(llm, 2 * NUM_TOKENS) == case.answers(2 * NUM_TOKENS)
+        assert case.generate(llm, FEW_TOKENS) == case.answers(FEW_TOKENS), "with every prompt in the prefix cache"
         assert llm.stats.total_cached_tokens > 0
         assert held[True] == kept + 1
         in_flight = (1 + overlap) * (most // column + 1)
