@@ -332,6 +332,10 @@ CHECKPOINTS: dict[str, Callable[..., Plan]] = {
 }
 
 
+# The first checkpoint of each family: what tests run of a family where nothing is said of it.
+FIRST_OF_FAMILY = tuple({name.partition("-")[0]: name for name in reversed(CHECKPOINTS)}.values())
+
+
 def make_checkpoint(architecture: str, **options: Any) -> tuple[Any, str]:
     """A model of any class of transformers in these sizes, and how large its files may be."""
     plan = _maker(architecture, **options)()

@@ -20,7 +20,7 @@ from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 from tests.layer_contexts import layer_context
-from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
+from tests.parity.checkpoints import CHECKPOINTS, FIRST_OF_FAMILY, save_checkpoint
 from tests.parity.paged import PagedModel
 
 CPU = torch.device("cpu")
@@ -120,16 +120,11 @@ def test_a_rank_outside_the_size_is_refused() -> None:
         TensorParallel.connect(2, 2, "127.0.0.1", 1, CPU)
 
 
-ON_TWO = ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
-ON_TWO += ["phi3-longrope-partial-window", "mixtral", "qwen2_moe", "olmo2", "granite", "gemma2", "gemma3", "glm4"]
-ON_TWO += ["ernie4_5", "exaone4", "ministral", "olmo3-yarn-mha", "seed_oss", "smollm3"]
-ON_TWO += ["cohere", "cohere2", "glm4_moe-groups", "minimax_m2", "ernie4_5_moe", "dots1"]
-ON_TWO += ["arcee", "nemotron", "starcoder2", "olmoe", "granitemoe", "glm", "gemma", "solar_open", "exaone_moe"]
-ON_TWO += ["gpt_oss", "stablelm", "jais2", "granitemoeshared"]
-ON_TWO += ["deepseek_v3", "apertus", "hunyuan_v1_dense"]
-# What ranks have of a layer is the same in all other families.
-ON_TWO_IN_FULL = sorted(set(CHECKPOINTS) - set(ON_TWO))
-ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
+# Of a family its first checkpoint, and those whose ranks have other parts: biases, shared embeddings, files that are
+# split, layers that differ, groups of experts.
+MORE_ON_TWO = ("llama-bias-mha", "qwen3_moe-sharded-mixed", "phi3-longrope-partial-window", "olmo3-yarn-mha")
+ON_TWO = (*FIRST_OF_FAMILY, *MORE_ON_TWO, "qwen2-tied", "glm4_moe-groups")
+ON_FOUR = ("mistral-window", "qwen2-tied", "qwen3_moe")  # two KV heads, each on two ranks
 
 
 @pytest.mark.parametrize(
@@ -137,7 +132,7 @@ ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ra
     [
         *((one, 2) for one in ON_TWO),
         *((one, 4) for one in ON_FOUR),
-        *(pytest.param(one, 2, marks=pytest.mark.full) for one in ON_TWO_IN_FULL),
+        *(pytest.param(one, 2, marks=pytest.mark.full) for one in sorted(set(CHECKPOINTS) - set(ON_TWO))),
     ],
 )
 def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -> None:

@@ -331,6 +331,20 @@ def test_an_altered_config_is_refused_by_name(architecture: str, key: str, value
         ModelConfig.from_dicts(default(architecture, **{key: value}), {})
 
 
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_another_activation_is_refused_by_name(architecture: str) -> None:
+    """Of every family, without a row."""
+    config = default(architecture)
+    text = config.get("text_config", config)
+    key = next(key for key in ACTIVATION_KEYS if key in text)
+    text.update({key: "none such", "eos_token_id": 2})
+    with pytest.raises(ConfigError, match=f'{key} is "none such"; allowed: '):
+        ModelConfig.from_dicts(config, {})
+
+
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 OLDER: list[tuple[str, dict[str, Any]]] = [  # keys as configs for transformers 4 have them
     (OLMO3, {"rope_theta": 500000, "rope_scaling": _YARN, "max_position_embeddings": 65536}),
