@@ -47,6 +47,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.start.device import MachineFacts
 
 MODELS = ("qwen3-0.6b", "llama-3.2-1b")
@@ -204,9 +205,8 @@ def largest_ratio(reference: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 def _load(folder: Path, workload: Workload, dtype: torch.dtype) -> CausalLM:
-    return build_model(
-        ModelConfig.load(folder), folder, dtype=dtype, device=device(), max_seq_len=_max_seq_len(workload)
-    )
+    load = LoadConfig(dtype=dtype, device=device(), max_seq_len=_max_seq_len(workload))
+    return build_model(ModelConfig.load(folder), folder, load)
 
 
 def _run(model: CausalLM, backend: str, page_size: int, sequences: Sequences, workload: Workload) -> torch.Tensor:

@@ -76,7 +76,7 @@ class StartPhases:
 
 def start_progress(phases: StartPhases) -> Any:
     """Progress reports of a rank's start."""
-    from minisgl_backend.runner.start.build import StartProgress  # imports torch
+    from minisgl_backend.runner.start.parts import StartProgress  # imports torch
 
     return StartProgress(
         weights=ProgressReport("loading weights", mebibytes),

@@ -10,7 +10,6 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
-from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_kernels, select_ops
 from minisgl_backend.kv.grouping import MOST_GROUPS, group_layers
 from minisgl_backend.kv.kinds import kind_of
@@ -19,8 +18,7 @@ from minisgl_backend.layers.mixer import cache_of
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.process.progress import Progress
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import is_kv_scale
@@ -34,58 +32,34 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_AT_ONCE = 8192  # of both, while they are compared
 
 
-def build_model(
-    config: ModelConfig,
-    model_dir: str | Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
-    tp: TensorParallel | None = None,
-    ops: Ops | None = None,
-    quantization: QuantizationConfig | None = None,
-    dummy_weights: bool = False,
-    on_progress: Progress | None = None,
-    uses_draft_layer: bool = False,
-) -> CausalLM:
-    """The model of one rank, ready to run. `dummy_weights` reads no files but config.json's.
-    `quantization`: number formats of its weights; None: those that the checkpoint says. `uses_draft_layer`: the
-    first of the checkpoint's, which `models.mtp_head` loads: it is not said that it is left out.
+def build_model(config: ModelConfig, model_dir: str | Path, load: LoadConfig) -> CausalLM:
+    """The model of one rank, ready to run.
 
-    `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
-    missing, unexpected, in two files or of another shape than config.json says.
+    Raises ConfigError naming tensors that are missing, unexpected, in two files or of another shape than config.json
+    says.
     """
-    formats = quantization or config.quantization
-    layer_context = layer_context_of(config, formats, dtype=dtype, device=device, tp=tp, ops=ops)
-    checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
+    formats = config.quantization.with_option(load.quantization)
+    layer_context = layer_context_of(config, formats, load)
+    checkpoint = None if load.dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    model = CausalLM(config, layer_context, max_seq_len).eval()
+    model = CausalLM(config, layer_context, load.max_seq_len).eval()
     check_filled(weight_parts(model), model.named_parameters())
     if checkpoint is None:
         _fill_with_noise(model)
     else:
-        others = config.draft_prefixes[:1] if uses_draft_layer else ()
-        _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None), others)
+        _load(model, config, formats, checkpoint, load)
     model.derive_weights()
     return model
 
 
-def layer_context_of(
-    config: ModelConfig,
-    formats: QuantizationConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: TensorParallel | None = None,
-    ops: Ops | None = None,
-) -> LayerContext:
+def layer_context_of(config: ModelConfig, formats: QuantizationConfig, load: LoadConfig) -> LayerContext:
     """The context of a whole model on one rank. Raises ConfigError unless it splits over the ranks."""
-    tp = tp or TensorParallel.single()
-    config.check_tensor_parallel(tp.size)
-    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
+    dtype, device = load.dtype, load.device
+    config.check_tensor_parallel(load.tp.size)
+    ops = load.ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
     methods = WeightMethods(formats, select_kernels(ops, device), dtype=dtype, device=device)
-    return LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    return LayerContext(device=device, dtype=dtype, ops=ops, tp=load.tp, methods=methods)
 
 
 def attention_needs(
@@ -158,22 +132,16 @@ def weight_parts(model: CausalLM) -> list[WeightPart]:
 
 
 def _load(
-    model: CausalLM,
-    config: ModelConfig,
-    formats: QuantizationConfig,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    on_progress: Progress,
-    others: tuple[str, ...],
+    model: CausalLM, config: ModelConfig, formats: QuantizationConfig, checkpoint: Checkpoint, load: LoadConfig
 ) -> None:
-    """`others`: what names of tensors begin with that are loaded by others."""
+    others = config.draft_prefixes[:1] if load.uses_draft_layer else ()  # these are loaded elsewhere
     left_out = tuple(prefix for prefix in config.tensor_names.left_out if prefix not in others)
     load_weights(
         weight_parts(model),
         dataclasses.replace(config.tensor_names, left_out=left_out),
         checkpoint,
-        device,
-        on_progress,
+        load.device,
+        load.on_progress,
         model=config.architecture,
         is_redundant=lambda name: name.startswith(others) or is_redundant(name, config, formats),
     )

@@ -25,7 +25,7 @@ from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.build import layer_context_of
 from minisgl_backend.models.draft_head import DraftHead
 from minisgl_backend.models.eagle3 import NUM_STATES, Eagle3Config
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
@@ -157,24 +157,16 @@ class Eagle3Head(DraftHead):
 
 
 def build_eagle3_head(
-    config: Eagle3Config,
-    model_dir: str | Path,
-    *,
-    embedding: Embedding,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
-    tp: TensorParallel | None = None,
-    dummy_weights: bool = False,
+    config: Eagle3Config, model_dir: str | Path, load: LoadConfig, *, embedding: Embedding
 ) -> Eagle3Head:
     """The head of one rank, ready to run; `embedding`: the target's, which it shares unless its checkpoint has one.
 
     Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
     """
-    layer_context = layer_context_of(config, config.quantization, dtype=dtype, device=device, tp=tp)
-    checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
+    layer_context = layer_context_of(config, config.quantization, load)
+    checkpoint = None if load.dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     shared = None if checkpoint is not None and _EMBEDDING in checkpoint else embedding
-    head = Eagle3Head(config, layer_context, max_seq_len, shared).eval()
+    head = Eagle3Head(config, layer_context, load.max_seq_len, shared).eval()
     head.load(checkpoint, config.tensor_names, lambda name: name in (_VOCABULARY, _DRAFTED))
     return head
 

@@ -24,8 +24,8 @@ from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.build import is_redundant, layer_context_of
 from minisgl_backend.models.decoder import CausalLM, decoder_layer
 from minisgl_backend.models.draft_head import DraftHead
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.models.mtp import MtpConfig
-from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 
@@ -80,26 +80,15 @@ class MtpHead(DraftHead):
         return self.eh_proj.apply_weights(both)
 
 
-def build_mtp_head(
-    config: MtpConfig,
-    model_dir: str | Path,
-    *,
-    model: CausalLM,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
-    tp: TensorParallel | None = None,
-    dummy_weights: bool = False,
-) -> MtpHead:
+def build_mtp_head(config: MtpConfig, model_dir: str | Path, load: LoadConfig, *, model: CausalLM) -> MtpHead:
     """The head of one rank, ready to run, from the folder of `model`, which is ready.
 
     Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
     """
     formats, names = config.quantization, config.tensor_names
-    layer_context = layer_context_of(config, formats, dtype=dtype, device=device, tp=tp)
-    head = MtpHead(config, layer_context, max_seq_len, model).eval()
+    head = MtpHead(config, layer_context_of(config, formats, load), load.max_seq_len, model).eval()
     head.load(
-        None if dummy_weights else Checkpoint(Path(model_dir), names),
+        None if load.dummy_weights else Checkpoint(Path(model_dir), names),
         replace(names, left_out=()),
         lambda name: name.startswith(names.left_out) or is_redundant(name, config, formats),
     )

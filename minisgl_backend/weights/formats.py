@@ -63,11 +63,6 @@ class QuantizationConfig:
     # Why an FP8 cache cannot have the checkpoint's scales; None: it can.
     cache_refusal: str | None = None
 
-    @classmethod
-    def converting(cls, option: str | None) -> QuantizationConfig:
-        """Of a plain checkpoint with the option `quantization`."""
-        return cls().with_option(option)
-
     def with_option(self, option: str | None) -> QuantizationConfig:
         """What a checkpoint says, and the option `quantization`. Raises ConfigError where both name a format."""
         if option is None:

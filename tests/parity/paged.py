@@ -18,6 +18,7 @@ from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.fallback.build import build_fallback
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.specs import make_pool
 
@@ -50,13 +51,11 @@ class PagedModel:
             dtype=dtype,
             device=self.device,
         )
+        load = LoadConfig(dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=quantization)
         if model_impl == "transformers":
-            self.model: Any = build_fallback(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len)
+            self.model: Any = build_fallback(config, folder, load)
         else:
-            formats = config.quantization.with_option(quantization)
-            self.model = build_model(
-                config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=formats
-            )
+            self.model = build_model(config, folder, load)
         columns = self.spec.columns
         shape = len(columns.kinds), max_rows, self.spec.max_pages_per_row // columns.kernel_pages
         num_pages = math.prod(shape)

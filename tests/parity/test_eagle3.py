@@ -14,6 +14,7 @@ from minisgl_backend.layers.embedding import Embedding
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.eagle3 import Eagle3Config
 from minisgl_backend.models.eagle3_head import build_eagle3_head
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.eagle3_heads import SIZES, reference_drafts, save_head
 from tests.layer_contexts import layer_context
@@ -43,7 +44,9 @@ def embedding() -> Embedding:
 def test_drafts_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     folder = save_head(tmp_path / "head", **HEADS[name])
     config, shared = Eagle3Config.load(folder), embedding()
-    head = build_eagle3_head(config, folder, embedding=shared, dtype=torch.float32, device=CPU, max_seq_len=64)
+    head = build_eagle3_head(
+        config, folder, LoadConfig(dtype=torch.float32, device=CPU, max_seq_len=64), embedding=shared
+    )
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(23, 3 * config.target_hidden_size, generator=generator)
     token_ids = torch.randint(0, 320, (24,), generator=generator).tolist()

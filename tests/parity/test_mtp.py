@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.models.mtp_head import build_mtp_head
 from minisgl_backend.weights.formats import QuantizationConfig
@@ -25,7 +25,7 @@ from tests.parity.quantized import write_fp8
 
 CPU = torch.device("cpu")
 NUM_DRAFTS = 4
-PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "max_seq_len": 64}
+PLAIN = LoadConfig(dtype=torch.float32, device=CPU, max_seq_len=64)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_drafts_are_those_of_plain_torch(name: str, variant: str | None, tmp_pat
         folder, plain = tmp_path / "quantized", tmp_path / "plain"
         write_fp8(tmp_path, variant, folder, plain)
     config = ModelConfig.load(folder)
-    model = build_model(config, folder, **PLAIN, uses_draft_layer=True)
-    head = build_mtp_head(MtpConfig.of(config, config.quantization), folder, model=model, **PLAIN)
+    model = build_model(config, folder, dataclasses.replace(PLAIN, uses_draft_layer=True))
+    head = build_mtp_head(MtpConfig.of(config, config.quantization), folder, PLAIN, model=model)
     reference = Reference(plain)
     token_ids = torch.randint(0, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
     states = reference.states(token_ids[:-1])
@@ -64,7 +64,7 @@ def test_without_the_option_it_is_left_out(tmp_path: Path, caplog: pytest.LogCap
     for uses in (True, False):
         assert said not in caplog.text
         with caplog.at_level(logging.WARNING):
-            build_model(config, folder, **PLAIN, uses_draft_layer=uses)
+            build_model(config, folder, dataclasses.replace(PLAIN, uses_draft_layer=uses))
     assert said in caplog.text
 
 
@@ -84,6 +84,6 @@ def test_what_has_no_such_layer_is_refused_by_name(tmp_path: Path) -> None:
     head.check_stored(set(tensors))
     del tensors[f"model.layers.{NUM_LAYERS}.hnorm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    model = build_model(ModelConfig.load(folder), folder, **PLAIN)
+    model = build_model(ModelConfig.load(folder), folder, PLAIN)
     with pytest.raises(ConfigError, match=r"lacks 1 tensors .*: model.layers.2.hnorm.weight"):
-        build_mtp_head(head, folder, model=model, **PLAIN)
+        build_mtp_head(head, folder, PLAIN, model=model)

@@ -17,6 +17,7 @@ from benchmarks.parity_reference import Sequences, save_checkpoint, transformers
 from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
 
 SMALL: dict[str, Any] = {
@@ -98,7 +99,7 @@ class Checkpoint:
 
     def model(self, dtype: torch.dtype) -> CausalLM:
         config, device = ModelConfig.load(self.folder), torch.device("cpu")
-        return build_model(config, self.folder, dtype=dtype, device=device, max_seq_len=MAX_SEQ_LEN)
+        return build_model(config, self.folder, LoadConfig(dtype=dtype, device=device, max_seq_len=MAX_SEQ_LEN))
 
     def logits(
         self, model: CausalLM, backend: str, workload: parity.Workload = WORKLOAD, graphs: GraphRunner | None = None

@@ -12,6 +12,7 @@ from benchmarks.logits_runner import LogitsRunner
 from benchmarks.parity_reference import transformers_logits
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import save_checkpoint
@@ -32,6 +33,6 @@ def test_interpreted_kernels(name: str, tmp_path: Path) -> None:
     sequences = workload.sequences(VOCAB_SIZE)
     expected = transformers_logits(tmp_path, sequences, torch.float32)
     config = ModelConfig.load(tmp_path)
-    model = build_model(config, tmp_path, dtype=torch.float32, device=CPU, max_seq_len=64)
+    model = build_model(config, tmp_path, LoadConfig(dtype=torch.float32, device=CPU, max_seq_len=64))
     runner = LogitsRunner(model, "triton", sequences, page_size=16, max_seq_len=64, graphs=EagerGraphRunner((1, 2, 4)))
     assert parity.largest_ratio(expected, runner.run(workload.chunk)) <= 1e-4

@@ -22,7 +22,7 @@ from minisgl_backend.models.fallback.probe import attention_calls, refusal
 from minisgl_backend.models.fallback.rope import fix_rope
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.json_files import read_json
-from minisgl_backend.process.progress import Progress
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.weights.shards import hint_at_prefix, some
 
 log = logging.getLogger(__name__)
@@ -31,20 +31,11 @@ log = logging.getLogger(__name__)
 _TEXT_NAMES = {r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.", r"^language_model\.lm_head": "lm_head"}
 
 
-def build_fallback(
-    config: ModelConfig,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
-    dummy_weights: bool = False,
-    trust_remote_code: bool = False,
-    on_progress: Progress | None = None,
-) -> TransformersCausalLM:
+def build_fallback(config: ModelConfig, folder: str | Path, load: LoadConfig) -> TransformersCausalLM:
     """Raises ConfigError naming tensors that are missing or have another shape than in config.json, or computations of
     the model that do not work with batches."""
-    source = find_source(folder, read_json(folder / "config.json"), trust_remote_code=trust_remote_code)
+    folder, dtype, device = Path(folder), load.dtype, load.device
+    source = find_source(folder, read_json(folder / "config.json"), trust_remote_code=load.trust_remote_code)
     probed = describe.build_on_meta(source, dtype)
     base = base_name(probed)
     if base is None or config.implementation != "transformers":
@@ -52,13 +43,12 @@ def build_fallback(
     sinks = [call.sinks for call in attention_calls(probed, getattr(probed, base))[0]]
     del probed
     attention.register()
-    model = _load(source, None if dummy_weights else folder, dtype, device)
+    model = _load(source, None if load.dummy_weights else folder, dtype, device)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    if on_progress is not None:
-        on_progress(total, total)
+    load.on_progress(total, total)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    fix_rope(model, max_seq_len)
+    fix_rope(model, load.max_seq_len)
     if mixes_tokens(model, getattr(model, base), config.vocab_size):
         reason = UnservedError(
             "mixes tokens outside of attention, so that sequences in a batch would change each other"

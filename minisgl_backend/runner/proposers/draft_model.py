@@ -24,6 +24,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
+from minisgl_backend.models.build import build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json_if_there
@@ -41,7 +42,7 @@ class DraftModelProposer(DeviceProposer):
 
     def __init__(self, context: ProposerContext) -> None:
         draft = context.draft
-        self._model = context.load_model(draft.model, draft.model_dir)
+        self._model = build_model(draft.model, draft.model_dir, context.load)
         self._attention = context.draft_attention()
         super().__init__(self._attention.spec)
         self._table, self._sample = context.table, context.sample

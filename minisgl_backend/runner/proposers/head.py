@@ -153,7 +153,7 @@ class Eagle3Proposer(HeadProposer):
         config, target = context.draft.model, context.target
         assert isinstance(config, Eagle3Config), "as `read_draft_model` reads it"
         assert isinstance(target, CausalLM), "other targets are refused before"
-        head = build_eagle3_head(config, embedding=target.model.embed_tokens, **context.head_options())
+        head = build_eagle3_head(config, context.draft.model_dir, context.load, embedding=target.model.embed_tokens)
         super().__init__(context, head, config.states_of(target.config))
 
     @classmethod
@@ -171,7 +171,7 @@ class MtpProposer(HeadProposer):
         config, target = context.draft.model, context.target
         assert isinstance(config, MtpConfig), "as `read_draft_model` reads it"
         assert isinstance(target, CausalLM), "other targets are refused before"
-        head = build_mtp_head(config, model=target, **context.head_options())
+        head = build_mtp_head(config, context.draft.model_dir, context.load, model=target)
         super().__init__(context, head, (target.config.num_layers,))
 
     @classmethod

@@ -7,25 +7,16 @@ at a time), then KV pages in the remaining memory, then graphs, then warm-up ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair
-from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.groups import room_in
-from minisgl_backend.kv.layout import ONE
-from minisgl_backend.kv.pool import KVPool, LayerPlace, places_after
-from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import (
     CudaGraphRunner,
@@ -34,38 +25,28 @@ from minisgl_backend.runner.graphs.whole import (
     draft_sizes,
     graph_sizes,
 )
-from minisgl_backend.runner.model_runner import Model, ModelRunner
-from minisgl_backend.runner.proposers.context import ProposerContext
-from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
-from minisgl_backend.runner.start.draft import draft_spec, keeping_for, proposer_class
+from minisgl_backend.runner.start.draft import proposer_class
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
+from minisgl_backend.runner.start.parts import Captures, Parts, Start, StartProgress, load_parts
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.second_layouts import add_second_layouts, room_for_second_layouts
-from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
-from minisgl_backend.sampling.metadata import SamplingRows
-from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
+from minisgl_backend.runner.start.warm_up import StepLimits, compile_kernels, warm_up
 from minisgl_backend.speculative_config import DRAFT_ENTRIES
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
-from minisgl_backend.weights.formats import QuantizationConfig
-from minisgl_backend.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger(__name__)
 
 
-def _silent(*_: object) -> None:
-    pass
+class _Room(NamedTuple):
+    """What the largest steps leave: bytes that a step takes, and what is captured."""
 
-
-@dataclass(frozen=True)
-class StartProgress:
-    """Progress that a start reports: bytes of weights read, graphs captured, names of phases that have ended."""
-
-    weights: Progress = field(default=_silent)
-    graphs: Progress = field(default=_silent)
-    phase_ended: Callable[[str], None] = field(default=_silent)
+    step_bytes: int
+    sizes: tuple[int, ...]  # of decode steps
+    pieces: tuple[int, ...]  # of forward passes, in tokens
 
 
 def build_runner(
@@ -95,51 +76,28 @@ def build_runner(
 def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
-    # GPUs can only open each other's memory on one machine; over several, all sums use NCCL.
-    shares_memory = not runtime.config.disable_pynccl and runtime.config.nodes == 1
-    if shares_memory:
+    start = Start(
+        runtime=runtime, model=model_config, device=device, tp=tp, progress=progress, free_at_start=free_bytes(device)
+    )
+    if start.shares_memory:
         most_rows = runtime.max_prefill_length + runtime.most_decode_entries
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
-    free_at_start = free_bytes(device)
-    spec, places, attention, runner_with = _load(runtime, model_config, device, tp, progress, free_at_start)
+    parts = load_parts(start)
+    if device.type == "cuda" and isinstance(parts.model, torch.nn.Module):
+        room = room_for_second_layouts(runtime, parts.spec, parts.places, start.free_at_start)
+        add_second_layouts(parts.model.modules(), tp.minimum(room))
     progress.phase_ended("weights")
-    max_running, moe = runtime.most_decode_entries, model_config.mixture
+    moe = model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
-    limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
-    step_bytes, graph_max_bs, pieces = 0, runtime.cuda_graph_max_bs, piece_sizes(runtime.cuda_graph_max_tokens)
-    if device.type == "cuda":
-        name_kernels()
-        trial = runner_with(1)
-        if tp.size == 1:  # ranks whose kernel caches differ would not execute the same steps
-            compile_kernels(trial, *limits)
-        progress.phase_ended("kernels")
-        steps = profile_run(trial, runtime, device)
-        progress.phase_ended("largest steps")
-        has_graphs = runtime.eager_graphs or attention.supports_graphs
-        if model_config.implementation != "native":
-            one_row = (1,) if graph_max_bs != 0 and has_graphs else ()
-            first = _captures(one_row, pieces[:1], runtime, model_config.hidden_size, StartProgress())
-            if not can_be_captured(model_config.architecture, runner_with, *first):
-                graph_max_bs, pieces = 0, ()
-        if graph_max_bs is None:
-            graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
-        if shares_memory and graph_max_bs > 0 and has_graphs:  # before pages take what memory is left
-            tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
-        # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
-        step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
-    num_pages = tp.minimum(choose_num_pages(runtime, spec, places, free_at_start, step_bytes))
-    sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
-    graphs, captured_pieces = _captures(sizes, pieces, runtime, model_config.hidden_size, progress)
-    runner = runner_with(
-        num_pages,
-        graphs=graphs,
-        pieces=captured_pieces,
-        longest_prefill=runtime.max_prefill_length,
-        proposer_graphs=_proposer_graphs(sizes, runtime),
-    )
+    limits = StepLimits(runtime.most_decode_entries, runtime.max_prefill_length, runtime.max_seq_len, counts)
+    step_bytes, sizes, pieces = _room(start, parts, limits)
+    num_pages = tp.minimum(choose_num_pages(runtime, parts.spec, parts.places, start.free_at_start, step_bytes))
+    graphs, captured_pieces = _captures(sizes, pieces, start, progress)
+    captures = Captures(graphs, captured_pieces, runtime.max_prefill_length, _proposer_graphs(sizes, runtime))
+    runner = parts.runner(num_pages, captures)
     progress.phase_ended("choice of kernels and graphs")
     if device.type == "cuda" or runtime.eager_graphs:
-        warm_up(runner, *limits)
+        warm_up(runner, limits)
         progress.phase_ended("warm-up")
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
@@ -147,152 +105,54 @@ def _build(
         "%d pages of %d tokens, %s%s, %s",
         num_pages,
         runtime.page_size,
-        room_in(spec.columns, runtime.page_size, num_pages, runtime.max_seq_len),
-        _kept_whole(runtime, spec),
+        room_in(parts.spec.columns, runtime.page_size, num_pages, runtime.max_seq_len),
+        _kept_whole(runtime, parts.spec),
         ", ".join(graphs_of) or "no CUDA graphs",
     )
     return runner
 
 
-def _load(
-    runtime: RuntimeConfig,
-    model_config: ModelConfig,
-    device: torch.device,
-    tp: TensorParallel,
-    progress: StartProgress,
-    free_at_start: int,
-) -> tuple[AttentionSpec, tuple[LayerPlace, ...], AttentionPair, Callable[..., ModelRunner]]:
-    """Everything that does not depend on the number of pages: the model's attention spec, the places in the pool of
-    all layers including the proposer's, the attention pair, and a function from a number of pages to a runner, which
-    also takes the captures of ModelRunner."""
-    config, dtype = runtime.config, getattr(torch, runtime.dtype)
-    model = _build_model(runtime, model_config, device, tp, progress)
-    spec = attention_spec(
-        model_config,
-        tp_size=tp.size,
-        page_size=runtime.page_size,
-        max_seq_len=runtime.max_seq_len,
-        max_rows=runtime.most_decode_entries + 1,
-        dtype=dtype,
-        kv_dtype=getattr(torch, runtime.kv_dtype),
-        device=device,
-        flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
-        most_cache_groups=runtime.most_cache_groups,
-    )
-    spec = keeping_for(spec, draft_spec(runtime, runtime.draft, device) if runtime.draft is not None else None)
-    is_quantized = any(group.kv.is_fp8 for group in spec.groups)
-    reads_scales = is_quantized and not config.dummy_weights
-    scales = (
-        read_kv_scales(model_config.num_layers, runtime.model_dir, model_config.tensor_names) if reads_scales else None
-    )
-    attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)
-    table = RowTable(
-        max_running=runtime.most_decode_entries,
-        max_seq_len=runtime.max_seq_len,
-        page_size=runtime.page_size,
-        device=device,
-        columns=spec.columns,
-    )
-    vocab_size, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
-    sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
-    workspace = sampling_workspace(table.max_rows, vocab_size, device)
-    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
-    proposer = None
-    if (proposes := proposer_class(config.speculation)) is not None:
-        proposer = proposes(
-            ProposerContext(  # type: ignore[arg-type]  # which classes of the table take
-                runtime=runtime,
-                device=device,
-                table=table,
-                sampler=sampler,
-                tp=(own_tp := tp.without_shared_memory()),
-                target=model,
-                load_model=lambda draft, folder: _build_native(runtime, draft, folder, device, own_tp, progress),
-            )
-        )
-    places = (*spec.places, *places_after(spec.places, () if proposer is None else proposer.places))
-    if device.type == "cuda" and isinstance(model, torch.nn.Module):
-        add_second_layouts(model.modules(), tp.minimum(room_for_second_layouts(runtime, spec, places, free_at_start)))
-    if scales is not None:
-        kept = [layer.mixer.attention is not None for layer in model_config.layers]
-        scales = [scale for scale, is_kept in zip(scales, kept, strict=True) if is_kept]
-        scales += [ONE] * (len(places) - len(scales))
-
-    def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
-        return ModelRunner(
-            model=model,
-            attention=attention,
-            pool=KVPool(places, spec.page_size, num_pages, device, scales),
-            table=table,
-            sampling=sampling,
-            sampler=sampler,
-            tp=tp,
-            proposer=proposer,
-            **captures,
-        )
-
-    return spec, places, attention, runner_with
-
-
-def _build_model(
-    runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
-) -> Model:
-    config = runtime.config
-    if model_config.implementation == "native":
-        quantization = model_config.quantization.with_option(config.quantization)
-        return _build_native(runtime, model_config, runtime.model_dir, device, tp, progress, quantization)
-    from minisgl_backend.models.fallback.build import build_fallback  # imports transformers, which no family needs
-
-    return build_fallback(
-        model_config,
-        Path(runtime.model_dir),
-        dtype=getattr(torch, runtime.dtype),
-        device=device,
-        max_seq_len=runtime.max_seq_len,
-        dummy_weights=config.dummy_weights,
-        trust_remote_code=config.trust_remote_code,
-        on_progress=progress.weights,
-    )
-
-
-def _build_native(
-    runtime: RuntimeConfig,
-    model_config: ModelConfig,
-    model_dir: str,
-    device: torch.device,
-    tp: TensorParallel,
-    progress: StartProgress,
-    quantization: QuantizationConfig | None = None,
-) -> CausalLM:
-    """`quantization`: None: the checkpoint's."""
-    return build_model(
-        model_config,
-        model_dir,
-        dtype=getattr(torch, runtime.dtype),
-        device=device,
-        max_seq_len=runtime.max_seq_len,
-        tp=tp,
-        quantization=quantization,
-        dummy_weights=runtime.config.dummy_weights,
-        on_progress=progress.weights,
-        uses_draft_layer=runtime.draft is not None
-        and runtime.draft.model.tensor_names.within in model_config.draft_prefixes,
-    )
+def _room(start: Start, parts: Parts, limits: StepLimits) -> _Room:
+    """On a GPU by executing the largest steps."""
+    runtime, tp, attention = start.runtime, start.tp, parts.attention
+    graph_max_bs, pieces = runtime.cuda_graph_max_bs, piece_sizes(runtime.cuda_graph_max_tokens)
+    if start.device.type != "cuda":
+        return _Room(0, _graph_sizes(graph_max_bs or 0, runtime, attention), pieces)
+    name_kernels()
+    trial = parts.runner(1)
+    if tp.size == 1:  # ranks whose kernel caches differ would not execute the same steps
+        compile_kernels(trial, limits)
+    start.progress.phase_ended("kernels")
+    steps = profile_run(trial, runtime, start.device)
+    start.progress.phase_ended("largest steps")
+    has_graphs = runtime.eager_graphs or attention.supports_graphs
+    if start.model.implementation != "native":
+        one_row = (1,) if graph_max_bs != 0 and has_graphs else ()
+        first = Captures(*_captures(one_row, pieces[:1], start, StartProgress()))
+        if not can_be_captured(start.model.architecture, parts, first):
+            graph_max_bs, pieces = 0, ()
+    if graph_max_bs is None:
+        free_now = free_bytes(start.device)
+        graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, limits.max_running, free_now))
+    if start.shares_memory and graph_max_bs > 0 and has_graphs:  # before pages take what memory is left
+        tp.share_logits(graph_max_bs, start.model.vocab_size, getattr(torch, runtime.dtype))
+    # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
+    step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // limits.max_running
+    return _Room(step_bytes, _graph_sizes(graph_max_bs, runtime, attention), pieces)
 
 
 def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair) -> tuple[int, ...]:
-    if runtime.eager_graphs:
-        return graph_sizes(largest)
-    if largest and not attention.supports_graphs:
+    if largest and not (runtime.eager_graphs or attention.supports_graphs):
         log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
         return ()
     return graph_sizes(largest)
 
 
 def _captures(
-    sizes: tuple[int, ...], pieces: tuple[int, ...], runtime: RuntimeConfig, hidden_size: int, progress: StartProgress
+    sizes: tuple[int, ...], pieces: tuple[int, ...], start: Start, progress: StartProgress
 ) -> tuple[GraphRunner | None, PiecewiseRunner | None]:
     """Of decode steps of these sizes, and of forward passes in these pieces, in one progress report."""
+    runtime = start.runtime
     first, total = len(sizes), len(sizes) + len(pieces)
     graphs: GraphRunner | None = None
     if sizes:
@@ -305,7 +165,7 @@ def _captures(
     if not pieces:
         return graphs, None
     kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
-    return graphs, kind(pieces, hidden_size, lambda done, _: progress.graphs(first + done, total))
+    return graphs, kind(pieces, start.model.hidden_size, lambda done, _: progress.graphs(first + done, total))
 
 
 def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRunner | None:

@@ -82,11 +82,21 @@ def resolve_draft(
     )
 
 
+def target_spec(runtime: RuntimeConfig, model: ModelConfig, device: torch.device) -> AttentionSpec:
+    """Attention spec of the model on one rank, with cache groups that serve its draft model, too."""
+    target = _rank_spec(runtime, model, runtime.kv_dtype, device)
+    return target if runtime.draft is None else keeping_for(target, draft_spec(runtime, runtime.draft, device))
+
+
 def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.device) -> AttentionSpec:
     """Attention spec of the draft model on one rank; rows and pages are the target's."""
     kv_dtype = runtime.dtype if draft.model.latents is not None else runtime.kv_dtype
+    return _rank_spec(runtime, draft.model, kv_dtype, device)
+
+
+def _rank_spec(runtime: RuntimeConfig, model: ModelConfig, kv_dtype: str, device: torch.device) -> AttentionSpec:
     return attention_spec(
-        draft.model,
+        model,
         tp_size=runtime.config.tp,
         page_size=runtime.page_size,
         max_seq_len=runtime.max_seq_len,
@@ -99,8 +109,6 @@ def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.devic
     )
 
 
-def keeping_for(target: AttentionSpec, draft: AttentionSpec | None) -> AttentionSpec:
+def keeping_for(target: AttentionSpec, draft: AttentionSpec) -> AttentionSpec:
     """The target's spec with cache groups that serve both models: all tokens are kept if their windows differ."""
-    if draft is None or draft.cache_groups == target.cache_groups:
-        return target
-    return replace(target, cache_groups=(CacheGroup(),))
+    return target if draft.cache_groups == target.cache_groups else replace(target, cache_groups=(CacheGroup(),))

@@ -19,12 +19,11 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kv.groups import room_in
 from minisgl_backend.kv.pool import LayerPlace, bytes_per_page, max_pages, places_after
-from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
-from minisgl_backend.runner.start.draft import draft_spec, keeping_for
+from minisgl_backend.runner.start.draft import draft_spec, target_spec
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.second_layouts import MOST_SHARE
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
@@ -109,22 +108,10 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
     """Raises ConfigError where not even the weights fit, naming needed and free memory."""
     config, on_gpu, device = runtime.config, runtime.device == "cuda", torch.device(runtime.device)
     weights, free = check_weights_fit(runtime, model, cores=config.dp)
-    spec = attention_spec(
-        model,
-        tp_size=config.tp,
-        page_size=runtime.page_size,
-        max_seq_len=runtime.max_seq_len,
-        max_rows=runtime.most_decode_entries + 1,
-        dtype=getattr(torch, runtime.dtype),
-        kv_dtype=getattr(torch, runtime.kv_dtype),
-        device=device,
-        most_cache_groups=runtime.most_cache_groups,
-    )
+    spec = target_spec(runtime, model, device)
     places = own = spec.places
     if runtime.draft is not None:
-        of_draft = draft_spec(runtime, runtime.draft, device)
-        spec = keeping_for(spec, of_draft)
-        own = places_after(spec.places, of_draft.places)
+        own = places_after(spec.places, draft_spec(runtime, runtime.draft, device).places)
         places = (*spec.places, *own)
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
     fixed = (config.num_pages or 0) * bytes_per_page(places, spec.page_size)

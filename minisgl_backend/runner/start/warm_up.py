@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,15 +49,27 @@ SAMPLED = (
 )
 
 
-def compile_kernels(
-    runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()
-) -> None:
-    """Compiles the kernels of a start's steps, unless Triton's cache has them; counts: see warm_up_plans."""
+class StepLimits(NamedTuple):
+    """What a step can have: rows, prompt tokens, tokens of a row."""
+
+    max_running: int
+    max_prefill: int
+    max_seq_len: int
+    counts: Sequence[int] = ()  # numbers of tokens, ascending, from each of which on the model uses other kernels
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt in a step."""
+        return min(self.max_prefill, self.max_seq_len - 1)
+
+
+def compile_kernels(runner: ModelRunner, limits: StepLimits) -> None:
+    """Compiles the kernels of a start's steps, unless Triton's cache has them."""
     if not compiles_ahead():
         return
     started = time.monotonic()
-    decoding = runner.attention.decode_batches(max_running)
-    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len, counts, decoding)
+    decoding = runner.attention.decode_batches(limits.max_running)
+    first, *others = warm_up_plans(limits, decoding)
     with compiling_ahead() as done:
         _execute(runner, first)
     if not done.count:
@@ -64,21 +77,17 @@ def compile_kernels(
     count = done.count
     with compiling_ahead() as done:
         # The sampler's kernels take the longest.
-        plans = (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running, decoding))
-        for plan in (*plans, *proposer_plans(runner, max_prefill, max_seq_len)):
+        plans = (*sampled_plans(limits.longest), *others, *decode_plans(limits.max_running, decoding))
+        for plan in (*plans, *proposer_plans(runner, limits.longest)):
             _execute(runner, plan)
     log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
 
 
-def warm_up(
-    runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()
-) -> None:
-    """Executes steps of the common shapes, within the limits of one step; counts: see warm_up_plans."""
+def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
+    """Executes steps of the common shapes."""
     started = time.monotonic()
-    decoding = runner.attention.decode_batches(max_running)
-    for plan in warm_up_plans(max_running, max_prefill, max_seq_len, counts, decoding):
-        _execute(runner, plan)
-    for plan in (*sampled_plans(max_prefill, max_seq_len), *proposer_plans(runner, max_prefill, max_seq_len)):
+    plans = warm_up_plans(limits, runner.attention.decode_batches(limits.max_running))
+    for plan in (*plans, *sampled_plans(limits.longest), *proposer_plans(runner, limits.longest)):
         _execute(runner, plan)
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
@@ -90,14 +99,13 @@ def _execute(runner: ModelRunner, plan: StepPlan) -> None:
     pending.wait()
 
 
-def sampled_plans(max_prefill: int, max_seq_len: int) -> list[StepPlan]:
+def sampled_plans(longest: int) -> list[StepPlan]:
     """A short prompt with each of SAMPLED."""
-    return [_plan(min(2, max_prefill, max_seq_len - 1), 0, params) for params in SAMPLED]
+    return [_plan(min(2, longest), 0, params) for params in SAMPLED]
 
 
-def proposer_plans(runner: ModelRunner, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
+def proposer_plans(runner: ModelRunner, longest: int) -> list[StepPlan]:
     """Steps of the proposer, where there is one, after prompts of common sizes."""
-    longest = min(max_prefill, max_seq_len - 1)
     return [proposer_plan(count) for count in PROMPT_TOKENS if count <= longest] if runner.proposes else []
 
 
@@ -107,21 +115,15 @@ def decode_plans(max_running: int, decoding: Sequence[int]) -> list[StepPlan]:
     return [padding_plan((), (), np.arange(size, dtype=np.int32)) for size in sizes]
 
 
-def warm_up_plans(
-    max_running: int,
-    max_prefill: int,
-    max_seq_len: int,
-    counts: Sequence[int] = (),
-    decoding: Sequence[int] = (1,),
-) -> list[StepPlan]:
+def warm_up_plans(limits: StepLimits, decoding: Sequence[int] = (1,)) -> list[StepPlan]:
     """Steps in which row 0 has a prompt, and the rows after it decode their first token. The largest comes first: the
     others reuse its memory.
 
-    decoding: numbers of decoding rows, ascending, see AttentionBackend.decode_batches. counts: numbers of tokens,
-    ascending, from each of which on the model uses other kernels. Those that no other plan reaches get a step of
-    prompts only, or one with all rows where prompts cannot have that many tokens.
+    decoding: numbers of decoding rows, ascending, see AttentionBackend.decode_batches. Of `limits.counts`, those that
+    no other plan reaches get a step of prompts only, or one with all rows where prompts cannot have that many tokens.
     """
-    longest = min(max_prefill, max_seq_len - 1)
+    max_running, max_prefill, max_seq_len, counts = limits
+    longest = limits.longest
     decoding = [0, *takewhile(lambda rows: rows < max_running, decoding)]
     tokens = list(takewhile(lambda count: count <= longest, PROMPT_TOKENS)) or [longest]
     shapes = [(count, 0) for count in FEW_TOKENS if count < tokens[0]]

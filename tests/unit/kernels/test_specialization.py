@@ -93,7 +93,7 @@ from minisgl_backend.kernels.attention import choose as attention_choice, decode
 from minisgl_backend.kernels.attention.calls import CachedLayer
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.runner.start.warm_up import decode_plans, sampled_plans, warm_up_plans
+from minisgl_backend.runner.start.warm_up import StepLimits, decode_plans, sampled_plans, warm_up_plans
 
 HIDDEN, SIZE, HEADS, DIM, PAGE = 64, 64, 8, 16, 16
 
@@ -161,11 +161,11 @@ def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads, group, nu
     global reason
     variants.clear()
     counts = moe.token_counts(experts, k)
-    limits = (max_running, max_prefill, max_seq_len)
+    limits = StepLimits(max_running, max_prefill, max_seq_len, counts)
     workspace = decode_attention.DecodeWorkspace(max_running + 1, group * kv_heads, kv_heads, DIM, torch.device("cpu"))
     attention = (kv_heads, group, num_sms, can_share)
     firsts = attention_choice.distinct_batches(max_running, *attention, workspace.parts)
-    beside = [*warm_up_plans(*limits, counts, firsts), *sampled_plans(*limits[1:])]
+    beside = [*warm_up_plans(limits, firsts), *sampled_plans(limits.longest)]
     plans = [*beside, *decode_plans(max_running, firsts)]
     reason = "start"
     for tokens, rows in dict.fromkeys(map(sizes_of, plans)):

@@ -17,7 +17,7 @@ from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.families import FAMILIES
-from minisgl_backend.weights.formats import QuantizationConfig
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.weights.kv_scales import read_kv_scales
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.sizes import weight_bytes
@@ -35,7 +35,7 @@ def qwen3(tmp_path: Path) -> Path:
 
 def build(folder: Path, **options: Any) -> CausalLM:
     settings = {"dtype": torch.float32, "device": CPU, "max_seq_len": 64, **options}
-    return build_model(ModelConfig.load(folder), folder, **settings)
+    return build_model(ModelConfig.load(folder), folder, LoadConfig(**settings))
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
@@ -236,7 +236,7 @@ def test_dummy_biases_are_noise(name: str, quantization: str | None, tmp_path: P
     """The same number in all of them would soon be most of every hidden state: a router would choose the same experts
     for all tokens, and a benchmark would read few of them."""
     save_checkpoint(name, tmp_path)
-    model = build(tmp_path, dummy_weights=True, quantization=QuantizationConfig.converting(quantization))
+    model = build(tmp_path, dummy_weights=True, quantization=quantization)
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     assert len(biases) >= 2
     assert max(float(bias.abs().max()) for bias in biases) < 0.2

@@ -12,6 +12,7 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.graphs.pieces import EagerPieces
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -63,8 +64,8 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
     ) -> ModelRunner:
         """`dummy`: a model without a checkpoint."""
         config = dummy or ModelConfig.load(folder)
-        options = {"dtype": torch.float32, "device": CPU, "max_seq_len": MAX_SEQ_LEN}
-        model = build_model(config, folder, **options, dummy_weights=dummy is not None)
+        load = LoadConfig(dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN, dummy_weights=dummy is not None)
+        model = build_model(config, folder, load)
         spec = attention_spec(
             config,
             tp_size=1,

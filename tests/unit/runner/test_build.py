@@ -21,9 +21,10 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.graphs.pieces import EagerPieces
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from minisgl_backend.runner.start import build, memory
-from minisgl_backend.runner.start.build import StartProgress, build_runner
+from minisgl_backend.runner.start.build import build_runner
 from minisgl_backend.runner.start.device import MachineFacts, is_out_of_memory
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
+from minisgl_backend.runner.start.parts import StartProgress
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -108,7 +109,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A device on which mixed steps take 100 bytes, decode steps 80 and pieces 10; the sizes of graphs as captured."""
     captured: list[tuple[int, ...]] = []
     peaks = iter((100, 80, 10))
-    load = build._load
+    load = build.load_parts
 
     class Graphs(EagerGraphRunner):
         def __init__(self, sizes: tuple[int, ...], on_progress: object, draft_sizes: tuple[int, ...]) -> None:
@@ -120,7 +121,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + next(peaks))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(TorchBackend, "supports_graphs", True)
-    monkeypatch.setattr(build, "_load", lambda runtime, model, device, *rest: load(runtime, model, CPU, *rest))
+    monkeypatch.setattr(build, "load_parts", lambda start: load(dataclasses.replace(start, device=CPU)))
+    monkeypatch.setattr(build, "add_second_layouts", lambda modules, room: None)
     monkeypatch.setattr(build, "CudaGraphRunner", Graphs)
     monkeypatch.setattr(build, "PiecewiseCudaGraph", EagerPieces)
     return captured

@@ -9,6 +9,7 @@ import torch
 
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from minisgl_backend.runner.start.capturable import can_be_captured
+from minisgl_backend.runner.start.parts import Captures
 
 
 class Graphs(EagerGraphRunner):
@@ -32,20 +33,25 @@ class Graphs(EagerGraphRunner):
 def test_a_trial_tells_why(error: Exception | None, told: str, caplog: pytest.LogCaptureFixture) -> None:
     graphs = Graphs((1,))
 
-    def runner_with(num_pages: int, **captures: Any) -> Any:
-        assert captures == {"graphs": graphs, "pieces": None}
-        if error is not None:
-            raise error
+    class Trial:
+        def runner(self, num_pages: int, captures: Captures) -> None:
+            assert captures.graphs is graphs
+            assert captures.pieces is None
+            if error is not None:
+                raise error
 
-    assert can_be_captured("Gemma3nForCausalLM", runner_with, graphs, None) == (error is None)
+    parts: Any = Trial()
+    assert can_be_captured("Gemma3nForCausalLM", parts, Captures(graphs)) == (error is None)
     assert graphs.is_closed
     assert ("Gemma3nForCausalLM" in caplog.text) == (error is not None)
     assert told in caplog.text
 
 
 def test_memory_that_is_too_small_is_no_reason() -> None:
-    def runner_with(num_pages: int, **captures: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    class Trial:
+        def runner(self, num_pages: int, captures: Captures) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
+    parts: Any = Trial()
     with pytest.raises(torch.OutOfMemoryError):
-        can_be_captured("Gemma3nForCausalLM", runner_with, None, None)
+        can_be_captured("Gemma3nForCausalLM", parts, Captures())

@@ -97,6 +97,5 @@ def test_pages_keep_what_both_need(tmp_path: Path) -> None:
     assert runtime.draft is not None
     spec = draft_spec(runtime, runtime.draft, torch.device("cpu"))
     windowed = dataclasses.replace(spec, cache_groups=(CacheGroup(Sliding(64)),))
-    assert keeping_for(windowed, None).cache_groups == (CacheGroup(Sliding(64)),)
     assert keeping_for(windowed, windowed).cache_groups == (CacheGroup(Sliding(64)),)
     assert keeping_for(windowed, spec).cache_groups == keeping_for(spec, windowed).cache_groups == (CacheGroup(),)

@@ -1,0 +1,28 @@
+"""How a model is loaded on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.process.progress import Progress, no_progress
+from minisgl_backend.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """What does not depend on the model; the same for a target and what drafts for it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_seq_len: int  # bounds the positions that the model can be asked for
+    tp: TensorParallel = field(default_factory=TensorParallel.single)
+    ops: Ops | None = None  # None: those of the device
+    quantization: str | None = None  # the option; None: the number formats that the checkpoint says
+    dummy_weights: bool = False  # no files are read but config.json's
+    trust_remote_code: bool = False  # of transformers' classes
+    on_progress: Progress = no_progress
+    # `models.mtp_head` loads the first of the checkpoint's layers for drafts: it is not said that it is left out.
+    uses_draft_layer: bool = False

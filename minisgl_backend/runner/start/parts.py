@@ -1,0 +1,183 @@
+"""What a runner is made of, built in order: model, spec, attention, table, sampling, proposer, second layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.pair import AttentionPair
+from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kv.pool import KVPool, LayerPlace, places_after
+from minisgl_backend.lazy_import import load_attribute
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.load_config import LoadConfig
+from minisgl_backend.process.progress import Progress, no_progress
+from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
+from minisgl_backend.runner.graphs.whole import GraphRunner
+from minisgl_backend.runner.model_runner import Model, ModelRunner
+from minisgl_backend.runner.proposers.context import ProposerContext
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.start.draft import proposer_class, target_spec
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
+from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.kv_scales import read_kv_scales
+
+# What builds a model, by `ModelConfig.implementation`: a function of its config, its folder and a LoadConfig. By names,
+# since one of them imports transformers, which no family needs.
+BUILDERS: Mapping[str, str] = MappingProxyType(
+    {
+        "native": "minisgl_backend.models.build:build_model",
+        "transformers": "minisgl_backend.models.fallback.build:build_fallback",
+    }
+)
+
+
+def no_phase(_: str) -> None:
+    """Reports nothing."""
+
+
+@dataclass(frozen=True)
+class StartProgress:
+    """Progress that a start reports: bytes of weights read, graphs captured, names of phases that have ended."""
+
+    weights: Progress = no_progress
+    graphs: Progress = no_progress
+    phase_ended: Callable[[str], None] = no_phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The start of one rank: what is known before anything is loaded."""
+
+    runtime: RuntimeConfig
+    model: ModelConfig
+    device: torch.device
+    tp: TensorParallel
+    progress: StartProgress
+    free_at_start: int  # bytes of the device
+
+    @property
+    def shares_memory(self) -> bool:
+        """GPUs can only open each other's memory on one machine; over several, all sums use NCCL."""
+        return not self.runtime.config.disable_pynccl and self.runtime.config.nodes == 1
+
+    @property
+    def load(self) -> LoadConfig:
+        """How the model is loaded."""
+        runtime, config, draft = self.runtime, self.runtime.config, self.runtime.draft
+        return LoadConfig(
+            dtype=getattr(torch, runtime.dtype),
+            device=self.device,
+            max_seq_len=runtime.max_seq_len,
+            tp=self.tp,
+            quantization=config.quantization,
+            dummy_weights=config.dummy_weights,
+            trust_remote_code=config.trust_remote_code,
+            on_progress=self.progress.weights,
+            uses_draft_layer=draft is not None and draft.model.tensor_names.within in self.model.draft_prefixes,
+        )
+
+
+@dataclass(frozen=True)
+class Captures:
+    """The graphs of a runner; None: it has none of that kind. See ModelRunner."""
+
+    graphs: GraphRunner | None = None
+    pieces: PiecewiseRunner | None = None
+    longest_prefill: int | None = None
+    proposer_graphs: GraphRunner | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All of a runner that does not depend on its number of pages."""
+
+    start: Start
+    model: Model
+    spec: AttentionSpec  # of the model
+    attention: AttentionPair
+    table: RowTable
+    sampling: SamplingRows
+    sampler: Sampler
+    proposer: DeviceProposer | None
+
+    @cached_property
+    def places(self) -> tuple[LayerPlace, ...]:
+        """The places in the pool of all layers, the proposer's included."""
+        return (*self.spec.places, *places_after(self.spec.places, self.proposer.places if self.proposer else ()))
+
+    @cached_property
+    def scales(self) -> Sequence[KVScales]:
+        """Of the FP8 cache, by place, as the checkpoint says them; others are 1."""
+        config, own = self.start.model, list[KVScales]()
+        if any(group.kv.is_fp8 for group in self.spec.groups) and not self.start.runtime.config.dummy_weights:
+            scales = read_kv_scales(config.num_layers, self.start.runtime.model_dir, config.tensor_names)
+            own = [
+                scale for scale, layer in zip(scales, config.layers, strict=True) if layer.mixer.attention is not None
+            ]
+        return [*own, *[ONE] * (len(self.places) - len(own))]
+
+    def runner(self, num_pages: int, captures: Captures | None = None) -> ModelRunner:
+        """A runner with a pool of so many pages."""
+        captures = captures or Captures()
+        return ModelRunner(
+            model=self.model,
+            attention=self.attention,
+            pool=KVPool(self.places, self.spec.page_size, num_pages, self.spec.device, self.scales),
+            table=self.table,
+            sampling=self.sampling,
+            sampler=self.sampler,
+            tp=self.start.tp,
+            proposer=self.proposer,
+            graphs=captures.graphs,
+            pieces=captures.pieces,
+            longest_prefill=captures.longest_prefill,
+            proposer_graphs=captures.proposer_graphs,
+        )
+
+
+def load_parts(start: Start) -> Parts:
+    """Builds them in their order, which follows memory use: weights first."""
+    runtime, device = start.runtime, start.device
+    model = load_attribute(BUILDERS[start.model.implementation])(start.model, runtime.model_dir, start.load)
+    spec = target_spec(runtime, start.model, device)
+    attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)
+    table = RowTable(
+        max_running=runtime.most_decode_entries,
+        max_seq_len=runtime.max_seq_len,
+        page_size=runtime.page_size,
+        device=device,
+        columns=spec.columns,
+    )
+    vocab_size = start.model.vocab_size
+    sampling = SamplingRows(table.max_rows, vocab_size, start.model.eos_token_ids, runtime.max_seq_len, device)
+    workspace = sampling_workspace(table.max_rows, vocab_size, device)
+    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
+    return Parts(
+        start=start,
+        model=model,
+        spec=spec,
+        attention=attention,
+        table=table,
+        sampling=sampling,
+        sampler=sampler,
+        proposer=_proposer(start, model, table, sampler),
+    )
+
+
+def _proposer(start: Start, model: Model, table: RowTable, sampler: Sampler) -> DeviceProposer | None:
+    kind = proposer_class(start.runtime.config.speculation)
+    if kind is None:
+        return None
+    own = replace(start.load, tp=start.tp.without_shared_memory(), quantization=None, uses_draft_layer=False)
+    context = ProposerContext(runtime=start.runtime, table=table, sampler=sampler, target=model, load=own)
+    return kind(context)  # type: ignore[arg-type]  # which classes of the table take
