@@ -82,8 +82,8 @@ class SamplingCase:
             mask_index=index.to(device) if masked else None, mask_bits=bits.to(device) if masked else None,
         )  # fmt: skip
 
-    def sampler(self, workspace: object = None) -> Sampler:
-        """With counts and rules of its own; `workspace` of the kernels, or the torch sampler."""
+    def sampler(self, kernels: object = None) -> Sampler:
+        """With counts and rules of its own; by `kernels`, or the torch sampler."""
         n = len(self.names)
         counts = PenaltyCounts(n, self.vocab_size, self.device)
         rules = TokenRules(n, EOS, 64, self.device)
@@ -92,7 +92,7 @@ class SamplingCase:
             if flags_of(params, self.vocab_size) & layout.RULES:
                 rules.admit(row, params, PROMPT)
         rules.upload()
-        sampler = Sampler(self.params, self.tokens, counts, rules, workspace)  # type: ignore[arg-type]
+        sampler = Sampler(self.params, self.tokens, counts, rules, kernels)  # type: ignore[arg-type]
         sampler.counts = counts.counts  # type: ignore[attr-defined]  for the tests to look at
         return sampler
 

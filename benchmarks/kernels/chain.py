@@ -21,7 +21,7 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
 from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
+from minisgl_backend.kernels.sampling.launch import SamplingKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.request import SamplingParams
@@ -85,7 +85,8 @@ class Chain:
         self.slots = self.table[:, last // shape.page] * shape.page + last % shape.page
         self.x = torch.randn(batch, shape.hidden, device=device).bfloat16()
         self.attention = DecodeWorkspace(max(batch, 64), shape.heads, shape.kv_heads, shape.dim, device)
-        self.sampling = SamplingWorkspace(batch, shape.vocab, device)
+        # Without programmatic dependent launch and with it.
+        self.sampling = [SamplingKernels(batch, shape.vocab, device, pdl=pdl) for pdl in (False, True)]
         line = torch.from_numpy(encode_params(SamplingParams(temperature=0.6, seed=1), shape.vocab).copy())
         self.params = line.repeat(batch, 1).to(device)
 
@@ -111,7 +112,7 @@ class Chain:
             gated = plain.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
             x = plain.linear(gated, down_weight, residual=x)
         logits = plain.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
-        return sample_plain(logits, self.rows, self.positions, self.params, self.sampling, pdl)
+        return self.sampling[pdl].sample_plain(logits, self.rows, self.positions, self.params)
 
 
 def bench_chain(results: dict[str, dict], profile: bool) -> None:

@@ -9,13 +9,8 @@ import torch
 
 from benchmarks.kernels.timing import Timer, profile_step
 from minisgl_backend.kernels.sampling import layout
-from minisgl_backend.kernels.sampling.launch import (
-    EditInputs,
-    SamplingWorkspace,
-    pack_logprobs,
-    sample_extended,
-    sample_plain,
-)
+from minisgl_backend.kernels.sampling.inputs import RowTables, SampledRows
+from minisgl_backend.kernels.sampling.launch import SamplingKernels, SamplingTuning
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.params import encode_params, flags_of
@@ -69,31 +64,34 @@ class SamplingBench:
 
     def __init__(self, params: SamplingParams, rows: int, cut: int, warps: int, pivots: int, rounds: int) -> None:
         device, vocab = torch.device("cuda"), 151936
-        self.flags, self.warps = flags_of(params, vocab), warps
-        self.searches = bool(self.flags & layout.RANKED) and not layout.is_complete(params.top_k, vocab)
+        flags = flags_of(params, vocab)
+        searches = bool(flags & layout.RANKED) and not layout.is_complete(params.top_k, vocab)
         self.logits = [0.64 * torch.randn(rows, vocab, device=device).bfloat16() for _ in range(4)]
         line = torch.from_numpy(encode_params(params, vocab).copy())
-        self.params = line.repeat(rows, 1).to(device)
-        self.rows = torch.arange(rows, dtype=torch.int32, device=device)
-        self.positions = torch.full((rows,), 20, dtype=torch.int32, device=device)
-        self.workspace = SamplingWorkspace(rows, vocab, device, cut, pivots=pivots, rounds=rounds)
-        rules, self.counts = TokenRules(rows, (), 4096, device), PenaltyCounts(rows, vocab, device)
+        self.inputs = SampledRows(
+            rows=torch.arange(rows, dtype=torch.int32, device=device),
+            positions=torch.full((rows,), 20, dtype=torch.int32, device=device),
+            flags=flags,
+            searches=searches,
+        )
+        tuning = SamplingTuning(slice=cut, pivots=pivots, rounds=rounds, num_warps=warps)
+        self.kernels = SamplingKernels(rows, vocab, device, tuning, pdl=False)
+        rules, counts = TokenRules(rows, (), 4096, device), PenaltyCounts(rows, vocab, device)
         tokens = torch.randint(0, vocab, (rows, 512), dtype=torch.int32, device=device)
         for row in range(rows):
             rules.admit(row, params, 256)
-            self.counts.reset(row, tokens[row], 256)
+            counts.reset(row, tokens[row], 256)
         rules.upload()
-        self.edits = EditInputs(tokens, self.counts.counts, rules.counts, rules.rules, rules.prefixes)
+        self.tables = RowTables(
+            line.repeat(rows, 1).to(device), tokens, counts.counts, rules.counts, rules.rules, rules.prefixes
+        )
         self.top = params.logprobs
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        work = (self.workspace, False, self.warps)
-        out = sample_plain(logits, self.rows, self.positions, self.params, *work)
-        if self.flags & layout.EXTENDED:
-            sample_extended(
-                logits, self.rows, self.positions, self.params, self.edits, self.flags, self.searches, out,
-                self.workspace, self.warps,
-            )  # fmt: skip
+        inputs, kernels = self.inputs, self.kernels
+        out = kernels.sample_plain(logits, inputs.rows, inputs.positions, self.tables.params)
+        if inputs.flags & layout.EXTENDED:
+            kernels.sample_extended(logits, inputs, self.tables, out)
         if self.top is not None:
-            return pack_logprobs(logits, self.rows, out[0], self.top, self.workspace, self.warps)
+            return kernels.pack_logprobs(logits, inputs.rows, out[0], self.top)
         return out

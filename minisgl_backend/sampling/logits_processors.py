@@ -46,7 +46,7 @@ class TokenRules:
         self._waiting: list[tuple[int, RowRules]] = []  # not uploaded yet
         most = MAX_LOGIT_BIAS + MAX_BAD_WORD_SPELLINGS + MAX_STOP_TOKEN_IDS + len(eos_token_ids)
         shape = (max_rows, layout.NUM_RULE_COLUMNS, most)
-        self.counts = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # see kernels.sampling.EditInputs
+        self.counts = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # see kernels.sampling.inputs
         self.rules = torch.zeros(shape, dtype=torch.int32, device=device)
         self.prefixes = torch.zeros(max_rows, MAX_BAD_WORDS_TOKENS, dtype=torch.int32, device=device)
 

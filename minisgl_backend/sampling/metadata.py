@@ -13,6 +13,7 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.inputs import SampledRows
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.params import flags_of
 from minisgl_backend.sampling.penalties import PenaltyCounts
@@ -23,20 +24,14 @@ GrammarMasks = tuple[Int32Array, Int32Array]  # result indices [k], bits [k, cei
 OFF = -1  # in the logprobs columns
 
 
-@dataclass(frozen=True)
-class SamplingInputs:
-    """The rows that sample in one step and their needs, decided on the host. Tensors are int32, on the device."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingInputs(SampledRows):
+    """The rows that sample in one step and their needs, decided on the host."""
 
-    rows: torch.Tensor  # [n]
-    positions: torch.Tensor  # [n]  of the tokens to be sampled
-    flags: int  # union of these rows' sampling.layout.FLAGS
-    searches: bool = False  # at least one ranked row is not sampling.layout.is_complete
-    logprob_indices: torch.Tensor | None = None  # [k]  result indices of rows that want log-probabilities
+    logprob_indices: torch.Tensor | None = None  # int32 [k]  result indices of rows that want log-probabilities
     top_logprobs: int = 0  # the most alternatives that any of them asked for
-    mask_index: torch.Tensor | None = None  # [n]  row of mask_bits, or -1
-    mask_bits: torch.Tensor | None = None  # [k, ceil(vocab_size / 32)]  1: allowed
-    # Result indices, [k] each, of the rounds that are sampled one after the other; together they are all of them. A row
-    # with penalties and drafts has several entries, and each counts the tokens before it. (): one round.
+    # Result indices, int32 [k] each, of the rounds that are sampled one after the other; together they are all of them.
+    # A row with penalties and drafts has several entries, and each counts the tokens before it. (): one round.
     rounds: tuple[torch.Tensor, ...] = ()
 
     @property

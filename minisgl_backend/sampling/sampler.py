@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
-from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.inputs import RowTables
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.gumbel import gumbel, row_keys
 from minisgl_backend.sampling.logits_processors import TokenRules
@@ -26,7 +26,7 @@ from minisgl_backend.sampling.metadata import SamplingInputs
 from minisgl_backend.sampling.penalties import PenaltyCounts
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.sampling.launch import EditInputs, SamplingWorkspace
+    from minisgl_backend.kernels.sampling.launch import SamplingKernels
 
 UNIT = float(1 << 40)  # scale of integer probabilities, relative to the largest one
 
@@ -43,28 +43,22 @@ class Sampler:
         tokens: torch.Tensor,
         penalties: PenaltyCounts,
         rules: TokenRules,
-        workspace: SamplingWorkspace | None = None,
+        kernels: SamplingKernels | None = None,
     ) -> None:
         """`params` int32 [max_rows, NUM_PARAMS] and `tokens` int32 [max_rows, max_seq_len + 1] are those of the rows.
 
-        `workspace`: buffers of the kernels, where these can run; see `sampling_workspace`.
+        `kernels`: where these can run; see `sampling_kernels`.
         """
-        self._params = params
-        self._tokens = tokens
-        self._penalties = penalties
-        self._rules = rules
-        self._workspace = workspace
-        self._pdl = DeviceFacts.of(params.device).dependent_launch
+        self._params, self._penalties, self._rules, self._kernels = params, penalties, rules, kernels
+        self._tables = RowTables(params, tokens, penalties.counts, rules.counts, rules.rules, rules.prefixes)
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Temperature or greedy sampling, as captured in graphs: logits [n, vocab_size], rows and positions [n].
 
         Rows that need more than that get an arbitrary token, which `sample_extended` overwrites.
         """
-        if self._workspace is not None:
-            from minisgl_backend.kernels.sampling.launch import sample_plain
-
-            return sample_plain(logits, rows, positions, self._params, self._workspace, self._pdl)
+        if self._kernels is not None:
+            return self._kernels.sample_plain(logits, rows, positions, self._params)
         params = self._params[rows]
         library = cpu_library() if logits.dtype == torch.bfloat16 and logits.is_cpu else None
         if library is not None and _is_greedy(params):
@@ -80,21 +74,8 @@ class Sampler:
         if inputs.rounds:
             self._sample_in_rounds(logits, inputs, token_ids)
             return
-        if self._workspace is not None:
-            from minisgl_backend.kernels.sampling.launch import sample_extended
-
-            sample_extended(
-                logits,
-                inputs.rows,
-                inputs.positions,
-                self._params,
-                self._edits(inputs),
-                inputs.flags,
-                inputs.searches,
-                token_ids,
-                self._workspace,
-                pdl=self._pdl,
-            )
+        if self._kernels is not None:
+            self._kernels.sample_extended(logits, inputs, self._tables, token_ids)
             return
         flags = self._params[inputs.rows, layout.FLAGS]
         indices = torch.nonzero(flags & layout.EXTENDED).squeeze(1)
@@ -129,24 +110,9 @@ class Sampler:
 
     def logprobs(self, logits: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
         """See logprobs.pack, for rows `indices` [k] of logits [n, vocab_size]; `token_ids` [n] belong to all rows."""
-        if self._workspace is not None:
-            from minisgl_backend.kernels.sampling.launch import pack_logprobs
-
-            return pack_logprobs(logits, indices, token_ids, top, self._workspace)
+        if self._kernels is not None:
+            return self._kernels.pack_logprobs(logits, indices, token_ids, top)
         return logprobs.pack(logits[indices], token_ids[indices], top)
-
-    def _edits(self, inputs: SamplingInputs) -> EditInputs:
-        from minisgl_backend.kernels.sampling.launch import EditInputs
-
-        return EditInputs(
-            tokens=self._tokens,
-            counts=self._penalties.counts,
-            rule_counts=self._rules.counts,
-            rules=self._rules.rules,
-            prefixes=self._rules.prefixes,
-            mask_index=inputs.mask_index,
-            mask_bits=inputs.mask_bits,
-        )
 
     def _edit(
         self, raw: torch.Tensor, indices: torch.Tensor, flags: torch.Tensor, inputs: SamplingInputs
@@ -160,7 +126,7 @@ class Sampler:
         if inputs.flags & layout.RULES:
             ruled = torch.nonzero(flags & layout.RULES).squeeze(1)
             logits = logits.clone() if logits is raw else logits
-            logits[ruled] = self._rules.apply(logits[ruled], rows[ruled], positions[ruled], self._tokens)
+            logits[ruled] = self._rules.apply(logits[ruled], rows[ruled], positions[ruled], self._tables.tokens)
         if inputs.mask_index is not None and inputs.mask_bits is not None:
             index = inputs.mask_index[indices]
             masked = torch.nonzero(index >= 0).squeeze(1)
@@ -195,14 +161,14 @@ def _is_greedy(params: torch.Tensor) -> bool:
     return not bool(params.view(torch.float32)[:, layout.TEMPERATURE].any())
 
 
-def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace | None:
-    """Buffers of the sampling kernels on this device; None where these cannot run."""
+def sampling_kernels(max_rows: int, vocab_size: int, device: torch.device) -> SamplingKernels | None:
+    """The sampling kernels of this device; None where these cannot run."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     # Imported late: the package is missing on machines without a GPU.
-    from minisgl_backend.kernels.sampling.launch import SamplingWorkspace
+    from minisgl_backend.kernels.sampling.launch import SamplingKernels
 
-    return SamplingWorkspace(max(max_rows, logprobs.PROMPT_SLAB), vocab_size, device)
+    return SamplingKernels(max(max_rows, logprobs.PROMPT_SLAB), vocab_size, device)
 
 
 def apply_bitmask(logits: torch.Tensor, raw: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

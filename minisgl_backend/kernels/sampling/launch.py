@@ -27,217 +27,182 @@ summation. Tokens are ranked by logit and then by token id, the lower one first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kernels.sampling.common import NUM_FLOATS, NUM_LONGS
 from minisgl_backend.kernels.sampling.draw import sample_kernel
 from minisgl_backend.kernels.sampling.edits import edit_kernel, rules_kernel
 from minisgl_backend.kernels.sampling.filters import collect_kernel, search_kernel, settle_kernel, stats_kernel
+from minisgl_backend.kernels.sampling.inputs import RowTables, SampledRows
 from minisgl_backend.kernels.sampling.logprobs import logprob_collect_kernel, logprob_stats_kernel
 
-_SLICE = 2048
 _GROUPS = 512  # at least, where the vocabulary is that large
-_PIVOTS = 8
-_ROUNDS = 3  # at most: rows whose bracket is narrow leave the others at once
-_PROGRAMS = 1600  # of a kernel: more rows mean more slices for each, so that its start and its end cost less
 _REGISTERS = 64  # of a thread that reads slices, so that a multiprocessor has room for four programs
 _MOST_TOP = tl.constexpr(32)  # alternatives of log-probabilities, at most
 
 
-class SamplingWorkspace:
-    """Buffers through which the programs of a row share results. Counters return to zero after every launch."""
+class SamplingTuning(NamedTuple):
+    """How the kernels split their work; measured (benchmarks/kernels)."""
+
+    slice: int = 2048  # of the vocabulary
+    candidates: int = layout.CANDIDATES
+    pivots: int = 8
+    rounds: int = 3  # at most: rows whose bracket is narrow leave the others at once
+    programs: int = 1600  # of a kernel: more rows mean more slices for each, so that its start and its end cost less
+    num_warps: int = 4
+
+
+class SamplingKernels:
+    """The kernels, and the buffers through which the programs of a row share results. Counters return to zero after
+    every launch."""
 
     def __init__(
         self,
         max_rows: int,
         vocab_size: int,
         device: torch.device,
-        slice: int = _SLICE,
-        candidates: int = layout.CANDIDATES,
-        pivots: int = _PIVOTS,
-        rounds: int = _ROUNDS,
-        programs: int = _PROGRAMS,
+        tuning: SamplingTuning = SamplingTuning(),
+        pdl: bool | None = None,
     ) -> None:
-        self.vocab_size, self.slice, self.device = vocab_size, slice, device
-        self.candidates, self.pivots, self.rounds, self.programs = candidates, pivots, rounds, programs
-        self.slices = slices = cdiv(vocab_size, slice)
-        self.groups = min(slice // 2, next_power_of_2(cdiv(_GROUPS, slices)))  # of a slice
-        self.id_bits = max(1, (vocab_size - 1).bit_length())
+        """pdl: programmatic dependent launch; None: where the device has it."""
+        self.vocab_size, self.tuning = vocab_size, tuning
+        self._pdl = DeviceFacts.of(device).dependent_launch if pdl is None else pdl
+        slice, candidates = tuning.slice, tuning.candidates
+        self._slices = slices = cdiv(vocab_size, slice)
+        groups = min(slice // 2, next_power_of_2(cdiv(_GROUPS, slices)))  # of a slice
 
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(max_rows, *shape, dtype=dtype, device=device)
 
-        self.values = empty(torch.float32, slices)
-        self.tokens = empty(torch.int32, slices)
-        self.maxima = empty(torch.float32, slices * self.groups)
-        self.minima = empty(torch.float32, slices)
-        self.sums = empty(torch.float32, slices * pivots)
-        self.totals = empty(torch.int64, slices, 2)  # weight above the bracket, and of all
-        self.keys = empty(torch.int64, candidates)
-        self.floats = empty(torch.float32, int(NUM_FLOATS.value))
-        self.longs = empty(torch.int64, int(NUM_LONGS.value))
+        self._values = empty(torch.float32, slices)
+        self._tokens = empty(torch.int32, slices)
+        self._maxima = empty(torch.float32, slices * groups)
+        self._minima = empty(torch.float32, slices)
+        self._sums = empty(torch.float32, slices * tuning.pivots)
+        self._totals = empty(torch.int64, slices, 2)  # weight above the bracket, and of all
+        self._keys = empty(torch.int64, candidates)
+        self._floats = empty(torch.float32, int(NUM_FLOATS.value))
+        self._longs = empty(torch.int64, int(NUM_LONGS.value))
         self.counters = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # arrivals, collected candidates
-        self.no_masks = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        self._no_masks = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        # Constants that the kernels are compiled for.
+        self._sizes = {
+            "VOCAB": vocab_size, "SLICE": slice, "SLICES": slices, "SLICES_PADDED": next_power_of_2(slices)
+        }  # fmt: skip
+        self._groups = {"GROUPS": groups, "GROUPS_PADDED": next_power_of_2(slices * groups)}
+        self._ids = {"ID_BITS": max(1, (vocab_size - 1).bit_length())}
+        self._candidates = {"CANDIDATES": candidates}
 
-    def programs_of_a_row(self, n: int) -> int:
-        """Programs of each row where n rows are sampled together; they share the slices evenly."""
-        return cdiv(self.slices, cdiv(self.slices * n, self.programs))
+    def sample_plain(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: torch.Tensor
+    ) -> torch.Tensor:
+        """argmax(logits / temperature + noise), or argmax(logits) where the temperature is 0.
 
-    def sizes(self) -> dict[str, int]:
-        """Constants that the kernels are compiled for."""
-        return {
-            "VOCAB": self.vocab_size,
-            "SLICE": self.slice,
-            "SLICES": self.slices,
-            "SLICES_PADDED": next_power_of_2(self.slices),
-        }
-
-
-@dataclass(frozen=True)
-class EditInputs:
-    """Inputs of penalties, rules and grammar masks; all on the device."""
-
-    tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  of every row, by position
-    counts: torch.Tensor  # int16 [max_rows, vocab_size]  see layout.IN_PROMPT
-    rule_counts: torch.Tensor  # int32 [max_rows, 2]  rules without a prefix, and all rules
-    rules: torch.Tensor  # int32 [max_rows, NUM_RULE_COLUMNS, max_rules]  those without a prefix first
-    prefixes: torch.Tensor  # int32 [max_rows, max_prefix_tokens]
-    mask_index: torch.Tensor | None = None  # int32 [n]  row of mask_bits, or -1
-    mask_bits: torch.Tensor | None = None  # int32 [k, ceil(vocab_size / 32)]  1: allowed
-
-
-def sample_plain(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    params: torch.Tensor,
-    workspace: SamplingWorkspace,
-    pdl: bool = False,
-    num_warps: int = 4,
-) -> torch.Tensor:
-    """argmax(logits / temperature + noise), or argmax(logits) where the temperature is 0.
-
-    logits [n, vocab_size], rows and positions int32 [n], params int32 [max_rows, NUM_PARAMS]. Returns int32 [2, n]:
-    tokens, then 1 where the best value is finite and 0 elsewhere. Of equal values the lowest token id wins. Rows that
-    need more than temperature get token 0: `sample_extended` overwrites it.
-    """
-    n = logits.shape[0]
-    out = torch.empty((2, n), dtype=torch.int32, device=logits.device)
-    w = workspace
-    sample_kernel[(w.slices, n)](
-        logits, logits, rows, positions, params, w.no_masks, logits, w.values, w.tokens, w.floats, w.longs, w.counters,
-        out, logits.stride(0), params.stride(0), n, **w.sizes(), ID_BITS=w.id_bits, THIS_IS_EXTENDED=False,
-        COMPILED=logits.is_cuda, num_warps=num_warps, **pdl_options(pdl),
-    )  # fmt: skip
-    return out
-
-
-def sample_extended(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    params: torch.Tensor,
-    edits: EditInputs,
-    flags: int,
-    searches: bool,
-    out: torch.Tensor,
-    workspace: SamplingWorkspace,
-    num_warps: int = 4,
-    pdl: bool = False,
-) -> None:
-    """Samples the rows that need more than temperature; the others keep what `out` has.
-
-    Shapes are those of `sample_plain`. `flags`: all bits of the rows' FLAGS column, GRAMMAR where there are masks;
-    `searches`: some ranked row is not `layout.is_complete`. `out` int32 [2, n or more].
-    """
-    n, w = logits.shape[0], workspace
-    whole_grid, sizes = (w.slices, n), w.sizes()
-    programs = w.programs_of_a_row(n)
-    grid = (programs, n)
-    mask_index = w.no_masks if edits.mask_index is None else edits.mask_index
-    mask_bits = w.no_masks if edits.mask_bits is None else edits.mask_bits
-    strides = (logits.stride(0), params.stride(0))
-    launch = {"num_warps": num_warps, **pdl_options(pdl)}
-    edited = w.maxima  # a float32 pointer, so that kernels are compiled once; nothing reads it then
-    if flags & layout.EDITS:
-        edited = torch.empty(n, w.vocab_size, dtype=torch.float32, device=logits.device)
-        edit_kernel[whole_grid](
-            logits, edited, rows, params, edits.counts, mask_index, mask_bits, *strides, edits.counts.stride(0),
-            VOCAB=w.vocab_size, SLICE=w.slice, **launch,
+        logits [n, vocab_size], rows and positions int32 [n], params int32 [max_rows, NUM_PARAMS]. Returns int32 [2, n]:
+        tokens, then 1 where the best value is finite and 0 elsewhere. Of equal values the lowest token id wins. Rows
+        that need more than temperature get token 0: `sample_extended` overwrites it.
+        """
+        n = logits.shape[0]
+        out = torch.empty((2, n), dtype=torch.int32, device=logits.device)
+        sample_kernel[(self._slices, n)](
+            logits, logits, rows, positions, params, self._no_masks, logits, self._values, self._tokens, self._floats,
+            self._longs, self.counters, out, logits.stride(0), params.stride(0), n, **self._sizes, **self._ids,
+            THIS_IS_EXTENDED=False, COMPILED=logits.is_cuda, **self._launch(),
         )  # fmt: skip
-    if flags & layout.RULES:
-        rules_kernel[(n,)](
-            logits, edited, rows, positions, params, edits.tokens, edits.rule_counts, edits.rules, edits.prefixes,
-            mask_index, mask_bits, *strides, edits.tokens.stride(0), edits.rules.stride(1), edits.prefixes.stride(0),
-            VOCAB=w.vocab_size, SLICE=w.slice, **launch,
-        )  # fmt: skip
-    common = (logits, edited, rows, params, mask_index)
-    if flags & layout.FILTERS:
-        stats_kernel[grid](
-            *common, w.maxima, w.minima, w.floats, w.longs, w.counters, *strides, **sizes, GROUPS=w.groups,
-            GROUPS_PADDED=next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, **launch,
-        )  # fmt: skip
-    if flags & layout.RANKED:
-        wide = {**launch, "num_warps": 2 * num_warps}
-        reading = {**wide, "maxnreg": _REGISTERS}
-        if searches:
-            for search_round in range(w.rounds):
+        return out
+
+    def sample_extended(self, logits: torch.Tensor, inputs: SampledRows, tables: RowTables, out: torch.Tensor) -> None:
+        """Samples the rows that need more than temperature; the others keep what `out`, int32 [2, n or more], has.
+        logits [n, vocab_size]."""
+        n, counts = logits.shape[0], tables.counts
+        programs = cdiv(self._slices, cdiv(self._slices * n, self.tuning.programs))  # share a row's slices evenly
+        grid = (programs, n)
+        mask_index = self._no_masks if inputs.mask_index is None else inputs.mask_index
+        strides = (logits.stride(0), tables.params.stride(0))
+        launch, ids, compiled = self._launch(), self._ids, {"COMPILED": logits.is_cuda}
+        edited = self._edited(logits, inputs, tables, mask_index) if inputs.flags & layout.EDITS else self._maxima
+        common = (logits, edited, inputs.rows, tables.params, mask_index)
+        if inputs.flags & layout.FILTERS:
+            stats_kernel[grid](
+                *common, self._maxima, self._minima, self._floats, self._longs, self.counters, *strides, **self._sizes,
+                **self._groups, **self._candidates, **launch,
+            )  # fmt: skip
+        if inputs.flags & layout.RANKED:
+            wide = {**launch, "num_warps": 2 * self.tuning.num_warps}
+            reading = {**wide, "maxnreg": _REGISTERS}
+            for search_round in range(self.tuning.rounds if inputs.searches else 0):
                 search_kernel[grid](
-                    *common, w.sums, w.values, w.floats, w.longs, w.counters, *strides, **sizes,
-                    FIRST=search_round == 0, PIVOTS=w.pivots, CANDIDATES=w.candidates,
-                    THREADS=min(w.slice, 32 * wide["num_warps"]), **reading,
+                    *common, self._sums, self._values, self._floats, self._longs, self.counters, *strides,
+                    **self._sizes, FIRST=search_round == 0, PIVOTS=self.tuning.pivots, **self._candidates,
+                    THREADS=min(self.tuning.slice, 32 * wide["num_warps"]), **reading,
                 )  # fmt: skip
-        collect_kernel[grid](
-            *common, positions, w.totals, w.values, w.tokens, w.keys, w.floats, w.counters, *strides,
-            w.counters.stride(0), **sizes, CHUNK=w.slice // 2, ID_BITS=w.id_bits, CANDIDATES=w.candidates,
-            COMPILED=logits.is_cuda, **reading,
+            collect_kernel[grid](
+                *common, inputs.positions, self._totals, self._values, self._tokens, self._keys, self._floats,
+                self.counters, *strides, self.counters.stride(0), **self._sizes, CHUNK=self.tuning.slice // 2, **ids,
+                **self._candidates, **compiled, **reading,
+            )  # fmt: skip
+            settle_kernel[(n,)](
+                *common, inputs.positions, counts, self._totals, self._values, self._tokens, self._keys, self._floats,
+                self._longs, self.counters, out, *strides, counts.stride(0), self.counters.stride(0), out.stride(0),
+                programs, **self._sizes, **ids, **self._candidates, **compiled, **wide,
+            )  # fmt: skip
+        sample_kernel[grid](
+            logits, edited, inputs.rows, inputs.positions, tables.params, mask_index, counts, self._values,
+            self._tokens, self._floats, self._longs, self.counters, out, *strides, out.stride(0), **self._sizes, **ids,
+            THIS_IS_EXTENDED=True, **compiled, **launch,
         )  # fmt: skip
-        settle_kernel[(n,)](
-            *common, positions, edits.counts, w.totals, w.values, w.tokens, w.keys, w.floats, w.longs, w.counters, out,
-            *strides, edits.counts.stride(0), w.counters.stride(0), out.stride(0), programs, **sizes, ID_BITS=w.id_bits,
-            CANDIDATES=w.candidates, COMPILED=logits.is_cuda, **wide,
-        )  # fmt: skip
-    sample_kernel[grid](
-        logits, edited, rows, positions, params, mask_index, edits.counts, w.values, w.tokens, w.floats, w.longs,
-        w.counters, out, *strides, out.stride(0), **sizes, ID_BITS=w.id_bits, THIS_IS_EXTENDED=True,
-        COMPILED=logits.is_cuda, **launch,
-    )  # fmt: skip
 
+    def pack_logprobs(
+        self, logits: torch.Tensor, logits_rows: torch.Tensor, token_ids: torch.Tensor, top: int
+    ) -> torch.Tensor:
+        """For some rows of `logits`: the log-probability and rank of one token, and the `top` most likely tokens.
 
-def pack_logprobs(
-    logits: torch.Tensor,
-    logits_rows: torch.Tensor,
-    token_ids: torch.Tensor,
-    top: int,
-    workspace: SamplingWorkspace,
-    num_warps: int = 4,
-) -> torch.Tensor:
-    """For some rows of `logits`: the log-probability and rank of one token, and the `top` most likely tokens.
+        logits [n, vocab_size]; logits_rows int32 [k], which rows; token_ids int32 [n], one for each row of logits.
+        Returns int32 [k, 3 + 2 * top], see sampling.logprobs.pack. Equal logits: the lower token id first.
+        """
+        if top > _MOST_TOP.value:
+            raise ValueError(f"top is {top}; allowed: at most {_MOST_TOP.value}")
+        k, top, num_warps = logits_rows.shape[0], min(top, self.vocab_size), self.tuning.num_warps
+        out = torch.empty(k, 3 + 2 * top, dtype=torch.int32, device=logits.device)
+        step = self._floats.shape[0]
+        for start in range(0, k, step):
+            part, out_part = logits_rows[start : start + step], out[start : start + step]
+            grid = (self._slices, part.shape[0])
+            logprob_stats_kernel[grid](
+                logits, part, self._maxima, self._values, self._minima, self._floats, self.counters, logits.stride(0),
+                top, **self._sizes, **self._groups, num_warps=num_warps,
+            )  # fmt: skip
+            logprob_collect_kernel[grid](
+                logits, part, token_ids, self._tokens, self._keys, self._floats, self.counters, out_part,
+                logits.stride(0), self.counters.stride(0), out.stride(0), top, **self._sizes, **self._ids,
+                **self._candidates, num_warps=num_warps,
+            )  # fmt: skip
+        return out
 
-    logits [n, vocab_size]; logits_rows int32 [k], which rows; token_ids int32 [n], one for each row of logits. Returns
-    int32 [k, 3 + 2 * top], see sampling.logprobs.pack. Equal logits: the lower token id first.
-    """
-    w, k = workspace, logits_rows.shape[0]
-    if top > _MOST_TOP.value:
-        raise ValueError(f"top is {top}; allowed: at most {_MOST_TOP.value}")
-    top = min(top, w.vocab_size)
-    out = torch.empty(k, 3 + 2 * top, dtype=torch.int32, device=logits.device)
-    step = w.floats.shape[0]
-    for start in range(0, k, step):
-        part, out_part = logits_rows[start : start + step], out[start : start + step]
-        grid = (w.slices, part.shape[0])
-        logprob_stats_kernel[grid](
-            logits, part, w.maxima, w.values, w.minima, w.floats, w.counters, logits.stride(0), top, **w.sizes(),
-            GROUPS=w.groups, GROUPS_PADDED=next_power_of_2(w.slices * w.groups), num_warps=num_warps,
+    def _launch(self) -> dict[str, Any]:
+        return {"num_warps": self.tuning.num_warps, **pdl_options(self._pdl)}
+
+    def _edited(
+        self, logits: torch.Tensor, inputs: SampledRows, tables: RowTables, mask_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits float32 [n, vocab_size] after penalties, rules and masks."""
+        n, rows, params, counts, launch = logits.shape[0], inputs.rows, tables.params, tables.counts, self._launch()
+        mask_bits = self._no_masks if inputs.mask_bits is None else inputs.mask_bits
+        strides, sizes = (logits.stride(0), params.stride(0)), {"VOCAB": self.vocab_size, "SLICE": self.tuning.slice}
+        edited = torch.empty(n, self.vocab_size, dtype=torch.float32, device=logits.device)
+        edit_kernel[(self._slices, n)](
+            logits, edited, rows, params, counts, mask_index, mask_bits, *strides, counts.stride(0), **sizes, **launch
         )  # fmt: skip
-        logprob_collect_kernel[grid](
-            logits, part, token_ids, w.tokens, w.keys, w.floats, w.counters, out_part, logits.stride(0),
-            w.counters.stride(0), out.stride(0), top, **w.sizes(), ID_BITS=w.id_bits, CANDIDATES=w.candidates,
-            num_warps=num_warps,
-        )  # fmt: skip
-    return out
+        if inputs.flags & layout.RULES:
+            rules_kernel[(n,)](
+                logits, edited, rows, inputs.positions, params, tables.tokens, tables.rule_counts, tables.rules,
+                tables.prefixes, mask_index, mask_bits, *strides, tables.tokens.stride(0), tables.rules.stride(1),
+                tables.prefixes.stride(0), **sizes, **launch,
+            )  # fmt: skip
+        return edited

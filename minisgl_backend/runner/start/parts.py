@@ -27,7 +27,7 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.sampling.metadata import SamplingRows
-from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
+from minisgl_backend.sampling.sampler import Sampler, sampling_kernels
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.kv_scales import read_kv_scales
 
@@ -160,8 +160,8 @@ def load_parts(start: Start) -> Parts:
     )
     vocab_size = start.model.vocab_size
     sampling = SamplingRows(table.max_rows, vocab_size, start.model.eos_token_ids, runtime.max_seq_len, device)
-    workspace = sampling_workspace(table.max_rows, vocab_size, device)
-    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
+    kernels = sampling_kernels(table.max_rows, vocab_size, device)
+    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, kernels)
     return Parts(
         start=start,
         model=model,

@@ -21,7 +21,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import row_tables as rows
-from minisgl_backend.kernels.sampling import launch as sampling
+from minisgl_backend.kernels.sampling.launch import SamplingKernels, SamplingTuning
 from tests.sampling_cases import SamplingCase, logits_of
 
 CPU = torch.device("cpu")
@@ -33,15 +33,15 @@ def test_sampling_is_that_of_the_sampler(kind: str):
     vocab_size = 300
     case = SamplingCase(vocab_size, CPU, 1)
     n = len(case.names)
-    workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, slice=128, candidates=128, pivots=4, rounds=2)
+    sampling = SamplingKernels(n, vocab_size, CPU, SamplingTuning(slice=128, candidates=128, pivots=4, rounds=2))
     logits = logits_of(kind, n, vocab_size, 1)
     before = logits.clone()
-    reference, kernels = case.sampler(), case.sampler(workspace)
+    reference, kernels = case.sampler(), case.sampler(sampling)
     expected, found = reference.sample(logits, case.inputs), kernels.sample(logits, case.inputs)
     assert found.t().tolist() == expected.t().tolist()
     assert torch.equal(reference.counts, kernels.counts)
     assert torch.equal(logits, before)
-    assert int(workspace.counters.abs().sum()) == 0
+    assert int(sampling.counters.abs().sum()) == 0
 
 
 DISTRIBUTIONS = ("peaked", "flat", "equal", "huge", "masked", "outlier")
@@ -90,10 +90,10 @@ def test_borders_of_top_p_and_top_k(shape: str, pytestconfig: pytest.Config):
     if not pytestconfig.getoption("--full", default=False):  # each with half of the distributions
         settings = settings[DISTRIBUTIONS.index(shape) % 2 :: 2]
     for setting in settings:
-        workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, **setting)
-        found = Sampler(table, tokens, counts, rules, workspace).sample(logits, inputs)
+        kernels = SamplingKernels(n, vocab_size, CPU, SamplingTuning(**setting))
+        found = Sampler(table, tokens, counts, rules, kernels).sample(logits, inputs)
         assert found.tolist() == expected.tolist()
-        assert int(workspace.counters.abs().sum()) == 0
+        assert int(kernels.counters.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -102,8 +102,8 @@ def test_sampling_marks_unsound_rows(poison: float):
     case = SamplingCase(300, CPU, 2, names)
     logits = logits_of("normal", len(names), 300, 2)
     logits[::2, 70] = poison
-    workspace = sampling.SamplingWorkspace(len(names), 300, CPU, slice=128, candidates=128)
-    found = case.sampler(workspace).sample(logits, case.inputs)
+    kernels = SamplingKernels(len(names), 300, CPU, SamplingTuning(slice=128, candidates=128))
+    found = case.sampler(kernels).sample(logits, case.inputs)
     assert found[1].tolist() == [0, 1] * 3
     assert ((found[0] >= 0) & (found[0] < 300)).all()
 
@@ -113,11 +113,11 @@ def test_sampling_marks_unsound_rows(poison: float):
 def test_log_probabilities(kind: str, top: int):
     vocab_size = 300
     case = SamplingCase(vocab_size, CPU, 1)
-    workspace = sampling.SamplingWorkspace(2, vocab_size, CPU, slice=128, candidates=128)
+    kernels = SamplingKernels(2, vocab_size, CPU, SamplingTuning(slice=128, candidates=128))
     logits, token_ids = logits_of(kind, 4, vocab_size, 1), torch.tensor([7, 299, 12, 0], dtype=torch.int32)
     lines = torch.tensor([3, 0, 1], dtype=torch.int32)
     expected = case.sampler().logprobs(logits, lines, token_ids, top)
-    found = case.sampler(workspace).logprobs(logits, lines, token_ids, top)
+    found = case.sampler(kernels).logprobs(logits, lines, token_ids, top)
     ints, floats = [0, *range(2, 3 + top)], [1, *range(3 + top, 3 + 2 * top)]
     torch.testing.assert_close(found[:, floats].view(torch.float32), expected[:, floats].view(torch.float32))
     assert torch.equal(found[:, ints], expected[:, ints])
