@@ -15,6 +15,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 # relu2: relu(x) ** 2 (So et al., 2021: Primer); xielu has two learned parameters (Huang and Schlag, 2024: Deriving
 # Activation Functions Using Integration).
 UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
+Norms = Literal["before", "after", "both", "parallel"]  # see `LayerConfig.norms`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class LayerConfig:
     norm: NormConfig
     # Which norms mixer and MLP have: of their input, their output, or both; "parallel": one norm whose output is
     # the input of both (Wang and Komatsuzaki, 2021: GPT-J).
-    norms: Literal["before", "after", "both", "parallel"] = "before"
+    norms: Norms = "before"
     residual_multiplier: float = 1.0  # of the outputs of mixer and MLP (Granite)
     layer_scalar: bool = False  # a stored number multiplies the residual stream after the layer (Gemma 4)
 

@@ -15,7 +15,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
 from minisgl_backend.models.families import FAMILIES
-from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.base import Family
 from minisgl_backend.models.families.vectors import find_family
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json

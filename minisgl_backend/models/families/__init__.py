@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from minisgl_backend.lazy_import import load_attribute
-from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.base import Family
 
 
 class Row(NamedTuple):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, UngatedMlpConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, UngatedMlpConfig
+from minisgl_backend.models.families.common import llama_attention, norm, uniform
 
 _ROPE = {
     "rope_type": "llama3",
@@ -23,19 +20,12 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("mlp_bias", (False,))
     keys.choice("post_norm", (False,))
     keys.choice("qk_norm", (True,))
-    bias = keys.boolean("attention_bias", False)
-    layer = LayerConfig(
-        mixer=attention(
-            keys,
-            num_kv_heads=keys.integer("num_attention_heads"),
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=norm(keys, eps=1e-5),
-        ),
-        mlp=UngatedMlpConfig(intermediate_size=keys.integer("intermediate_size"), activation="xielu"),
-        norm=norm(keys, eps=1e-5),
+    return uniform(
+        keys,
+        llama_attention(keys, qk_norm=norm(keys, eps=1e-5)),
+        UngatedMlpConfig(intermediate_size=keys.integer("intermediate_size"), activation="xielu"),
+        norm(keys, eps=1e-5),
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(

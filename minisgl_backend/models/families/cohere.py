@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import NormConfig, RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
+from minisgl_backend.models.families.base import (
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    NormConfig,
+    RopeConfig,
+    read_rope,
+)
+from minisgl_backend.models.families.common import attention, decoder, mlp
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -25,14 +29,7 @@ def cohere(keys: Keys, layers: Sequence[LayerConfig]) -> DecoderConfig:
 def parallel_layer(keys: Keys, rope: RopeConfig | None, window: int | None) -> LayerConfig:
     bias = keys.boolean("attention_bias", False)
     return LayerConfig(
-        mixer=attention(
-            keys,
-            num_kv_heads=keys.integer("num_attention_heads"),
-            qkv_bias=bias,
-            output_bias=bias,
-            rope=rope,
-            window=window,
-        ),
+        mixer=attention(keys, num_kv_heads=keys.integer("num_attention_heads"), bias=bias, rope=rope, window=window),
         mlp=mlp(keys),
         norm=NormConfig(eps=keys.number("layer_norm_eps", 1e-5), kind="layer"),
         norms="parallel",

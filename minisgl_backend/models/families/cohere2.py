@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.cohere import cohere, cohere_rope, parallel_layer
-from minisgl_backend.models.families.common import SLIDING, Family, layer_types, window
-from minisgl_backend.models.families.gemma2 import every
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.families.common import every, layer_types, window
 
 
 def read(keys: Keys) -> DecoderConfig:

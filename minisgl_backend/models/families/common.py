@@ -1,38 +1,39 @@
-"""Definition of a family, and readers that most families share."""
+"""Readers that most families share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minisgl_backend.layers.config import Activation, LayerConfig, MlpConfig, UngatedActivation, UngatedMlpConfig
-from minisgl_backend.layers.mixer_config import AttentionConfig, NormConfig, RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import longest, max_positions, read_rope
-from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.layers.config import Activation, Norms, UngatedActivation
+from minisgl_backend.layers.mixer_config import MixerConfig
+from minisgl_backend.models.families.base import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    DecoderConfig,
+    Keys,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+    RouterConfig,
+    UngatedMlpConfig,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.rope import longest, max_positions
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture. `read` reads every key that changes what is computed, and refuses unsupported values;
-    `known_keys.check_unread` checks the keys that it does not read."""
-
-    model_type: str  # its name in transformers
-    read: Callable[[Keys], DecoderConfig]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults of keys that its configs omit
-    text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
-    may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
-    tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
 def attention(keys: Keys, kind: type[AttentionConfig] = AttentionConfig, **more: Any) -> AttentionConfig:
     """Self-attention of this kind with sizes and rope under their usual names; `more`: other fields. Its `num_kv_heads`
-    and `head_dim` are defaults for absent keys, its `rope` replaces the usual reader's."""
+    and `head_dim` are defaults for absent keys, its `rope` replaces the usual reader's, and its `bias` is that of all
+    projections."""
+    if "bias" in more:
+        more["qkv_bias"] = more["output_bias"] = more.pop("bias")
     num_q_heads = keys.integer("num_attention_heads")
     head_dim = more.pop("head_dim", None) or keys.integer("hidden_size") // num_q_heads
     head_dim = keys.integer("head_dim", head_dim)
@@ -43,6 +44,18 @@ def attention(keys: Keys, kind: type[AttentionConfig] = AttentionConfig, **more:
         rope=more.pop("rope") if "rope" in more else read_rope(keys, head_dim),
         **more,
     )
+
+
+def llama_attention(keys: Keys, kind: type[AttentionConfig] = AttentionConfig, **more: Any) -> AttentionConfig:
+    """`attention` as Llama's: attention_bias is that of all projections, an absent num_key_value_heads means as many as
+    query heads."""
+    bias, num_heads = keys.boolean("attention_bias", False), keys.integer("num_attention_heads")
+    return attention(keys, kind, num_kv_heads=num_heads, bias=bias, **more)
+
+
+def head_size(keys: Keys) -> int:
+    """head_dim, or where it is absent that of heads that make up the hidden size."""
+    return keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
 
 
 def mlp(keys: Keys, activation_key: str = "hidden_act", *, bias: bool = False) -> MlpConfig:
@@ -93,6 +106,21 @@ def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderCo
     )
 
 
+def uniform(
+    keys: Keys,
+    mixer: MixerConfig,
+    mlp: MlpConfig | UngatedMlpConfig | MoeConfig,
+    norm: NormConfig,
+    *,
+    norms: Norms = "before",
+    residual_multiplier: float = 1.0,
+    **more: Any,
+) -> DecoderConfig:
+    """`decoder` of layers that are alike."""
+    layer = LayerConfig(mixer=mixer, mlp=mlp, norm=norm, norms=norms, residual_multiplier=residual_multiplier)
+    return decoder(keys, [layer] * keys.integer("num_hidden_layers"), **more)
+
+
 def layer_types(
     keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLIDING), key: str = "layer_types"
 ) -> tuple[str, ...]:
@@ -104,6 +132,11 @@ def layer_types(
     if len(types) not in (0, num_layers):
         refuse(key, types, f"null, or one entry for each of the {num_layers} layers")
     return tuple(types)
+
+
+def every(pattern: int, num_layers: int) -> tuple[str, ...]:
+    """Layer types: full attention in every `pattern`-th layer, a window in the others."""
+    return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
 
 
 def window(keys: Keys, default: int | None) -> int | None:
@@ -125,3 +158,62 @@ def check_window(size: int | None, types: Sequence[str]) -> None:
 def outgrows(keys: Keys, rope: RopeConfig | None, size: int | None) -> bool:
     """Whether sequences can be longer than the window `size`; `rope` may stretch the context."""
     return size is not None and size < longest(keys, [rope])
+
+
+def mlps(keys: Keys, dense: int, *, norm_topk_prob: bool = True) -> list[MlpConfig | MoeConfig]:
+    """Dense MLPs in the first layers, then mixtures; `dense`: default of first_k_dense_replace."""
+    num_dense = keys.integer("first_k_dense_replace", dense, least=0)
+    mixture = routed_experts(keys, norm_topk_prob=norm_topk_prob)
+    return [mlp(keys) if layer < num_dense else mixture for layer in range(keys.integer("num_hidden_layers"))]
+
+
+def routed_experts(
+    keys: Keys,
+    *,
+    count_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+    norm_topk_prob: bool = True,
+    scaling: float = 1.0,
+) -> MoeConfig:
+    """Mixtures with the router of DeepSeek-V3 (DeepSeek-AI, 2024). count_key, shared_key: of the numbers of experts;
+    norm_topk_prob, scaling: defaults of absent keys."""
+    num_experts, num_groups = keys.integer(count_key), keys.integer("n_group", 1)
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+        refuse("n_group", num_groups, f"a divisor of {count_key} ({num_experts}), for 2 experts or more in each")
+    groups_per_token = keys.integer("topk_group", 1)
+    if groups_per_token > num_groups:
+        refuse("topk_group", groups_per_token, f"1 to n_group ({num_groups})")
+    experts_per_token, most = keys.integer("num_experts_per_tok"), num_experts // num_groups * groups_per_token
+    if experts_per_token > most:
+        refuse(
+            "num_experts_per_tok", experts_per_token, f"1 to {most}, the experts in topk_group of the n_group groups"
+        )
+    keys.choice("scoring_func", ("sigmoid", "noaux_tc"))  # the second in dots.llm1's files, for the same scores
+    keys.choice("topk_method", ("noaux_tc",))
+    size = keys.integer("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        intermediate_size=size,
+        activation=activation(keys),
+        router=RouterConfig(
+            scores="sigmoid",
+            renormalize=keys.boolean("norm_topk_prob", norm_topk_prob),
+            correction_bias=True,
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+            scaling=keys.number("routed_scaling_factor", scaling),
+            in_float32=True,
+        ),
+        shared_intermediate_size=size * keys.integer(shared_key, 1, least=0),
+    )
+
+
+def expert_counts(
+    keys: Keys, key: str, default: int, per_token_key: str = "num_experts_per_tok", per_token: int | None = None
+) -> tuple[int, int]:
+    """The number of experts, and how many a token takes; `default` and `per_token` are for absent keys."""
+    num_experts, experts_per_token = keys.integer(key, default), keys.integer(per_token_key, per_token)
+    if experts_per_token > num_experts:
+        refuse(per_token_key, experts_per_token, f"1 to {key} ({num_experts})")
+    return num_experts, experts_per_token

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import (
-    FULL,
-    SLIDING,
-    Family,
-    attention,
-    check_window,
-    decoder,
-    layer_types,
-    mlp,
-    norm,
-    window,
-)
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window
 
 _ROPE = {
     "rope_type": "llama3",

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.layers.mixer_config import LatentAttentionConfig, NormConfig, RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, activation, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
+from minisgl_backend.models.families.base import (
+    SHARED_EXPERTS,
+    DecoderConfig,
+    Family,
+    Keys,
+    LatentAttentionConfig,
+    LayerConfig,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+    RouterConfig,
+    TensorNames,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import activation, decoder, mlp, norm
 
 
 def read(keys: Keys) -> DecoderConfig:

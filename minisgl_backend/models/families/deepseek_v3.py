@@ -5,13 +5,9 @@ DeepSeek-AI, 2024: DeepSeek-V3 Technical Report.
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, decoder, norm
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, LayerConfig, TensorNames
+from minisgl_backend.models.families.common import decoder, mlps, norm
 from minisgl_backend.models.families.deepseek_v2 import latent_attention
-from minisgl_backend.models.families.glm4_moe import mlps
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

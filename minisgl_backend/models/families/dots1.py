@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, decoder, layer_types, norm, window
-from minisgl_backend.models.families.glm4_moe import mlps
+from minisgl_backend.models.families.base import (
+    SHARED_EXPERTS,
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    TensorNames,
+)
+from minisgl_backend.models.families.common import decoder, layer_types, mlps, norm, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

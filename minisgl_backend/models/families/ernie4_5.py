@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
+from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("use_bias", (False,))
-    layer = LayerConfig(
-        mixer=attention(keys, rope=read_rope(keys, keys.integer("head_dim"), interleaved=True)),
-        mlp=mlp(keys),
-        norm=norm(keys, eps=1e-5),
+    return uniform(
+        keys,
+        attention(keys, rope=read_rope(keys, keys.integer("head_dim"), interleaved=True)),
+        mlp(keys),
+        norm(keys, eps=1e-5),
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, activation, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    SHARED_EXPERTS,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MoeConfig,
+    RouterConfig,
+    Stored,
+    TensorNames,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import activation, attention, decoder, expert_counts, head_size, mlp, norm
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -18,7 +26,7 @@ def read(keys: Keys) -> DecoderConfig:
         refuse("moe_layer_end_index", last, "the index of a layer, or -1 for the last one")
     last = num_layers - 1 if last == -1 else last
     interval = keys.integer("moe_layer_interval", 1)
-    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+    head_dim = head_size(keys)
     heads = attention(keys, num_kv_heads=4, rope=read_rope(keys, head_dim, interleaved=True))
     dense, mixture = mlp(keys), _mixture(keys)
     has_experts = [start <= layer <= last and (layer + 1) % interval == 0 for layer in range(num_layers)]
@@ -29,9 +37,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _mixture(keys: Keys) -> MoeConfig:
-    num_experts, experts_per_token = keys.integer("moe_num_experts", 64), keys.integer("moe_k", 6)
-    if experts_per_token > num_experts:
-        refuse("moe_k", experts_per_token, f"1 to moe_num_experts ({num_experts})")
+    num_experts, experts_per_token = expert_counts(keys, "moe_num_experts", 64, "moe_k", 6)
     least = keys.number("moe_norm_min", 1e-12)
     if least > experts_per_token / num_experts:  # otherwise the best weights always add up to more
         refuse("moe_norm_min", least, f"a number up to moe_k / moe_num_experts ({experts_per_token / num_experts})")
@@ -54,9 +60,7 @@ FAMILY = Family(
         stored=(
             *SHARED_EXPERTS,
             Stored(
-                name="mlp.moe_statics.e_score_correction_bias",
-                of=("mlp.gate.e_score_correction_bias",),
-                one_row=True,
+                name="mlp.moe_statics.e_score_correction_bias", of=("mlp.gate.e_score_correction_bias",), one_row=True
             ),
         ),
         left_out=("model.mtp_",),

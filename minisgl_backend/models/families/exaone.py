@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import NormConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    NormConfig,
+    Stored,
+    TensorNames,
+)
+from minisgl_backend.models.families.common import attention, decoder, mlp
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -15,7 +19,7 @@ def read(keys: Keys) -> DecoderConfig:
     eps = keys.number("rms_norm_eps", keys.number("layer_norm_epsilon", 1e-5))
     has_act = keys.get("hidden_act") is not None
     layer = LayerConfig(
-        mixer=attention(keys, qkv_bias=bias, output_bias=bias),
+        mixer=attention(keys, bias=bias),
         mlp=mlp(keys, "hidden_act" if has_act else "activation_function", bias=keys.boolean("mlp_bias", False)),
         norm=NormConfig(eps=eps),
     )

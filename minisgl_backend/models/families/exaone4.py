@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, attention, decoder, layer_types, mlp, norm
+from minisgl_backend.models.families.base import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm
 from minisgl_backend.models.families.common import window as read_window
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
     window = read_window(keys, None)
     is_mixed = window is not None  # even if it is longer than any sequence
-    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+    head_dim = head_size(keys)
     rope = read_rope(keys, head_dim)
 
     def layer(kind: str) -> LayerConfig:

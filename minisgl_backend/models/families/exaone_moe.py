@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, attention, decoder, layer_types, mlp, norm
+from minisgl_backend.models.families.base import (
+    FULL,
+    SHARED_EXPERTS,
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+    Stored,
+    TensorNames,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import (
+    attention,
+    decoder,
+    every,
+    head_size,
+    layer_types,
+    mlp,
+    norm,
+    routed_experts,
+)
 from minisgl_backend.models.families.common import window as read_window
-from minisgl_backend.models.families.gemma2 import every
-from minisgl_backend.models.families.glm4_moe import routed_experts
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -20,7 +37,7 @@ def read(keys: Keys) -> DecoderConfig:
     if not types:
         types = (FULL,) * num_layers if window is None else every(keys.integer("sliding_window_pattern", 4), num_layers)
     keys.without_effect("sliding_window_pattern")
-    rope = read_rope(keys, keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads")))
+    rope = read_rope(keys, head_size(keys))
     heads = {
         slides: attention(
             keys,
@@ -59,10 +76,7 @@ FAMILY = Family(
     read=read,
     defaults={"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024},
     tensor_names=TensorNames(
-        stored=(
-            *SHARED_EXPERTS,
-            Stored(name="mlp.e_score_correction_bias", of=("mlp.gate.e_score_correction_bias",)),
-        ),
+        stored=(*SHARED_EXPERTS, Stored(name="mlp.e_score_correction_bias", of=("mlp.gate.e_score_correction_bias",))),
         left_out=("mtp.",),
     ),
 )

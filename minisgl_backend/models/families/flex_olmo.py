@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import olmoe
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 
 
 def read(keys: Keys) -> DecoderConfig:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, MlpConfig
+from minisgl_backend.models.families.common import attention, norm, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -16,20 +14,15 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"))
     keys.choice("hidden_activation", ("gelu_pytorch_tanh",))
     bias = keys.boolean("attention_bias", False)
-    layer = LayerConfig(
-        mixer=attention(keys, qkv_bias=bias, output_bias=bias),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation="gelu_tanh"),
-        norm=norm(keys, weight_offset=1.0),
-    )
-    return decoder(
+    return uniform(
         keys,
-        [layer] * keys.integer("num_hidden_layers"),
+        attention(keys, bias=bias),
+        MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation="gelu_tanh"),
+        norm(keys, weight_offset=1.0),
         embedding_multiplier=math.sqrt(keys.integer("hidden_size")),
     )
 
 
 FAMILY = Family(
-    model_type="gemma",
-    read=read,
-    defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+    model_type="gemma", read=read, defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
 )

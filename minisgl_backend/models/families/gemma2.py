@@ -6,12 +6,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
+from minisgl_backend.models.families.base import (
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    RopeConfig,
+    read_rope,
+)
+from minisgl_backend.models.families.common import attention, decoder, every, layer_types, mlp, norm, window
 
 DEFAULTS: dict[str, Any] = {  # shared by Gemma 2 and 3
     "num_attention_heads": 8,
@@ -31,17 +35,7 @@ def read(keys: Keys) -> DecoderConfig:
     return gemma(keys, types, dict.fromkeys(types, rope))
 
 
-def every(pattern: int, num_layers: int) -> tuple[str, ...]:
-    """Layer types: full attention in every `pattern`-th layer, a window in the others."""
-    return tuple(SLIDING if (layer + 1) % pattern else "full_attention" for layer in range(num_layers))
-
-
-def gemma(
-    keys: Keys,
-    types: tuple[str, ...],
-    ropes: dict[str, RopeConfig],
-    **more: Any,
-) -> DecoderConfig:
+def gemma(keys: Keys, types: tuple[str, ...], ropes: dict[str, RopeConfig], **more: Any) -> DecoderConfig:
     """The parts that Gemma 2 and 3 share. types: by layer, keys of `ropes`. more: fields of attention."""
     keys.choice("use_bidirectional_attention", (False,))
     bias = keys.boolean("attention_bias", False)
@@ -51,8 +45,7 @@ def gemma(
         return LayerConfig(
             mixer=attention(
                 keys,
-                qkv_bias=bias,
-                output_bias=bias,
+                bias=bias,
                 rope=ropes[kind],
                 window=size if kind == SLIDING else None,
                 scale=keys.number("query_pre_attn_scalar") ** -0.5,

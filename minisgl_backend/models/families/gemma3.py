@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.mixer_config import RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
-from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma
-from minisgl_backend.models.keys import Keys, is_positive
-from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
-from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.models.families.base import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    RopeConfig,
+    TensorNames,
+    by_layer_type,
+    is_positive,
+    make_rope,
+    max_positions,
+)
+from minisgl_backend.models.families.common import every, layer_types, norm
+from minisgl_backend.models.families.gemma2 import DEFAULTS, gemma
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -20,10 +28,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 def _ropes(keys: Keys) -> dict[str, RopeConfig]:
     """By layer type: rope_parameters has a set for each; in transformers 4 there were three keys."""
-    thetas = {
-        FULL: keys.number("rope_theta", 1_000_000.0),
-        SLIDING: keys.number("rope_local_base_freq", 10_000.0),
-    }
+    thetas = {FULL: keys.number("rope_theta", 1_000_000.0), SLIDING: keys.number("rope_local_base_freq", 10_000.0)}
     scaling = {FULL: keys.mapping("rope_scaling")}
     positions, head_dim = max_positions(keys), keys.integer("head_dim")
     ropes = {}

@@ -10,24 +10,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import RopeConfig, ValueNormAttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import (
+from minisgl_backend.models.families.base import (
     FULL,
     SLIDING,
+    DecoderConfig,
     Family,
-    check_window,
-    decoder,
-    layer_types,
-    mlp,
-    norm,
-    window,
+    Keys,
+    LayerConfig,
+    RopeConfig,
+    TensorNames,
+    ValueNormAttentionConfig,
+    by_layer_type,
+    make_rope,
+    refuse,
 )
-from minisgl_backend.models.families.gemma2 import every
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import by_layer_type, make_rope
-from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.models.families.common import check_window, decoder, every, layer_types, mlp, norm, window
 
 _ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
+from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
-    layer = LayerConfig(
-        mixer=attention(
+    return uniform(
+        keys,
+        attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", True),
             rope=read_rope(keys, keys.integer("head_dim"), partial=True, part=0.5, interleaved=True),
         ),
-        mlp=mlp(keys),
-        norm=norm(keys, eps=1.5625e-07),
+        mlp(keys),
+        norm(keys, eps=1.5625e-07),
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(

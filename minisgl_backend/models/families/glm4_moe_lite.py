@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, decoder, mlp, norm
+from minisgl_backend.models.families.base import (
+    SHARED_EXPERTS,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    TensorNames,
+    refuse,
+)
+from minisgl_backend.models.families.common import decoder, mlp, norm, routed_experts
 from minisgl_backend.models.families.deepseek_v2 import latent_attention
-from minisgl_backend.models.families.glm4_moe import routed_experts
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
 
 _DENSE, _SPARSE = "dense", "sparse"
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, norm, window
-from minisgl_backend.models.families.gemma2 import every
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MoeConfig,
+    RouterConfig,
+    Stored,
+    TensorNames,
+)
+from minisgl_backend.models.families.common import attention, decoder, every, expert_counts, layer_types, norm, window
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -30,9 +36,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _mixture(keys: Keys) -> MoeConfig:
-    num_experts, experts_per_token = keys.integer("num_local_experts", 128), keys.integer("num_experts_per_tok", 4)
-    if experts_per_token > num_experts:
-        refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
+    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 128, per_token=4)
     keys.choice("experts_per_token", (experts_per_token,))  # the same number again
     keys.choice("hidden_act", ("silu",))
     keys.choice("swiglu_alpha", (1.702,))

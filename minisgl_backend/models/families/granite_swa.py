@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import RopeConfig
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.common import FULL, SLIDING, Family, check_window, layer_types, window
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.families.base import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    RopeConfig,
+    refuse,
+)
+from minisgl_backend.models.families.common import check_window, layer_types, window
 
 
 def read(keys: Keys) -> DecoderConfig:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import MoeConfig, RouterConfig
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    DecoderConfig,
+    Family,
+    Keys,
+    MoeConfig,
+    RouterConfig,
+    Stored,
+    TensorNames,
+)
+from minisgl_backend.models.families.common import expert_counts
 
 
 def read(keys: Keys) -> DecoderConfig:
-    num_experts, experts_per_token = keys.integer("num_local_experts", 8), keys.integer("num_experts_per_tok", 2)
-    if experts_per_token > num_experts:
-        refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
+    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 8, per_token=2)
     keys.choice("hidden_act", ("silu",))
     mixture = MoeConfig(
         num_experts=num_experts,

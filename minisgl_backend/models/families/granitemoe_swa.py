@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granitemoeshared
-from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.granite_swa import with_sinks
 from minisgl_backend.models.families.granitemoeshared import SHARED_MLP
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

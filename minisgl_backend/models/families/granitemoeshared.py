@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import MoeConfig
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import granitemoe
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, MoeConfig, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

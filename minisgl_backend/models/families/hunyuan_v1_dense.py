@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import AttentionConfig, NormBehindRopeAttentionConfig, RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys, is_positive, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    AttentionConfig,
+    DecoderConfig,
+    Family,
+    Keys,
+    NormBehindRopeAttentionConfig,
+    RopeConfig,
+    Stored,
+    TensorNames,
+    is_positive,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("num_experts", (1,))
-    layer = LayerConfig(mixer=hunyuan_attention(keys), mlp=mlp(keys), norm=norm(keys, eps=1e-5))
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
+    return uniform(keys, hunyuan_attention(keys), mlp(keys), norm(keys, eps=1e-5))
 
 
 def hunyuan_attention(keys: Keys) -> AttentionConfig:

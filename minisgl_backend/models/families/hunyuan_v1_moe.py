@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, decoder, norm
+from minisgl_backend.models.families.base import (
+    DecoderConfig,
+    Family,
+    Keys,
+    MoeConfig,
+    RouterConfig,
+    Stored,
+    TensorNames,
+    refuse,
+)
+from minisgl_backend.models.families.common import norm, uniform
 from minisgl_backend.models.families.hunyuan_v1_dense import HEAD_NORMS, hunyuan_attention
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.weights.names import Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -22,18 +28,18 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("norm_topk_prob", (True,))
     keys.choice("use_mixed_mlp_moe", (True,))
     keys.choice("hidden_act", ("silu",))
-    layer = LayerConfig(
-        mixer=hunyuan_attention(keys),
-        mlp=MoeConfig(
+    return uniform(
+        keys,
+        hunyuan_attention(keys),
+        MoeConfig(
             num_experts=num_experts,
             experts_per_token=experts_per_token,
             intermediate_size=size,
             router=RouterConfig(renormalize=True),
             shared_intermediate_size=size,
         ),
-        norm=norm(keys, eps=1e-5),
+        norm(keys, eps=1e-5),
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 def _one(keys: Keys, key: str, default: int) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import llama
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -15,7 +13,5 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 FAMILY = Family(
-    model_type="iquestcoder",
-    read=read,
-    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    model_type="iquestcoder", read=read, defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 )

@@ -5,17 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
-from minisgl_backend.layers.mixer_config import (
+from minisgl_backend.models.families.base import (
+    FULL,
     AttentionConfig,
     AttentionTemperatureTuning,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+    RouterConfig,
+    Stored,
     TemperatureTunedAttentionConfig,
+    TensorNames,
+    read_rope,
+    refuse,
 )
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, activation, attention, decoder, layer_types, norm
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.common import activation, attention, decoder, layer_types, norm
 
 _CHUNKED = "chunked_attention"  # in layer_types
 _ROPES = ("default", "linear", "llama3")  # other types scale queries and keys, which the norm after it would undo

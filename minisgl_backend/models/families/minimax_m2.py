@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
+from minisgl_backend.models.families.base import (
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MoeConfig,
+    NormOverHeadsAttentionConfig,
+    RouterConfig,
+    Stored,
+    TensorNames,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import attention, decoder, expert_counts, norm
 from minisgl_backend.models.families.mixtral import experts_stored
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -18,9 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
     rotary_dim = keys.integer("rotary_dim", head_dim)
     if rotary_dim > head_dim:
         refuse("rotary_dim", rotary_dim, f"1 to head_dim ({head_dim})")
-    num_experts, experts_per_token = keys.integer("num_local_experts", 256), keys.integer("num_experts_per_tok", 8)
-    if experts_per_token > num_experts:
-        refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
+    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 256, per_token=8)
     keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
         mixer=attention(
@@ -63,10 +68,7 @@ FAMILY = Family(
     defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
     tensor_names=TensorNames(
         stored=(
-            Stored(
-                name="block_sparse_moe.e_score_correction_bias",
-                of=("mlp.gate.e_score_correction_bias",),
-            ),
+            Stored(name="block_sparse_moe.e_score_correction_bias", of=("mlp.gate.e_score_correction_bias",)),
             *experts_stored(),
         )
     ),

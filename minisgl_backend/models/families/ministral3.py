@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import AttentionTemperatureTuning, TemperatureTunedAttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import max_positions, read_rope
+from minisgl_backend.models.families.base import (
+    AttentionTemperatureTuning,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    TemperatureTunedAttentionConfig,
+    max_positions,
+    read_rope,
+    refuse,
+)
+from minisgl_backend.models.families.common import attention, decoder, mlp, norm, window
 
 _BETA = "llama_4_scaling_beta"
 _ROPE = {
@@ -31,10 +37,7 @@ def read(keys: Keys) -> DecoderConfig:
     tuning = _temperature_tuning(keys)
     heads = attention(keys, TemperatureTunedAttentionConfig, rope=rope, window=window(keys, None), tuning=tuning)
     layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
-    return replace(
-        decoder(keys, [layer] * keys.integer("num_hidden_layers")),
-        max_position=max_positions(keys),
-    )
+    return replace(decoder(keys, [layer] * keys.integer("num_hidden_layers")), max_position=max_positions(keys))
 
 
 def _temperature_tuning(keys: Keys) -> AttentionTemperatureTuning:
@@ -48,7 +51,5 @@ def _temperature_tuning(keys: Keys) -> AttentionTemperatureTuning:
 
 
 FAMILY = Family(
-    model_type="ministral3",
-    read=read,
-    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _ROPE},
+    model_type="ministral3", read=read, defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _ROPE}
 )

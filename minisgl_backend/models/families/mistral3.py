@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import ministral3, mistral
-from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.gemma3 import MULTIMODAL_FAMILY as GEMMA3
-from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:

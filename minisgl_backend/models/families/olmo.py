@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import NormConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, NormConfig, refuse
+from minisgl_backend.models.families.common import llama_attention, mlp, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
     if (clip := keys.get("clip_qkv")) is not None:
         refuse("clip_qkv", clip, "null")
-    bias = keys.boolean("attention_bias", False)
-    layer = LayerConfig(
-        mixer=attention(keys, num_kv_heads=keys.integer("num_attention_heads"), qkv_bias=bias, output_bias=bias),
-        mlp=mlp(keys),
-        norm=NormConfig(eps=1e-5, kind="layer", weight=False),
-    )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
+    return uniform(keys, llama_attention(keys), mlp(keys), NormConfig(eps=1e-5, kind="layer", weight=False))
 
 
 FAMILY = Family(model_type="olmo", read=read)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, NormOverHeadsAttentionConfig
+from minisgl_backend.models.families.common import llama_attention, mlp, norm, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
-    bias = keys.boolean("attention_bias", False)
-    layer = LayerConfig(
-        mixer=attention(
-            keys,
-            NormOverHeadsAttentionConfig,
-            num_kv_heads=keys.integer("num_attention_heads"),
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=norm(keys, eps=1e-5),
-        ),
-        mlp=mlp(keys),
-        norm=norm(keys, eps=1e-5),
+    return uniform(
+        keys,
+        llama_attention(keys, NormOverHeadsAttentionConfig, qk_norm=norm(keys, eps=1e-5)),
+        mlp(keys),
+        norm(keys, eps=1e-5),
         norms="after",
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(model_type="olmo2", read=read)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig, RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import (
+from minisgl_backend.models.families.base import (
     FULL,
     SLIDING,
+    DecoderConfig,
     Family,
-    attention,
-    check_window,
-    decoder,
-    layer_types,
-    mlp,
-    norm,
-    window,
+    Keys,
+    LayerConfig,
+    NormOverHeadsAttentionConfig,
+    RopeConfig,
+    by_layer_type,
+    make_rope,
+    refuse,
 )
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import by_layer_type, make_rope
+from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window
 
 _THETA = 500_000.0
 
@@ -39,8 +36,7 @@ def read(keys: Keys) -> DecoderConfig:
                 num_kv_heads=num_heads,
                 rope=ropes[kind],
                 window=size if kind == SLIDING else None,
-                qkv_bias=bias,
-                output_bias=bias,
+                bias=bias,
                 qk_norm=norm(keys, eps=1e-5),
             ),
             mlp=mlp(keys),

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
+from minisgl_backend.models.families.common import attention, mlp, norm, uniform, window
 
 
 def read(keys: Keys) -> DecoderConfig:
     num_q_heads = keys.integer("num_attention_heads")
     head_dim = keys.integer("hidden_size") // num_q_heads
     keys.choice("attention_bias", (False,))  # a key of its checkpoints, which transformers does not read
-    layer = LayerConfig(
-        mixer=attention(
+    return uniform(
+        keys,
+        attention(
             keys, num_kv_heads=num_q_heads, rope=read_rope(keys, head_dim, partial=True), window=window(keys, None)
         ),
-        mlp=mlp(keys),
-        norm=norm(keys, eps=1e-5),
+        mlp(keys),
+        norm(keys, eps=1e-5),
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(

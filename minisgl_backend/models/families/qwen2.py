@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
-from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, LayerConfig, refuse
+from minisgl_backend.models.families.common import attention, decoder, layer_types, mlp, norm, window
 
 
 def read(keys: Keys) -> DecoderConfig:

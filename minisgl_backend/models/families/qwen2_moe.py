@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.models.families.common import attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_where
 from minisgl_backend.models.families.qwen3_moe import experts, sparse_layers
-from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
     shared = attention(keys, qkv_bias=keys.boolean("qkv_bias", True))
     dense = mlp(keys)
     mixture = replace(
-        experts(keys),
-        shared_intermediate_size=keys.integer("shared_expert_intermediate_size", 5632),
-        shared_gate=True,
+        experts(keys), shared_intermediate_size=keys.integer("shared_expert_intermediate_size", 5632), shared_gate=True
     )
     windows = windows_where(keys, _slides)
     layers = [

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, LayerConfig, TensorNames, read_rope
+from minisgl_backend.models.families.common import attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import TensorNames
 
 # Keys of the parts that are left out, in flat configs.
 _AROUND = (
@@ -26,10 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 # With the names of transformers 4 and 5.
-TEXT_NAMES = TensorNames(
-    prefixes=(("model.language_model.", "model."),),
-    left_out=("visual.", "model.visual."),
-)
+TEXT_NAMES = TensorNames(prefixes=(("model.language_model.", "model."),), left_out=("visual.", "model.visual."))
 
 FAMILY = Family(
     model_type="qwen2_vl",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import AttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.base import AttentionConfig, DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.models.families.common import attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
-from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -20,7 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
 def head_norm_attention(keys: Keys, head_dim: int | None = None) -> AttentionConfig:
     """`head_dim`: where the key is absent."""
     bias = keys.boolean("attention_bias", False)
-    return attention(keys, head_dim=head_dim, qkv_bias=bias, output_bias=bias, qk_norm=norm(keys))
+    return attention(keys, head_dim=head_dim, bias=bias, qk_norm=norm(keys))
 
 
 FAMILY = Family(model_type="qwen3", read=read)

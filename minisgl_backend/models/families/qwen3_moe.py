@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
-from minisgl_backend.layers.mixer_config import RopeConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, mlp, norm, outgrows, window
+from minisgl_backend.models.families.base import (
+    FULL,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    MoeConfig,
+    RopeConfig,
+    RouterConfig,
+    refuse,
+)
+from minisgl_backend.models.families.common import decoder, layer_types, mlp, norm, outgrows, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
-from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:

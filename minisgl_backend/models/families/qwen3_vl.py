@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.layers.mixer_config import AttentionConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.base import AttentionConfig, DecoderConfig, Family, Keys, read_rope
+from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:
-    layer = LayerConfig(mixer=text_attention(keys, head_dim=128), mlp=mlp(keys), norm=norm(keys))
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
+    return uniform(keys, text_attention(keys, head_dim=128), mlp(keys), norm(keys))
 
 
 def text_attention(keys: Keys, head_dim: int) -> AttentionConfig:

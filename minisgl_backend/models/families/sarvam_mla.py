@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import deepseek_v3
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

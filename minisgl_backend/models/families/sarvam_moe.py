@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
-from minisgl_backend.models.families.glm4_moe import mlps
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
+from minisgl_backend.models.families.base import (
+    SHARED_EXPERTS,
+    DecoderConfig,
+    Family,
+    Keys,
+    LayerConfig,
+    Stored,
+    TensorNames,
+    read_rope,
+)
+from minisgl_backend.models.families.common import attention, decoder, mlps, norm
 
 
 def read(keys: Keys) -> DecoderConfig:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
-from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import read_rope
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, LayerConfig, read_rope, refuse
+from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm, window
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -21,16 +18,10 @@ def read(keys: Keys) -> DecoderConfig:
             "no_rope_layers", rotated, f"one entry for each of the {num_layers} layers, 1 for those that have a rope"
         )
     types = layer_types(keys, num_layers) or ["" if has_rope else SLIDING for has_rope in rotated]
-    rope = read_rope(keys, keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads")))
+    rope = read_rope(keys, head_size(keys))
     layers = [
         LayerConfig(
-            mixer=attention(
-                keys,
-                qkv_bias=bias,
-                output_bias=bias,
-                rope=rope if has_rope else None,
-                window=size if kind == SLIDING else None,
-            ),
+            mixer=attention(keys, bias=bias, rope=rope if has_rope else None, window=size if kind == SLIDING else None),
             mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
             norm=norm(keys),
         )

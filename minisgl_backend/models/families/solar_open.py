@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
-from minisgl_backend.models.families.glm4_moe import routed_experts
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, read_rope
+from minisgl_backend.models.families.common import attention, norm, routed_experts, uniform
 
 
 def read(keys: Keys) -> DecoderConfig:
     keys.choice("first_k_dense_replace", (0,))
     keys.choice("use_qk_norm", (False,))
-    layer = LayerConfig(
-        mixer=attention(
+    keys.without_effect("intermediate_size")  # of dense layers, of which there are none
+    return uniform(
+        keys,
+        attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", False),
             rope=read_rope(keys, keys.integer("head_dim"), partial=True),
         ),
-        mlp=routed_experts(keys),
-        norm=norm(keys, eps=1e-5),
+        routed_experts(keys),
+        norm(keys, eps=1e-5),
     )
-    keys.without_effect("intermediate_size")  # of dense layers, of which there are none
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 FAMILY = Family(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import gemma2
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -20,7 +17,5 @@ FAMILY = Family(
     model_type="vaultgemma",
     read=read,
     defaults=gemma2.FAMILY.defaults,
-    tensor_names=TensorNames(
-        stored=(Stored(name="pre_feedforward_layernorm", of=("post_attention_layernorm",)),),
-    ),
+    tensor_names=TensorNames(stored=(Stored(name="pre_feedforward_layernorm", of=("post_attention_layernorm",)),)),
 )

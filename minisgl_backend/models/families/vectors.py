@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families import Families
-from minisgl_backend.models.families.common import Family
-from minisgl_backend.models.keys import Keys
-from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, TensorNames
 
 _CAUSAL, _CLASSIFIER, _BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 _BASE_NAMES = TensorNames(prefixes=tuple((f"{name}.", f"model.{name}.") for name in ("layers", "embed_tokens", "norm")))

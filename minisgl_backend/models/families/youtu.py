@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig
-from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, decoder, mlp, norm
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
+from minisgl_backend.models.families.common import mlp, norm, uniform
 from minisgl_backend.models.families.deepseek_v2 import latent_attention
 from minisgl_backend.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
-from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
     keys.without_effect("embedding_initializer_range")  # of training
-    layer = LayerConfig(
-        mixer=latent_attention(keys, interleaved=keys.boolean("rope_interleave", True)),
-        mlp=mlp(keys),
-        norm=norm(keys),
+    return uniform(
+        keys, latent_attention(keys, interleaved=keys.boolean("rope_interleave", True)), mlp(keys), norm(keys)
     )
-    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
 _SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -1,0 +1,70 @@
+"""What a family's file is written in: layers and their parts, keys of config.json, names of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig, UngatedMlpConfig
+from minisgl_backend.layers.mixer_config import (
+    AttentionConfig,
+    AttentionTemperatureTuning,
+    LatentAttentionConfig,
+    NormBehindRopeAttentionConfig,
+    NormConfig,
+    NormOverHeadsAttentionConfig,
+    RopeConfig,
+    TemperatureTunedAttentionConfig,
+    ValueNormAttentionConfig,
+)
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.keys import Keys, is_positive, refuse
+from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions, read_rope
+from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
+
+__all__ = [
+    "FULL",
+    "SHARED_EXPERTS",
+    "SLIDING",
+    "AttentionConfig",
+    "AttentionTemperatureTuning",
+    "DecoderConfig",
+    "Family",
+    "Keys",
+    "LatentAttentionConfig",
+    "LayerConfig",
+    "MlpConfig",
+    "MoeConfig",
+    "NormBehindRopeAttentionConfig",
+    "NormConfig",
+    "NormOverHeadsAttentionConfig",
+    "RopeConfig",
+    "RouterConfig",
+    "Stored",
+    "TemperatureTunedAttentionConfig",
+    "TensorNames",
+    "UngatedMlpConfig",
+    "ValueNormAttentionConfig",
+    "by_layer_type",
+    "is_positive",
+    "make_rope",
+    "max_positions",
+    "read_rope",
+    "refuse",
+]
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. `read` reads every key that changes what is computed, and refuses unsupported values;
+    `known_keys.check_unread` checks the keys that it does not read."""
+
+    model_type: str  # its name in transformers
+    read: Callable[[Keys], DecoderConfig]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults of keys that its configs omit
+    text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
+    may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
+    tensor_names: TensorNames = field(default_factory=TensorNames)
