@@ -42,6 +42,9 @@ class _PartResult:
     errors: dict[int, Exception]  # by bitmask row; the contents of these rows are undefined
     seconds: float
 
+    def __add__(self, other: _PartResult) -> _PartResult:
+        return _PartResult({**self.errors, **other.errors}, self.seconds + other.seconds)
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -110,37 +113,29 @@ class MaskFiller:
     def _fill_alone(self, masks: _Batch) -> _PartResult:
         if len(masks.matchers) == 1:
             return self._fill_part(masks, range(1))
-        errors: dict[int, Exception] = {}
-        seconds = 0.0
+        filled = _PartResult({}, 0.0)
         for part in masks.parts(MAX_BATCH):
-            filled = self._fill_part(masks, part)
-            seconds += filled.seconds
-            errors |= filled.errors
-        return _PartResult(errors, seconds)
+            filled += self._fill_part(masks, part)
+        return filled
 
     def _fill_parallel(self, masks: _Batch) -> _PartResult:
         """Fills on several threads, as many as the work justifies."""
         size = -(-len(masks.matchers) // (PARTS_PER_THREAD * (self._num_helpers + 1)))
         parts = deque(masks.parts(min(size, MAX_BATCH)))
         num_parts, job = len(parts), _Job(masks, parts, self._fill_part)
-        errors: dict[int, Exception] = {}
-        seconds, own, woken = 0.0, 0, 0
+        filled, own, woken = _PartResult({}, 0.0), 0, 0
         while True:
-            target = min(int(max(seconds, self._seconds) / WORK_PER_HELPER_S), self._num_helpers, len(parts) - 1)
+            target = min(int(max(filled.seconds, self._seconds) / WORK_PER_HELPER_S), self._num_helpers, len(parts) - 1)
             if woken < target:
                 self._wake(job, target - woken)
                 woken = target
             if (part := _next_part(job)) is None:
                 break
-            filled = self._fill_part(masks, part)
+            filled += self._fill_part(masks, part)
             own += 1
-            seconds += filled.seconds
-            errors |= filled.errors
         for _ in range(num_parts - own):
-            filled = job.done.get()
-            seconds += filled.seconds
-            errors |= filled.errors
-        return _PartResult(errors, seconds)
+            filled += job.done.get()
+        return filled
 
     def _fill_part(self, masks: _Batch, part: range) -> _PartResult:
         """Does not raise."""

@@ -12,8 +12,7 @@ import msgspec
 
 from minisgl_backend.openai.answers import Header
 from minisgl_backend.openai.encoding import encode
-from minisgl_backend.openai.error_shapes import anthropic_error
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.errors import ApiError, anthropic_error
 from minisgl_backend.openai.message import MessageParser, new_call_id
 from minisgl_backend.openai.sse import named_event
 from minisgl_backend.openai.triton import Delta, Generation

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from minisgl_backend.openai.context import request_id_of
 from minisgl_backend.openai.encoding import json_response
-from minisgl_backend.openai.error_shapes import shaped
-from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid, shaped
 from minisgl_backend.openai.limits import TOO_LARGE
 from minisgl_backend.openai.storage import storage_error
 from minisgl_backend.openai.validation import from_validation

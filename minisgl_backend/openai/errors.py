@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, and the conversion of the server's errors."""
+"""Errors in the formats of the APIs, OpenAI's, and Anthropic's below /v1/messages; the conversion of the server's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ _FULL = re.compile(r"\b(?:requests are waiting|wait for their grammars|wait for 
 _TOO_LONG = re.compile(r"takes prompts of at most|cannot take so long a prompt")
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
 _RETRY_SECONDS = 1
+_ANTHROPIC = "/v1/messages"  # and below it
+# Status -> Anthropic's error type; others are invalid_request_error below 500 and api_error above.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -60,6 +71,18 @@ class ClientLeft(Exception):
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A request that can never be served."""
     return ApiError(400, message, param=param, code=code)
+
+
+def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """The error in Anthropic's format."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+def shaped(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
+    """The body of an error in the format of the API that the path belongs to."""
+    is_anthropic = path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
+    return anthropic_error(error, request_id) if is_anthropic else error.body
 
 
 def from_message(message: str, names: Mapping[str, str]) -> ApiError:

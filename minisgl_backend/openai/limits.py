@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_backend.openai.content_encoding import ENCODINGS, DecodeError, Decoder, encodings_of
 from minisgl_backend.openai.encoding import json_response
-from minisgl_backend.openai.error_shapes import shaped
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.errors import ApiError, shaped
 from minisgl_backend.openai.in_process import INSIDE
 
 TOO_LARGE = "body_too_large"

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +100,34 @@ class Delta:
     stop_text: str | None = None  # of the request's, if one ended the sequence
 
 
-class Generation:
-    """One request to the ensemble. Used by one task; `cancel` by any task of the same event loop."""
+class ServerCall:
+    """A call of the server in progress. Used by one task; `cancel` by any task of the same event loop."""
+
+    def __init__(self, call: Any, names: Mapping[str, str]) -> None:
+        """`names`: the client's names of fields that the server knows by another name."""
+        self._call = call
+        self._names = names
+        self._left = False
+
+    def cancel(self) -> None:
+        """The client has left."""
+        self._left = True
+        self._call.cancel()
+
+    async def _answer(self, awaited: Awaitable[Any]) -> Any:
+        """What the call answers. Raises ApiError, ClientLeft."""
+        try:
+            return await awaited
+        except (asyncio.CancelledError, grpc.RpcError) as error:
+            if self._left:
+                raise ClientLeft from None
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise from_client_error(rpc_error(error), self._names) from None
+
+
+class Generation(ServerCall):
+    """One request to the ensemble."""
 
     def __init__(
         self,
@@ -112,14 +138,11 @@ class Generation:
         has_special_tokens: bool = False,
         stops: Collection[str] = (),
     ) -> None:
-        """`names`: the client's names of fields that the server knows by another name; `stops`: texts that may end a
-        sequence."""
+        """`stops`: texts that may end a sequence."""
+        super().__init__(call, names)
         self._stops = stops
         self.has_special_tokens = has_special_tokens  # in its text
-        self._call = call
-        self._names = names
         self._unfinished = num_sequences
-        self._left = False
         self._first: asyncio.Task[Delta | None] | None = None  # what `begin` has asked for
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -142,7 +165,7 @@ class Generation:
     async def _next(self) -> Delta | None:
         if not self._unfinished:
             return None
-        raw = await self._read()
+        raw = await self._answer(self._call.read())
         if raw is grpc.aio.EOF:
             raise ApiError(500, "the server's stream ended before the answer was complete")
         response = _parse(raw)
@@ -186,8 +209,7 @@ class Generation:
         it.
         """
         if self._unfinished:
-            self._left = True
-            self._call.cancel()
+            super().cancel()
 
     async def drain(self) -> None:
         """Waits for the end of the call; to be called when all has been read. A call that does not end is cancelled."""
@@ -201,18 +223,6 @@ class Generation:
             pass  # how it ends no longer matters
         finally:
             bound.cancel()
-
-    async def _read(self) -> Any:
-        try:
-            return await self._call.read()
-        except asyncio.CancelledError:
-            if self._left:
-                raise ClientLeft from None
-            raise
-        except grpc.RpcError as error:
-            if self._left:
-                raise ClientLeft from None
-            raise from_client_error(rpc_error(error), self._names) from None
 
 
 class TritonServer:

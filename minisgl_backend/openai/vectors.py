@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 from array import array
@@ -10,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from tritonclient.grpc import service_pb2
 
-from minisgl_backend.openai.errors import ClientLeft, from_client_error
-from minisgl_backend.openai.triton import RequestContext, TritonServer, rpc_error
+from minisgl_backend.openai.triton import RequestContext, ServerCall, TritonServer
 
 _MODEL = "embedding"
 
@@ -41,38 +38,23 @@ def numbers(row: bytes) -> list[float]:
     return array("f", row).tolist()
 
 
-class VectorCall:
-    """A request for vectors in progress. Used by one task; `cancel` by any task of the same event loop."""
+class VectorCall(ServerCall):
+    """A request for vectors."""
 
     def __init__(
-        self, triton: TritonServer, asked: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
+        self, triton: TritonServer, fields: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
     ) -> None:
-        """`asked`: a pooling_request of serving.pooling_codec; `names`: the client's names of its fields."""
+        """`fields`: a pooling_request of serving.pooling_codec; `names`: the client's names of them."""
         if context.tenant:
-            asked = {**asked, "tenant": context.tenant}
+            fields = {**fields, "tenant": context.tenant}
         message = service_pb2.ModelInferRequest(model_name=_MODEL, id=context.request_id)
         tensor = message.inputs.add(name="pooling_request", datatype="BYTES", shape=[1])
-        tensor.contents.bytes_contents.append(json.dumps(asked, ensure_ascii=False).encode())
-        self._call = triton.infer(message, context)
-        self._names = names
-        self._left = False
+        tensor.contents.bytes_contents.append(json.dumps(fields, ensure_ascii=False).encode())
+        super().__init__(triton.infer(message, context), names)
 
     async def result(self) -> Vectors:
         """Raises ApiError, ClientLeft."""
-        try:
-            raw = await self._call
-        except asyncio.CancelledError:
-            if self._left:
-                raise ClientLeft from None
-            raise
-        except grpc.RpcError as error:
-            raise from_client_error(rpc_error(error), self._names) from None
-        return _vectors(service_pb2.ModelInferResponse.FromString(raw))
-
-    def cancel(self) -> None:
-        """The client has left."""
-        self._left = True
-        self._call.cancel()
+        return _vectors(service_pb2.ModelInferResponse.FromString(await self._answer(self._call)))
 
 
 def _vectors(response: Any) -> Vectors:

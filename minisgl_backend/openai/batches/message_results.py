@@ -12,8 +12,7 @@ import msgspec
 from minisgl_backend.openai.batches.batches import Batch
 from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.encoding import encode
-from minisgl_backend.openai.error_shapes import anthropic_error
-from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.errors import ApiError, anthropic_error
 
 # What becomes of requests that nobody answered, by how the batch ended.
 _REST = {"cancelled": "canceled", "expired": "expired"}

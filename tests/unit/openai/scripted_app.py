@@ -102,9 +102,7 @@ class ScriptedServer:
         self.answer = answer
         self.prompts: list[Prompt] = []
 
-    def start(
-        self, prompt: Prompt, sampling: object, context: object, names: Mapping[str, str], **_: Any
-    ) -> Generation:
+    def start(self, prompt: Prompt, sampling: Any, context: Any, names: Mapping[str, str], **_: Any) -> Generation:
         self.prompts.append(prompt)
         return Generation(Call(self.answer(prompt)), 1, names)
 
