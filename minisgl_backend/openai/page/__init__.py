@@ -9,8 +9,6 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
-from minisgl_backend.openai.endpoint import Endpoint
-
 PAGE_FILES = "/page"
 """The path prefix of the page's files, which need no API key, like the page itself."""
 
@@ -38,7 +36,7 @@ class _Files(StaticFiles):
         await super().__call__(scope, receive, with_headers)
 
 
-def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
+def add_page(app: FastAPI) -> None:
     """Serves the page at `/` and its files below PAGE_FILES."""
 
     @app.get("/", include_in_schema=False)

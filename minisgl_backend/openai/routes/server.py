@@ -1,4 +1,4 @@
-"""/health, /metrics and /version: the server's state, which needs no model."""
+"""/health, /metrics and /version: the server's state; and its page to chat. None of them uses the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from starlette.responses import Response
 import minisgl_backend
 from minisgl_backend.openai.encoding import json_response
 from minisgl_backend.openai.endpoint import Endpoint
+from minisgl_backend.openai.page import PAGE_FILES, add_page
+
+OPEN_PATHS = ("/", f"{PAGE_FILES}/*", "/health", "/metrics", "/version")
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
@@ -24,6 +27,8 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": minisgl_backend.__version__})
+
+    add_page(app)
 
 
 async def _not_ready_reason(endpoint: Endpoint) -> str | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI
 
 from minisgl_backend.host.options.endpoint import EndpointSettings
-from minisgl_backend.openai import page
 from minisgl_backend.openai.batches.files import MAX_FILE_BYTES
 from minisgl_backend.openai.batches.message_batches import PATH as MESSAGE_BATCHES
 from minisgl_backend.openai.endpoint import Endpoint
@@ -52,8 +51,7 @@ FAMILIES = (
     Family(completions.add_routes, operations={"/v1/completions": "text_completion"}),
     Family(models.add_routes),
     Family(tokenize.add_routes),
-    Family(server.add_routes, open_paths=("/health", "/metrics", "/version")),
-    Family(page.add_routes, open_paths=("/", f"{page.PAGE_FILES}/*")),
+    Family(server.add_routes, open_paths=server.OPEN_PATHS),
     Family(messages.add_routes),
     Family(responses.add_routes),
     Family(pooling.add_routes, operations=pooling.OPERATIONS),
