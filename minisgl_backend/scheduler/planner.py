@@ -4,7 +4,7 @@ sequences are admitted or preempted."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,14 +24,16 @@ from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What some of the sequences may have of a step."""
 
     decodes: bool = False
     max_background_rows: int | None = None  # of background rows only so many decode, the oldest; None: all
     prompt_tokens: int = 0
     background: bool | None = None  # whose prompts: True: background requests' only, False: others' only, None: all
+
+
+DECODES = Share(decodes=True)
 
 
 class Planner:
@@ -93,9 +95,9 @@ class Planner:
         if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
             yield Share(prompt_tokens=self._limits.max_prefill_length)
             if builder.empty:
-                yield Share(decodes=True)
+                yield DECODES
             return
-        yield Share(decodes=True)
+        yield DECODES
         if self._running.prefilling or self._queue.num_tokens or self._prompts.in_backlog:
             yield Share(prompt_tokens=self._prompts.budget(builder.num_decoding, self._queue.num_tokens))
 
