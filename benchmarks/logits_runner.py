@@ -101,12 +101,14 @@ class LogitsRunner:
         max_running = len(sequences.tokens)
         spec = attention_spec(
             model.config,
+            AttentionSpec(
+                page_size=page_size,
+                max_seq_len=max_seq_len,
+                max_rows=max_running + 1,
+                dtype=weight.dtype,
+                device=self.device,
+            ),
             tp_size=1,
-            page_size=page_size,
-            max_seq_len=max_seq_len,
-            max_rows=max_running + 1,
-            dtype=weight.dtype,
-            device=self.device,
         )
         names = backend.split(",")
         attention = create_attention(names[0], names[-1], spec)

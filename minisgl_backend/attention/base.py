@@ -87,7 +87,7 @@ class LayerGroup:
 class AttentionSpec:
     """Attention of a model's layers on one rank; every layer is in one group. Constant while the engine runs."""
 
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[LayerGroup, ...] = ()
     page_size: int  # tokens
     max_seq_len: int  # tokens
     max_rows: int  # rows of the page table, including the padding row

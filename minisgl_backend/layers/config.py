@@ -6,7 +6,7 @@ Needs neither torch nor transformers, so that a model folder is read and refused
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from minisgl_backend.layers.mixer_config import MixerConfig, NormConfig, check_divides
 
@@ -21,6 +21,8 @@ Norms = Literal["before", "after", "both", "parallel"]  # see `LayerConfig.norms
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
     """The gated MLP: down(activation(gate(x)) * up(x))."""
+
+    module: ClassVar[str] = "minisgl_backend.layers.mlp:GatedMLP"  # MODULE:CLASS that runs it
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -38,6 +40,8 @@ class MlpConfig:
 @dataclass(frozen=True, kw_only=True)
 class UngatedMlpConfig:
     """The MLP without a gate: down(activation(up(x)))."""
+
+    module: ClassVar[str] = "minisgl_backend.layers.mlp:UngatedMLP"
 
     intermediate_size: int
     activation: UngatedActivation
@@ -70,6 +74,8 @@ class RouterConfig:
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
     """Mixture of experts: the router picks `experts_per_token` of `num_experts` gated MLPs for each token."""
+
+    module: ClassVar[str] = "minisgl_backend.layers.moe:MoeMLP"
 
     num_experts: int
     experts_per_token: int

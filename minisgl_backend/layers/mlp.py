@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,14 +17,18 @@ from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, config: MlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
+class DenseMLP(nn.Module):
+    """A projection up, an activation, and a projection down."""
+
+    outputs: tuple[str, ...] = ("up_proj",)  # of `up_proj`
+    fused_activation: str | None = None  # that `up_proj` applies
+
+    def __init__(self, config: Any, hidden_size: int, layer_context: LayerContext) -> None:
+        """config: its intermediate_size, activation and bias."""
         super().__init__()
-        self._activation = config.activation
-        intermediate_size = config.intermediate_size
-        outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, config.bias, layer_context)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", config.bias, layer_context)
+        size, bias = config.intermediate_size, config.bias
+        self.up_proj = ColumnParallelLinear(hidden_size, dict.fromkeys(self.outputs, size), bias, layer_context)
+        self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", bias, layer_context)
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """Called when all weights are loaded, with the preceding o_proj and this MLP's norms; nothing to do."""
@@ -33,44 +39,39 @@ class GatedMLP(nn.Module):
 
     def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
         """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
-        residual, gated = self.gate_up_proj(residual, norms.before, activation=self._activation)
-        return self.down_proj(residual, gated, norms)
+        residual, up = self.up_proj(residual, norms.before, activation=self.fused_activation)
+        return self.down_proj(residual, self.activated(up), norms)
 
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
-        return self.down_proj.part(self.gate_up_proj.of(x, activation=self._activation), added_to)
+        return self.down_proj.part(self.activated(self.up_proj.of(x, activation=self.fused_activation)), added_to)
+
+    def activated(self, up: torch.Tensor) -> torch.Tensor:
+        """What is left to do with the outputs of `up_proj`."""
+        return up
 
 
-class UngatedMLP(nn.Module):
+class GatedMLP(DenseMLP):
+    outputs = ("gate_proj", "up_proj")
+
+    def __init__(self, config: MlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
+        super().__init__(config, hidden_size, layer_context)
+        self.fused_activation = config.activation
+
+
+class UngatedMLP(DenseMLP):
     """down(activation(up(x))). The activation is torch's, in float32."""
 
     def __init__(self, config: UngatedMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
-        super().__init__()
+        super().__init__(config, hidden_size, layer_context)
         self._activation = config.activation
         self.act_fn = XIELU(layer_context.at("act_fn")) if config.activation == "xielu" else None
-        size = config.intermediate_size
-        self.up_proj = ColumnParallelLinear(hidden_size, {"up_proj": size}, config.bias, layer_context)
-        self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", config.bias, layer_context)
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
-        """As in `GatedMLP`."""
         if self.act_fn is not None:
             self.act_fn.derive_weights()
 
-    def takes_o_proj(self, num_tokens: int) -> bool:
-        """As in `GatedMLP`."""
-        return False
-
-    def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
-        """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
-        residual, up = self.up_proj(residual, norms.before)
-        return self.down_proj(residual, self._activated(up), norms)
-
-    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
-        """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
-        return self.down_proj.part(self._activated(self.up_proj.of(x)), added_to)
-
-    def _activated(self, up: torch.Tensor) -> torch.Tensor:
+    def activated(self, up: torch.Tensor) -> torch.Tensor:
         return activate(up, self._activation) if self.act_fn is None else self.act_fn(up)
 
 

@@ -4,11 +4,10 @@ the `triton` backend's decode kernel (kernels/attention/choose.py)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
-from minisgl_backend.attention.base import LayerGroup
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.decode_by_batch import DecodeByBatch
 from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -26,22 +25,23 @@ def attention_choices(
     decode: str,
     *,
     tp_size: int = 1,
-    rows: Sequence[int] = ROWS,
     decode_by_batch: DecodeByBatch | None = None,
 ) -> dict[Weight, dict[int, Choice]]:
     """As `kernel_choices`, with an entry for each group of layers; up to MOST_LOGITS rows are a decode step, more are a
     prompt. prefill, decode: attention backends; decode_by_batch: another one of decode steps with few rows."""
     spec = attention_spec(
-        config, tp_size=tp_size, page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META,
+        config,
+        AttentionSpec(page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META),
+        tp_size=tp_size,
         kv_dtype=kv_dtype,
-    )  # fmt: skip
+    )
     found = {}
     for group in spec.groups:
         window = f", {group.window} tokens" if group.window is not None else ""
         window += f", chunks of {group.chunk} tokens" if group.chunk is not None else ""
         shape = f"{group.num_q_heads} heads of {group.head_dim}, {group.num_kv_heads} kept{window}"
         weight = Weight("attention", shape, str(kv_dtype).removeprefix("torch."), "")
-        found[weight] = {count: _choice(group, facts, prefill, decode, decode_by_batch, count) for count in rows}
+        found[weight] = {count: _choice(group, facts, prefill, decode, decode_by_batch, count) for count in ROWS}
     return found
 
 

@@ -84,26 +84,22 @@ def attention_needs(
 
 def attention_spec(
     config: ModelConfig,
+    blank: AttentionSpec,
     *,
     tp_size: int,
-    page_size: int,
-    max_seq_len: int,
-    max_rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
     kv_dtype: torch.dtype | None = None,
-    flashinfer_tensor_cores: bool | None = None,
     most_cache_groups: int = MOST_GROUPS,
 ) -> AttentionSpec:
-    """What attention backends and the KV pool of one rank must serve for this model.
+    """What attention backends and the KV pool of one rank must serve for this model: `blank` with groups.
 
-    `kv_dtype`: of keys and values in the cache; None: `dtype`. `most_cache_groups`: see `kv.grouping`; with one,
-    layers that differ in windows keep all tokens.
+    `kv_dtype`: of keys and values in the cache; None: that of queries. `most_cache_groups`: see `kv.grouping`; with
+    one, layers that differ in windows keep all tokens.
     """
-    caches = (cache_of(layer.mixer, tp_size, kv_dtype or dtype, max_seq_len) for layer in config.layers)
+    max_seq_len = blank.max_seq_len
+    caches = (cache_of(layer.mixer, tp_size, kv_dtype or blank.dtype, max_seq_len) for layer in config.layers)
     kinds = [kind for kind in caches if kind is not None]
     kept = [LayerCache(kind_of(kind.window, kind.chunk, max_seq_len), kind.kv) for kind in kinds]
-    grouped = group_layers(kept, page_size, max_seq_len, most_cache_groups)
+    grouped = group_layers(kept, blank.page_size, max_seq_len, most_cache_groups)
     alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
         dataclasses.replace(
@@ -113,16 +109,7 @@ def attention_spec(
         )
         for kind, cache_group in dict.fromkeys(alike)
     )
-    return AttentionSpec(
-        groups=groups,
-        cache_groups=grouped.groups,
-        page_size=page_size,
-        max_seq_len=max_seq_len,
-        max_rows=max_rows,
-        dtype=dtype,
-        device=device,
-        flashinfer_tensor_cores=flashinfer_tensor_cores,
-    )
+    return dataclasses.replace(blank, groups=groups, cache_groups=grouped.groups)
 
 
 def weight_parts(model: CausalLM) -> list[WeightPart]:

@@ -11,17 +11,16 @@ from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, UngatedMlpConfig
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.mixer import Mixer, make_mixer
-from minisgl_backend.layers.mlp import GatedMLP, UngatedMLP
 from minisgl_backend.layers.model_input import ModelInput
-from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import Norm, SublayerNorms, make_norm
 from minisgl_backend.layers.pooling import ClassificationHead
 from minisgl_backend.layers.residual import MicroBatches, Residual, join
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.borders import Borders
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.method import LinearMethod, process_weights_after_loading
@@ -35,7 +34,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._tp = layer_context.tp
         self.mixer = make_mixer(layer.mixer, hidden_size, layer_context)
-        self.mlp = _mlp(layer.mlp, hidden_size, layer_context.at("mlp"))
+        self.mlp = load_attribute(layer.mlp.module)(layer.mlp, hidden_size, layer_context.at("mlp"))
         names = _NORM_NAMES[layer.norms]
         norms = {
             name: make_norm(hidden_size, layer.norm, name, layer_context)
@@ -120,16 +119,6 @@ class LayerScalar(WeightedLayer):
 
     def weight_parts(self) -> list[WeightPart]:
         return [WeightPart(name=self._name, shape=(1,), target=self.weight)]
-
-
-def _mlp(
-    mlp: MlpConfig | UngatedMlpConfig | MoeConfig, hidden_size: int, layer_context: LayerContext
-) -> GatedMLP | UngatedMLP | MoeMLP:
-    if isinstance(mlp, MlpConfig):
-        return GatedMLP(mlp, hidden_size, layer_context)
-    if isinstance(mlp, UngatedMlpConfig):
-        return UngatedMLP(mlp, hidden_size, layer_context)
-    return MoeMLP(mlp, hidden_size, layer_context)
 
 
 class ParallelDecoderLayer(DecoderLayer):

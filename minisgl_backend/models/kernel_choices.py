@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pass_attention import PassAttention
 from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
@@ -296,7 +297,9 @@ def kernel_choices(
     model = CausalLM(config, LayerContext(device=META, dtype=dtype, ops=ops, tp=tp, methods=methods), _PAGE_SIZE)
     model.derive_weights()
     spec = attention_spec(
-        config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
+        config,
+        AttentionSpec(page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META),
+        tp_size=tp_size,
     )
     model.bind_attention(spec, KVPool(spec.places, _PAGE_SIZE, 1, META))
     for notes.rows in sorted(rows, reverse=True):  # the largest requests everything except logits, in order

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
 from minisgl_backend.attention.pair import StepAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import AuxStates, ForwardContext
@@ -44,12 +44,10 @@ class PagedModel:
         self.device = torch.device(device)
         self.spec = attention_spec(
             config,
+            AttentionSpec(
+                page_size=page_size, max_seq_len=max_seq_len, max_rows=max_rows, dtype=dtype, device=self.device
+            ),
             tp_size=tp.size,
-            page_size=page_size,
-            max_seq_len=max_seq_len,
-            max_rows=max_rows,
-            dtype=dtype,
-            device=self.device,
         )
         load = LoadConfig(dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=quantization)
         if model_impl == "transformers":

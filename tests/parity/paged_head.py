@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.pair import StepAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import ForwardContext
@@ -24,12 +24,8 @@ class PagedHead:
         self._head = head
         self._spec = attention_spec(
             head.config,
+            AttentionSpec(page_size=PAGE, max_seq_len=64, max_rows=2, dtype=torch.float32, device=torch.device("cpu")),
             tp_size=1,
-            page_size=PAGE,
-            max_seq_len=64,
-            max_rows=2,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
         )
         head.bind_attention(self._spec, make_pool(self._spec, 16))
         self._attention = create_attention("torch", "torch", self._spec)

@@ -97,14 +97,16 @@ def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.devic
 def _rank_spec(runtime: RuntimeConfig, model: ModelConfig, kv_dtype: str, device: torch.device) -> AttentionSpec:
     return attention_spec(
         model,
+        AttentionSpec(
+            page_size=runtime.page_size,
+            max_seq_len=runtime.max_seq_len,
+            max_rows=runtime.most_decode_entries + 1,
+            dtype=getattr(torch, runtime.dtype),
+            device=device,
+            flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
+        ),
         tp_size=runtime.config.tp,
-        page_size=runtime.page_size,
-        max_seq_len=runtime.max_seq_len,
-        max_rows=runtime.most_decode_entries + 1,
-        dtype=getattr(torch, runtime.dtype),
         kv_dtype=getattr(torch, kv_dtype),
-        device=device,
-        flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
         most_cache_groups=runtime.most_cache_groups,
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_runner import CPU, MAX_SEQ_LEN, PROMPTS, VOCAB, MakeRunner, PromptGraphs
 
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
@@ -68,12 +69,10 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         model = build_model(config, folder, load)
         spec = attention_spec(
             config,
+            AttentionSpec(
+                page_size=page_size, max_seq_len=MAX_SEQ_LEN, max_rows=max_running + 1, dtype=torch.float32, device=CPU
+            ),
             tp_size=1,
-            page_size=page_size,
-            max_seq_len=MAX_SEQ_LEN,
-            max_rows=max_running + 1,
-            dtype=torch.float32,
-            device=CPU,
         )
         table = RowTable(
             max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU, columns=spec.columns

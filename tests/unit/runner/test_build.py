@@ -10,6 +10,7 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
@@ -82,7 +83,9 @@ def test_who_has_no_memory_is_understood(said: str) -> None:
 def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine tenths of what was free, less the weights, less a step, less the padding page."""
     runtime, model = runtime_for(tiny_model_dir, max_running_requests=4096, memory_ratio=0.5)
-    spec = attention_spec(model, tp_size=1, page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=CPU)
+    spec = attention_spec(
+        model, AttentionSpec(page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=CPU), tp_size=1
+    )
     page = bytes_per_page(spec.places, 16)
     on_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 900 * page)

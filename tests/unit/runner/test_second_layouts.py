@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kv.pool import bytes_per_page
 from minisgl_backend.models.build import attention_spec
@@ -71,7 +72,9 @@ def test_the_room(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Half of what was free, less the weights, less the pages that were asked for."""
     runtime, model = runtime_for(tiny_model_dir, memory_ratio=0.5, num_pages=7)
     spec = attention_spec(
-        model, tp_size=1, page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=torch.device("cpu")
+        model,
+        AttentionSpec(page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=torch.device("cpu")),
+        tp_size=1,
     )
     page = bytes_per_page(spec.places, 16)
     monkeypatch.setattr(second_layouts, "free_bytes", lambda device: 900 * page)
