@@ -281,8 +281,8 @@ def check(
             table.add_row(spec.name, "(chosen at start)" if value is None else str(value))
     if not (null or config.dummy_weights):
         table.add_row("weights", in_words(memory.weights) + (" on each GPU" if runtime.device == "cuda" else ""))
-        if memory.second_layouts:
-            table.add_row("weights in a library's layout as well", in_words(memory.second_layouts) + " on each GPU")
+        if memory.repacked:
+            table.add_row("weights in a library's layout as well", in_words(memory.repacked) + " on each GPU")
         if runtime.draft is not None:
             share = f"{in_words(memory.draft_weights)} of these weights, {memory.draft_share:.0%} of each KV page"
             table.add_row("draft model", f"{runtime.draft.model.architecture}: {share}")

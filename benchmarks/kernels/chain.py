@@ -18,8 +18,9 @@ from minisgl_backend.kernels.attention.decode import (
     rotating_decode_attention,
 )
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.sampling.launch import SamplingKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
@@ -28,17 +29,18 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params
 
 
-class PolicyKernels(TritonPlainKernels):
-    """TritonPlainKernels with another rule for which GEMMs take the small kernels: "rule" is that of choose.py."""
+class PolicyKernels(PlainKernels):
+    """With another rule for which GEMMs take the small kernels: "rule" is that of choose.py."""
 
     def __init__(self, policy: str, pdl: bool) -> None:
         device = torch.device("cuda")
         facts = dataclasses.replace(DeviceFacts.of(device), dependent_launch=pdl)
-        super().__init__(TritonOps(device, ChainShape.hidden, facts), device)
+        super().__init__(GemmDevice(TritonOps(device, ChainShape.hidden, facts), device))
+        small, cublas = map(self.chooser.by_name, ("small_rows", "torch"))
         if policy == "cublas":
-            self._linear_kernel = lambda key: "torch"
+            self.chooser.run = lambda key: cublas
         elif policy == "all":
-            self._linear_kernel = lambda key: "small_rows" if key.size_out <= LARGEST_OUT else "torch"
+            self.chooser.run = lambda key: small if key.size_out <= LARGEST_OUT else cublas
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,16 @@ class Chain:
         line = torch.from_numpy(encode_params(SamplingParams(temperature=0.6, seed=1), shape.vocab).copy())
         self.params = line.repeat(batch, 1).to(device)
 
-    def step(self, plain: TritonPlainKernels) -> torch.Tensor:
+    def step(self, plain: PlainKernels) -> torch.Tensor:
         """The sampled tokens."""
         ops = plain.ops
-        pdl = ops.has_pdl and self.batch <= 64
+        pdl = plain.device.pdl(self.x)
         cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
         where = DecodeBatch(self.rows, self.lengths, self.table, self.attention, cut, pdl)
         x = self.x.clone()  # GEMMs add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
-            qkv = plain.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
+            qkv = plain.linear(x, qkv_weight, GemmCall(self.norm, 1e-6))
             norm, scale = self.head_norm, self.shape.dim**-0.5
             kept = CachedLayer(kv=LayerKV(k, v), scale=scale)
             rotation = QKNormRope(q_norm=norm, k_norm=norm, cos_sin=self.cos_sin, eps=1e-6)
@@ -108,9 +110,9 @@ class Chain:
             else:
                 q = ops.rope_store(qkv, rotation, self.positions, self.slots, LayerKV(k, v), self.shape.heads)
                 attended = decode_attention(q, kept, where)
-            x = plain.linear(attended.flatten(1), o_weight, residual=x)
-            gated = plain.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
-            x = plain.linear(gated, down_weight, residual=x)
+            x = plain.linear(attended.flatten(1), o_weight, GemmCall(residual=x))
+            gated = plain.linear(x, gate_up_weight, GemmCall(self.norm, 1e-6, activation="silu"))
+            x = plain.linear(gated, down_weight, GemmCall(residual=x))
         logits = plain.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
         return self.sampling[pdl].sample_plain(logits, self.rows, self.positions, self.params)
 

@@ -12,9 +12,11 @@ import torch
 import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
@@ -77,9 +79,8 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                     try:
                         us = timer([
                             functools.partial(
-                                linear, x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra,
-                                activation="silu" if gated else None,
-                                shape=shape,
+                                linear, x, w, workspace,
+                                GemmCall(norm_weight, 1e-6, None, extra, "silu" if gated else None), shape=shape,
                             )
                             for w in weights
                         ], 7)  # fmt: skip
@@ -99,20 +100,19 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
 def bench_shards(results: dict[str, dict]) -> None:
     """The GEMMs of QWEN3_32B_SHARDS, without norm and residual: as they are chosen, by our kernel, by cuBLAS."""
     device = torch.device("cuda")
-    ops, workspace = TritonPlainKernels(TritonOps(device), device), LinearWorkspace(device)
+    ops, workspace = PlainKernels(GemmDevice(TritonOps(device), device)), LinearWorkspace(device)
     rows_of = (1, 2, 4, 8, 16, 24, 32, 64)
     for name, size_out, size_in, gated in QWEN3_32B_SHARDS:
         weight_rows = size_out * (2 if gated else 1)
         copies = max(4, int(6e8 / (weight_rows * size_in * 2)))
         weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
-        ops.prepare_linear(weights, rows_of)
+        ops.prepare(weights, rows_of)
         for rows in rows_of:
             x = torch.randn(rows, size_in, device="cuda").bfloat16()
+            asked = GemmCall(activation="silu" if gated else None)
             ways: dict[str, Callable[[torch.Tensor], object]] = {
-                "chosen": functools.partial(ops.linear, x, activation="silu" if gated else None),
-                "own": functools.partial(
-                    linear, x, workspace=workspace, activation="silu" if gated else None, pdl=True
-                ),
+                "chosen": functools.partial(ops.linear, x, call=asked),
+                "own": functools.partial(linear, x, workspace=workspace, call=asked, pdl=True),
                 "cublas": functools.partial(torch.nn.functional.linear, x),
             }
             timed = {}
@@ -132,16 +132,17 @@ def bench_moe(results: dict[str, dict]) -> None:
     """
     experts, k, hidden, size = 128, 8, 2048, 768
     device = torch.device("cuda")
-    ops = TritonPlainKernels(TritonOps(device), device)
+    plain = PlainKernels(GemmDevice(TritonOps(device), device))
+    mixtures = TritonMixtureKernels(plain)
     router = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05
     norm = torch.ones(hidden, device="cuda").bfloat16()
     weights = (random_weights(experts, 2 * size, hidden), random_weights(experts, hidden, size))
     for tokens in (1, 2, 8, 16, 64, 256, 2048, 8192):
         # One set of weights and other tokens each time: a few tokens pick other experts, many read all of them.
         states = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(max(4, 24 // tokens))]
-        picked = [ops.route(ops.linear(x, router), k, True)[0].unique().numel() for x in states]
+        picked = [mixtures.route(plain.linear(x, router), k, True)[0].unique().numel() for x in states]
         us = time_graph([
-            functools.partial(ops.mixture, x, router, *weights, k, True, norm_weight=norm, eps=1e-6, residual=x)
+            functools.partial(mixtures.mixture, x, router, *weights, k, True, norm_weight=norm, eps=1e-6, residual=x)
             for x in states
         ])  # fmt: skip
         read = statistics.mean(picked) * 3 * size * hidden * 2

@@ -31,7 +31,7 @@ class LatentProjection:
     weight: torch.Tensor  # [num_q_heads, nope_dim + v_dim, rank]
     v_dim: int
     # Latents [n, rank] and the output [n, num_q_heads * (nope_dim + v_dim)]: for each head key, then value.
-    expand_into: Callable[[torch.Tensor, torch.Tensor], None]
+    expand_into: Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

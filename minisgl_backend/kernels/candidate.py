@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -38,6 +38,10 @@ def on_gpu(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.own_kernels
 
 
+def not_on_gpu(facts: DeviceFacts) -> bool:
+    return not on_gpu(facts)
+
+
 @dataclass(frozen=True)
 class Candidate(Generic[Key]):
     """One row. Several may name the same kernel, each with its own reason."""
@@ -47,6 +51,7 @@ class Candidate(Generic[Key]):
     serves: Callable[[Key, DeviceFacts], bool]
     close: Callable[[Key, DeviceFacts], bool] = never  # it may be faster than other close rows, or slower
     run: str = ""  # MODULE:FUNCTION, imported when it is first chosen: tables need neither Triton nor a GPU
+    arguments: tuple[object, ...] = ()  # given to it before all others
     on: Callable[[DeviceFacts], bool] = anywhere  # devices that have it at all
 
 
@@ -79,8 +84,9 @@ class Chooser(Generic[Key]):
 
     def by_name(self, kernel: str) -> Run:
         """What a kernel of the table runs."""
-        found: Run = load_attribute(next(row.run for row in self._rows if row.kernel == kernel))
-        return found
+        row = next(row for row in self._rows if row.kernel == kernel)
+        found: Run = load_attribute(row.run)
+        return partial(found, *row.arguments) if row.arguments else found
 
     @property
     def only(self) -> Run | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kv.layout import LayerKV
 
 
@@ -39,6 +40,8 @@ class Ops(ABC):
     Statistics, rotations and activations are computed in float32 whatever the format of the tensors is.
     No method synchronises with the device. GEMMs are not here but methods of the weights (`weights.method`).
     """
+
+    facts: DeviceFacts | None = None  # of a device that this project has kernels for; None: torch computes everything
 
     @abstractmethod
     def rms_norm(

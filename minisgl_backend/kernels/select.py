@@ -1,16 +1,15 @@
-"""Selects the implementations of `Ops`, of `PlainKernels` and of `MixtureKernels` for a device."""
+"""Selects the implementation of `Ops` for a device, and the kernels that go with it."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
 
 import torch
 
+from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.kernels.cpu.library import cpu_library
-from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.ops import Ops
@@ -31,29 +30,26 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
-class DeviceKernels(NamedTuple):
+class DeviceKernels:
     """GEMMs and mixtures of experts of one device. One object for each model."""
 
-    plain: PlainKernels
-    mixtures: MixtureKernels
+    def __init__(self, gemms: GemmDevice) -> None:
+        self.gemms, self.ops = gemms, gemms.ops
+        self.on_gpu = gemms.ops.facts is not None and on_gpu(gemms.ops.facts)  # by this project's kernels
+        self.plain = PlainKernels(gemms)
+        self.mixtures = self._mixtures()
 
-    @property
-    def ops(self) -> Ops:
-        return self.plain.ops
+    def _mixtures(self) -> MixtureKernels:
+        if not self.on_gpu:
+            return TorchMixtureKernels(self.plain)
+        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+
+        return TritonMixtureKernels(self.plain)
 
 
 def select_kernels(ops: Ops, device: torch.device) -> DeviceKernels:
     """The implementations that go with the `Ops` of a device."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
-        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-        from minisgl_backend.kernels.triton_ops import TritonOps
-
-        if isinstance(ops, TritonOps):
-            on_gpu = TritonPlainKernels(ops, device)
-            return DeviceKernels(on_gpu, TritonMixtureKernels(on_gpu))
-    plain = CpuPlainKernels(ops) if isinstance(ops, CpuOps) else TorchPlainKernels(ops)
-    return DeviceKernels(plain, TorchMixtureKernels(plain))
+    return DeviceKernels(GemmDevice(ops, device))
 
 
 def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from minisgl_backend.kv.layout import LayerKV
 class TritonOps(TorchOps):
     """See `Ops`."""
 
+    facts: DeviceFacts
+
     def __init__(self, device: torch.device, hidden_size: int | None = None, facts: DeviceFacts | None = None) -> None:
         """`hidden_size`: of the dense model, where it is known: small models get another carveout, see carveout.py.
         facts: of another device than this one, to choose kernels for."""

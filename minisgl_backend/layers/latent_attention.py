@@ -11,6 +11,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.ops import LatentNormRope
 from minisgl_backend.kv.latent import LatentLayout
 from minisgl_backend.kv.pool import KVPool
@@ -94,7 +95,7 @@ class LatentAttention(Mixer):
         projection = LatentProjection(
             weight=weight.view(self._num_heads, -1, weight.shape[1]),
             v_dim=self._config.v_head_dim,
-            expand_into=lambda latents, out: self._kernels.linear_into(latents, weight, out),
+            expand_into=lambda latents, out: self._kernels.linear(latents, weight, GemmCall(out=out)),
         )
         index = next(layers)
         self._layer = spec.layer(index, pool.layer(index), latent=projection)

@@ -1,15 +1,15 @@
 """Which kernels a model's GEMMs use, on a device that need not exist here.
 
-The layers of a model run on tensors without data (torch's `meta` device), and its weights record the GEMMs that are
-requested instead of computing them: so fusions with norms, residuals and all-reduces are those of the real layers.
-Kernels are then looked up in the tables of kernels/linear/choose.py and kernels/moe/choose.py.
+A model's layers and weights run on tensors without data (torch's `meta` device), and what their kernels' choosers
+choose is noted instead of run: so fusions with norms, residuals and all-reduces are those of the real layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,12 +20,13 @@ from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
-from minisgl_backend.kernels.linear.choose import LinearKey, layouts_on, linear_chooser
-from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
+from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layouts_on
+from minisgl_backend.kernels.linear.int4_second import fitting_layouts
+from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.select import select_kernels
+from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -35,8 +36,9 @@ from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.tensor_parallel import OVERLAP_ROWS, AllReduce, TensorParallel
-from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.dequantized import DequantizedLinearMethod
+from minisgl_backend.weights.formats import QuantizationConfig
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, Multiplies
 from minisgl_backend.weights.methods import WeightMethods
 from minisgl_backend.weights.parts import WeightPart
 
@@ -71,28 +73,32 @@ class _Notes:
     facts: DeviceFacts
     dtype: torch.dtype
     rows: int = 0
+    path: str = ""  # of the weight that is multiplied with
     choices: dict[Weight, dict[int, Choice]] = field(default_factory=dict)
 
-    def linear(self, path: str, weight_format: str, key: LinearKey) -> None:
-        choice = _listed(LINEAR, weight_format, lambda: linear_chooser(weight_format, self.facts), key)
+    def linear(
+        self, chooser: LinearChooser, key: LinearKey, device: GemmDevice, x: torch.Tensor, weight: Any, call: GemmCall
+    ) -> torch.Tensor:
+        """In place of the kernel that is chosen."""
         parts = ("norm", key.norm), ("bias", key.bias), (key.activation, key.activation), ("residual", key.residual)
         inside = [str(name) for name, is_there in (*parts, ("elsewhere", key.into)) if is_there]
-        weight = Weight(_in_layer(path), f"{key.size_out} x {key.size_in}", weight_format, " ".join(inside))
-        self.choices.setdefault(weight, {})[self.rows] = choice
+        shape = f"{key.size_out} x {key.size_in}"
+        noted = Weight(_in_layer(self.path), shape, chooser.weight_format, " ".join(inside))
+        self.choices.setdefault(noted, {})[self.rows] = _listed(chooser, key)
+        if call.out is not None:
+            return call.out
+        return x.new_empty(len(x), key.size_out // 2 if key.activation else key.size_out)
 
     def experts(self, path: str, weight_format: str, key: ExpertsKey, inside: Sequence[str]) -> None:
-        choice = _listed(EXPERTS, weight_format, lambda: experts_chooser(weight_format, self.facts), key)
+        choice = _listed(experts_chooser(weight_format, self.facts), key)
         shape = f"{key.experts_per_token} of {key.num_experts} x 3 x {key.intermediate_size} x {key.hidden_size}"
         weight = Weight(_in_layer(path), shape, weight_format, " ".join(inside))
         self.choices.setdefault(weight, {})[self.rows] = choice
 
 
-def _listed(tables: Collection[str], weight_format: str, chooser: Callable[[], Chooser[Key]], key: Key) -> Choice:
-    if weight_format not in tables:
-        return Choice(weight_format, "kernels of this format, which no table lists")
-    of_format = chooser()
-    row = of_format.candidate(key)
-    rivals = of_format.contenders(key)[1:]
+def _listed(chooser: Chooser[Key], key: Key) -> Choice:
+    row = chooser.candidate(key)
+    rivals = chooser.contenders(key)[1:]
     return Choice(
         row.kernel, row.why + (f"; or {' or '.join(rivals)}, where measured faster at start" if rivals else "")
     )
@@ -104,38 +110,58 @@ def _in_layer(path: str) -> str:
     return within.partition(".")[2] or path
 
 
-class _NotedLinear(LinearMethod):
-    def __init__(
-        self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype, earnest: LinearMethod
-    ) -> None:
-        super().__init__()
-        self.spec, self._notes, self._format = spec, notes, weight_format
-        self.block = earnest.block
-        fitting = (name for name in layouts_on(notes.facts) if name in earnest.second_layouts)
-        self.second_layout = next(fitting, None)  # if memory is large enough for it
-        first, *others = [output.name for output in spec.outputs]
-        self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
-        self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
-        self.bias = torch.empty(spec.shape[0], dtype=dtype, device=META) if spec.bias else None
+class _Recording(LinearChooser):
+    """What it chooses is noted and not run."""
 
-    def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
-        size_out, _ = self.spec.shape
-        call = call._replace(bias=self.bias if self.spec.adds_bias else None)
-        key = LinearKey.of(x, size_out, call, block=self.block, second_layout=self.second_layout)
-        self._notes.linear(self.path, self._format, key)
-        return x.new_empty(len(x), size_out // 2 if call.activation else size_out)
+    def __init__(self, weight_format: str, facts: DeviceFacts, notes: _Notes) -> None:
+        super().__init__(weight_format, facts)
+        self.run = lambda key: partial(notes.linear, self, key)
 
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        key = LinearKey(
-            len(x), *self.spec.shape, x.dtype, into=True, block=self.block, second_layout=self.second_layout
-        )
-        self._notes.linear(self.path, self._format, key)
+    @property
+    def only(self) -> None:
+        return None
 
-    def dequantized(self) -> torch.Tensor:
-        return self.weight
 
-    def weight_parts(self) -> list[WeightPart]:
-        return []
+@dataclass(frozen=True)
+class _At:
+    """A weight's kernels; what they choose is that weight's."""
+
+    kernels: Multiplies
+    path: str
+    notes: _Notes
+
+    def linear(self, x: torch.Tensor, weight: Any, call: GemmCall = BARE) -> torch.Tensor:
+        self.notes.path = self.path
+        return self.kernels.linear(x, weight, call)
+
+    def prepare(self, weights: Sequence[Any], rows: Sequence[int], longest: int = 0) -> None:
+        """Nothing is measured."""
+
+
+@dataclass(frozen=True)
+class _InLayout:
+    """Stands for a weight in the layout of a library, if memory is large enough for it."""
+
+    layout: str
+    kernels: tuple[str, ...] = ()
+
+    def linear(self, x: torch.Tensor, kernel: str) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _noted(method: LinearMethod, notes: _Notes) -> None:
+    """Has a weight's GEMMs noted under the names of its outputs."""
+    if isinstance(method, DequantizedLinearMethod):
+        method.process_weights_after_loading()
+        return
+    first, *others = [output.name for output in method.spec.outputs]
+    path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
+    operand = method.operand
+    if isinstance(operand, Int4Weight):
+        fitting = (name for name in layouts_on(notes.facts) if name in fitting_layouts(operand))
+        if (layout := next(fitting, None)) is not None:
+            operand = replace(operand, repacked=_InLayout(layout))
+    method.multiply_by(_At(method._kernels, path, notes), operand)
 
 
 class _NotedExperts(ExpertsMethod):
@@ -201,33 +227,15 @@ class _NotedExperts(ExpertsMethod):
         return []
 
 
-class _NotingFactory(MethodFactory):
-    """Makes recording methods for weights of one format. It also makes the real methods on the meta device, so that
-    specs are checked and changed as at a real start."""
-
-    def __init__(self, earnest: MethodFactory, notes: _Notes, scheme: WeightScheme | None) -> None:
-        super().__init__(earnest.kernels, notes.dtype, META)
-        self._earnest, self._notes, self._format = earnest, notes, PLAIN if scheme is None else scheme.format
-
-    def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
-        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, self._earnest.linear(spec))
-
-    def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        return _NotedExperts(self._earnest.experts(spec).spec, self._notes, self._format)
-
-
 class _NotingMethods(WeightMethods):
     def __init__(self, formats: QuantizationConfig, notes: _Notes) -> None:
-        super().__init__(formats, select_kernels(TorchOps(), META), dtype=notes.dtype, device=META)
+        gemms = GemmDevice(TorchOps(), META, notes.facts, partial(_Recording, notes=notes))
+        super().__init__(formats, DeviceKernels(gemms), dtype=notes.dtype, device=META)
         self._notes = notes
 
-    def plain_linear(  # type: ignore[override]
-        self, spec: LinearSpec, shared: torch.Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> LinearMethod:
-        return self._factory(None).linear(spec, dtype)
-
-    def _factory(self, scheme: WeightScheme | None) -> _NotingFactory:
-        return _NotingFactory(super()._factory(scheme), self._notes, scheme)
+    def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
+        scheme = self._config.scheme_of(spec.name)
+        return _NotedExperts(super().experts(spec).spec, self._notes, PLAIN if scheme is None else scheme.format)
 
 
 class _PretendedRanks(TensorParallel):
@@ -295,6 +303,9 @@ def kernel_choices(
     )
     methods = _NotingMethods(quantization or config.quantization, notes)
     model = CausalLM(config, LayerContext(device=META, dtype=dtype, ops=ops, tp=tp, methods=methods), _PAGE_SIZE)
+    for module in list(model.modules()):
+        if isinstance(module, LinearMethod):
+            _noted(module, notes)
     model.derive_weights()
     spec = attention_spec(
         config,

@@ -3,11 +3,13 @@ loaded: MLA's kv_b_proj, parts of which are multiplied apart from one another, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
-from minisgl_backend.weights.method import LinearMethod
+from minisgl_backend.kernels.linear.kernels import PlainKernels
+from minisgl_backend.weights.method import LinearMethod, LinearOutput
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import PlainLinearMethod
 
@@ -16,8 +18,8 @@ class DequantizedLinearMethod(LinearMethod):
     """Loads by another method, which is given up when `process_weights_after_loading` has its plain numbers."""
 
     def __init__(self, stored: LinearMethod, kernels: PlainKernels, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.spec, self._plain, self._dtype = stored.spec, kernels, dtype
+        super().__init__(stored.spec)
+        self._plain, self._dtype = kernels, dtype
         self.stored: LinearMethod | None = stored  # whose parts are those of this weight
         self.plain: PlainLinearMethod | None = None  # a module of the model: its kernels are prepared by themselves
 
@@ -41,7 +43,13 @@ class DequantizedLinearMethod(LinearMethod):
     def dequantized(self) -> torch.Tensor:
         return self._loaded().dequantized()
 
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        """`plain` is prepared by itself."""
+
     def weight_parts(self) -> list[WeightPart]:
+        return []
+
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
         return []
 
     def fill_with_noise(self, generator: torch.Generator) -> None:

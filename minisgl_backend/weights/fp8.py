@@ -7,53 +7,42 @@ row-parallel layer or of experts reads the inputs of the others, too. Each rank 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, quantize_outputs
+from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, quantize_outputs
+from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
-from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
+from minisgl_backend.weights.plain import experts_part, linear_part
 
 log = logging.getLogger(__name__)
 
 
 class Fp8LinearMethod(LinearMethod):
-    def __init__(self, spec: LinearSpec, kernels: Fp8Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.spec, self._fp8 = spec, kernels
-        outputs, inputs = spec.shape
-        self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
-        self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+    def __init__(
+        self, spec: LinearSpec, kernels: LinearKernels[Fp8Weight], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(spec)
+        self.weight = empty_parameter(*spec.shape, dtype=FP8, device=device)
+        self.weight_scale = empty_parameter(spec.shape[0], dtype=torch.float32, device=device)
+        self.make_bias(dtype, device)
         self.multiply_by(kernels, Fp8Weight(self.weight, self.weight_scale))
 
-    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [one.operand for one in alike if isinstance(one, Fp8LinearMethod)]
-        self._fp8.prepare_linear(weights, rows, longest)
-
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts, row = self.spec, [], 0
-        for output in spec.outputs:
-            rows = slice(row, row + output.local)
-            row += output.local
-            part = linear_part(spec, output.name, self.weight[rows])
-            parts.append(_quantized(part, self.weight_scale[rows], spec.input_start, spec.local_inputs))
-            if self.bias is not None:
-                parts.append(bias_part(spec, output.name, self.bias[rows]))
-        return parts
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        part = linear_part(self.spec, output, self.weight[rows])
+        return [_quantized(part, self.weight_scale[rows], self.spec.input_start, self.spec.local_inputs)]
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         _fill_with_noise(self.weight.data, self.weight_scale.data, generator)
@@ -110,15 +99,18 @@ class Fp8Factory(MethodFactory):
         return Fp8ConvertedExpertsMethod(spec, self._mixtures, self.kernels.mixtures, self.device)
 
 
-def _kernels(kernels: DeviceKernels, device: torch.device) -> tuple[Fp8Kernels, Fp8MixtureKernels]:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
-        from minisgl_backend.kernels.moe.fp8_gpu import TritonFp8MixtureKernels
+def _kernels(kernels: DeviceKernels, device: torch.device) -> tuple[LinearKernels[Fp8Weight], Fp8MixtureKernels]:
+    facts = kernels.gemms.facts
+    if not kernels.on_gpu:
+        return LinearKernels("fp8", kernels.gemms), Fp8MixtureKernels()
+    from minisgl_backend.kernels.linear.fp8_libraries import torch_has_blocks
+    from minisgl_backend.kernels.moe.fp8_gpu import TritonFp8MixtureKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps
 
-        if isinstance(kernels.plain, TritonPlainKernels):
-            return TritonFp8Kernels(kernels.plain, device), TritonFp8MixtureKernels(kernels.plain.ops)
-    return Fp8Kernels(kernels.ops), Fp8MixtureKernels()
+    assert isinstance(kernels.ops, TritonOps), "the facts are those of its device"
+    if not torch_has_blocks(device):
+        facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
+    return LinearKernels("fp8", kernels.gemms, facts), TritonFp8MixtureKernels(kernels.ops)
 
 
 def _quantized(part: WeightPart, scale: torch.Tensor, first_input: int, inputs: int) -> WeightPart:

@@ -16,15 +16,15 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Kernels, Fp8Weight, dequantize
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, Fp8Weight, dequantize
+from minisgl_backend.kernels.linear.kernels import LinearKernels, PlainKernels
 from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod, empty_scales
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
-from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
+from minisgl_backend.weights.plain import experts_part, linear_part
 from minisgl_backend.weights.schemes.fp8 import Fp8Scheme
 
 _SCALE_DTYPES = (*PLAIN_DTYPES, torch.float8_e8m0fnu)
@@ -42,30 +42,31 @@ class _WeightOnly:
         numbers = dequantize(weight.numbers, weight.scale, weight.block)
         return self._plain.linear(x, numbers.to(self._dtype), call)
 
+    def prepare(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int = 0) -> None:
+        """The numbers are made in every step."""
+
 
 class Fp8CheckpointLinearMethod(LinearMethod):
     def __init__(
         self,
         spec: LinearSpec,
         scheme: Fp8Scheme,
-        kernels: Fp8Kernels,
+        kernels: LinearKernels[Fp8Weight],
         plain: PlainKernels,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
-        self.spec, self._scheme = spec, scheme
-        outputs, inputs = spec.shape
+        super().__init__(spec)
+        self._scheme = scheme
         self.block = _linear_block(spec, scheme.block) if scheme.block is not None else None
-        self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
-        self.weight_scale = empty_scales(None, (outputs, inputs), self.block, device)
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+        self.weight = empty_parameter(*spec.shape, dtype=FP8, device=device)
+        self.weight_scale = empty_scales(None, spec.shape, self.block, device)
+        self.make_bias(dtype, device)
         self.input_scale: torch.Tensor | None = None
         self._x_scale: torch.Tensor | None = None
         if scheme.activations == "static":
             self.input_scale = empty_parameter(len(spec.outputs), dtype=torch.float32, device=device)
             self._x_scale = torch.ones((), device=device)
-        self._fp8 = kernels
         operand = Fp8Weight(self.weight, self.weight_scale, self._x_scale, self.block)
         self.multiply_by(_WeightOnly(plain, dtype) if scheme.activations is None else kernels, operand)
 
@@ -76,29 +77,20 @@ class Fp8CheckpointLinearMethod(LinearMethod):
             self._x_scale.copy_(self.input_scale.max())
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        if self._scheme.activations is None:
-            return
-        weights = [
-            one.operand for one in alike if isinstance(one, Fp8CheckpointLinearMethod) and one.block == self.block
-        ]
-        self._fp8.prepare_linear(weights, rows, longest)
+        super().prepare([one for one in alike if one.operand.block == self.block], rows, longest)
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
         return dequantize(self.weight, self.weight_scale, self.block)
 
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts, row = self.spec, [], 0
-        for index, output in enumerate(spec.outputs):
-            rows = slice(row, row + output.local)
-            parts.append(replace(linear_part(spec, output.name, self.weight[rows]), dtypes=(FP8,)))
-            parts.append(self._scale_part(output, row))
-            if self.input_scale is not None:
-                target = self.input_scale[index : index + 1]
-                parts.append(WeightPart(name=f"{output.name}.input_scale", shape=(), target=target, output_axis=None))
-            if self.bias is not None:
-                parts.append(bias_part(spec, output.name, self.bias[rows]))
-            row += output.local
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        parts = [
+            replace(linear_part(self.spec, output, self.weight[rows]), dtypes=(FP8,)),
+            self._scale_part(output, rows.start),
+        ]
+        if self.input_scale is not None:
+            target = self.input_scale[index : index + 1]
+            parts.append(WeightPart(name=f"{output.name}.input_scale", shape=(), target=target, output_axis=None))
         return parts
 
     def fill_with_noise(self, generator: torch.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,16 +10,16 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.int4_second import fitting_layouts
+from minisgl_backend.kernels.linear.int4_second import Layout, Repacker, layout_of
 from minisgl_backend.kernels.linear.int4_torch import (
     MIDDLE,
-    Int4Kernels,
     Int4Weight,
     dequantize,
     pack,
     padded_inputs,
     unpack,
 )
+from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.int4_checkpoint import (
@@ -35,9 +34,15 @@ from minisgl_backend.weights.int4_checkpoint import (
     zeros_part,
 )
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import (
+    ExpertsMethod,
+    ExpertsSpec,
+    LinearMethod,
+    LinearOutput,
+    LinearSpec,
+    MethodFactory,
+)
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.plain import bias_part
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
 
 _DEVIATION = 4.6  # of a random number of 0 to 15
@@ -46,8 +51,9 @@ _DEVIATION = 4.6  # of a random number of 0 to 15
 class _Reordered:
     """Multiplies by weights whose inputs are in another order than those of x."""
 
-    def __init__(self, kernels: Int4Kernels, order: torch.Tensor) -> None:
+    def __init__(self, kernels: LinearKernels[Int4Weight], order: torch.Tensor) -> None:
         self._kernels, self._order = kernels, order
+        self.prepare = kernels.prepare
 
     def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
         if call.norm_weight is not None:
@@ -57,30 +63,26 @@ class _Reordered:
 
 class Int4LinearMethod(LinearMethod):
     def __init__(
-        self, spec: LinearSpec, scheme: Int4Scheme, kernels: Int4Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LinearSpec,
+        scheme: Int4Scheme,
+        kernels: LinearKernels[Int4Weight],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        super().__init__()
-        self.spec, self._scheme, self._int4 = spec, scheme, kernels
+        super().__init__(spec)
+        self._scheme, self._int4 = scheme, kernels
         self._inputs = Axis(spec.input_size, spec.input_start, spec.local_inputs)
         self._groups = Int4Groups.of(spec.outputs[0].name, scheme, self._inputs)
-        outputs, _ = spec.shape
-        self.words, self.scales, self.zeros = _empty(
-            (), outputs, spec.local_inputs, scheme, self._groups, dtype, device
-        )
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+        self.words, self.scales, self.zeros = _empty((), *spec.shape, scheme, self._groups, dtype, device)
+        self.make_bias(dtype, device)
         self.group_of_input: torch.Tensor | None = None
         if scheme.act_order:
             in_order = groups_in_order(spec.input_size, self._groups.stored, device)
             self.group_of_input = empty_parameter(len(spec.outputs), spec.input_size, dtype=torch.int32, device=device)
             self.group_of_input.data.copy_(in_order.expand_as(self.group_of_input))
         self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
-        weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
-        self.multiply_by(kernels, weight)
-        self.second_layouts = fitting_layouts(weight)
-
-    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [one.operand for one in alike if isinstance(one, Int4LinearMethod)]
-        self._int4.prepare_linear(weights, rows, longest)
+        self.multiply_by(kernels, _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups))
 
     def dequantized(self) -> torch.Tensor:
         weight = dequantize(self.operand, self.scales.dtype)
@@ -103,31 +105,31 @@ class Int4LinearMethod(LinearMethod):
             self.multiply_by(_Reordered(self._int4, self._order), self.operand)
         self.group_of_input = None
 
-    def second_layout_bytes(self) -> int:
-        return self._int4.second_layout_bytes(self.operand)
+    def repacked_bytes(self) -> int:
+        found = self._layout()
+        return 0 if found is None else found[0].bytes(self.operand)
 
-    def add_second_layout(self) -> str | None:
-        second = self._int4.second_layout(self.operand)
-        self.multiply_by(self._kernels, replace(self.operand, second=second))
-        return None if second is None else second.layout
+    def add_repacked(self) -> str | None:
+        found = self._layout()
+        repacked = None if found is None else found[1].repack(self.operand)
+        self.multiply_by(self._kernels, replace(self.operand, repacked=repacked))
+        return None if repacked is None else repacked.layout
 
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts, row = self.spec, [], 0
-        for index, output in enumerate(spec.outputs):
-            rows = slice(row, row + output.local)
-            row += output.local
-            of = Int4Slice(
-                name=output.name,
-                outputs=Axis(output.size, output.start, output.local),
-                inputs=self._inputs,
-                row_order=output.row_order,
-            )
-            zeros = None if self.zeros is None else self.zeros[:, rows]
-            parts += _parts(self._scheme, self._groups, of, self.words[rows], self.scales[:, rows], zeros)
-            if self.group_of_input is not None:
-                parts.append(order_part(self._scheme, of, self.group_of_input[index], self._checked_order))
-            if self.bias is not None:
-                parts.append(bias_part(spec, output.name, self.bias[rows]))
+    def _layout(self) -> tuple[Layout, Repacker] | None:
+        device = self._int4.device
+        return layout_of(self.operand, device.device, device.facts)
+
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        of = Int4Slice(
+            name=output.name,
+            outputs=Axis(output.size, output.start, output.local),
+            inputs=self._inputs,
+            row_order=output.row_order,
+        )
+        zeros = None if self.zeros is None else self.zeros[:, rows]
+        parts = _parts(self._scheme, self._groups, of, self.words[rows], self.scales[:, rows], zeros)
+        if self.group_of_input is not None:
+            parts.append(order_part(self._scheme, of, self.group_of_input[index], self._checked_order))
         return parts
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
@@ -249,7 +251,7 @@ class Int4Factory(MethodFactory):
         self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
     ) -> None:
         super().__init__(kernels, dtype, device, parameters)
-        self._int4, self._mixtures = _kernels(kernels, device)
+        self._int4, self._mixtures = _kernels(kernels)
 
     def linear(self, spec: LinearSpec) -> Int4LinearMethod:
         return Int4LinearMethod(spec, self.parameters, self._int4, self.dtype, self.device)
@@ -260,16 +262,16 @@ class Int4Factory(MethodFactory):
         return Int4ExpertsMethod(spec, self.parameters, self._mixtures, self.dtype, self.device)
 
 
-def _kernels(kernels: DeviceKernels, device: torch.device) -> tuple[Int4Kernels, Int4MixtureKernels]:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
-        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-        from minisgl_backend.kernels.moe.int4_gpu import TritonInt4MixtureKernels
+def _kernels(kernels: DeviceKernels) -> tuple[LinearKernels[Int4Weight], Int4MixtureKernels]:
+    int4: LinearKernels[Int4Weight] = LinearKernels("int4", kernels.gemms)
+    if not kernels.on_gpu:
+        return int4, Int4MixtureKernels(kernels.mixtures)
+    from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+    from minisgl_backend.kernels.moe.int4_gpu import TritonInt4MixtureKernels
 
-        if isinstance(kernels.mixtures, TritonMixtureKernels):
-            mixtures = kernels.mixtures
-            return TritonInt4Kernels(mixtures.plain, device), TritonInt4MixtureKernels(mixtures)
-    return Int4Kernels(kernels.plain), Int4MixtureKernels(kernels.mixtures)
+    assert isinstance(kernels.mixtures, TritonMixtureKernels), "the facts are those of its device"
+    kernels.gemms.scratch  # noqa: B018  made before the weights
+    return int4, TritonInt4MixtureKernels(kernels.mixtures)
 
 
 def _empty(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.int8 import Int8Kernels, Int8Weight
+from minisgl_backend.kernels.linear.int8 import Int8Weight
+from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.kernels.moe.int8 import moe
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.fp8_checkpoint import scale_part
 from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
-from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
+from minisgl_backend.weights.plain import experts_part, linear_part
 from minisgl_backend.weights.schemes.int8 import Int8Scheme
 
 EXPERTS_CAPABILITY = (8, 0)  # from which Triton compiles the experts' kernels
@@ -27,35 +27,30 @@ _DEVIATION = 73  # standard deviation of a random number of -127 to 127
 
 class Int8LinearMethod(LinearMethod):
     def __init__(
-        self, spec: LinearSpec, scheme: Int8Scheme, kernels: Int8Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LinearSpec,
+        scheme: Int8Scheme,
+        kernels: LinearKernels[Int8Weight],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        super().__init__()
-        self.spec, self._scheme, self._int8 = spec, scheme, kernels
-        outputs, inputs = spec.shape
-        self.weight = empty_parameter(outputs, inputs, dtype=torch.int8, device=device)
-        self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+        super().__init__(spec)
+        self._scheme = scheme
+        self.weight = empty_parameter(*spec.shape, dtype=torch.int8, device=device)
+        self.weight_scale = empty_parameter(spec.shape[0], dtype=torch.float32, device=device)
+        self.make_bias(dtype, device)
         self.multiply_by(kernels, Int8Weight(self.weight, self.weight_scale))
-
-    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
-        weights = [one.operand for one in alike if isinstance(one, Int8LinearMethod)]
-        self._int8.prepare_linear(weights, rows, longest)
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
         return self.weight.float() * self.weight_scale.unsqueeze(1)
 
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts, row = self.spec, [], 0
-        for output in spec.outputs:
-            rows = slice(row, row + output.local)
-            row += output.local
-            parts.append(replace(linear_part(spec, output.name, self.weight[rows]), dtypes=(torch.int8,)))
-            name, shape = f"{output.name}.weight_scale", (output.size,)
-            parts.append(scale_part(name, self.weight_scale[rows], self._scheme, shape, output.start, output.row_order))
-            if self.bias is not None:
-                parts.append(bias_part(spec, output.name, self.bias[rows]))
-        return parts
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        name = f"{output.name}.weight_scale"
+        return [
+            replace(linear_part(self.spec, output, self.weight[rows]), dtypes=(torch.int8,)),
+            scale_part(name, self.weight_scale[rows], self._scheme, (output.size,), output.start, output.row_order),
+        ]
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         self.weight.data.random_(-127, 128, generator=generator)
@@ -104,7 +99,7 @@ class Int8Factory(MethodFactory):
         self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
     ) -> None:
         super().__init__(kernels, dtype, device, parameters)
-        self._int8 = Int8Kernels(kernels.plain, device)
+        self._int8 = LinearKernels[Int8Weight]("int8", kernels.gemms)
 
     def linear(self, spec: LinearSpec) -> Int8LinearMethod:
         return Int8LinearMethod(spec, self.parameters, self._int8, self.dtype, self.device)

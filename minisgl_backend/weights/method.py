@@ -8,7 +8,7 @@ arguments of the multiplication, so that a method may have one kernel for all, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ from torch import nn
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.select import DeviceKernels
-from minisgl_backend.weights.layer import WeightedLayer
+from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
+from minisgl_backend.weights.parts import WeightPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,12 @@ class LinearOutput:
     start: int  # the first one of this rank
     local: int  # how many this rank has
     row_order: tuple[int, ...] | None = None  # see WeightPart.row_order
+
+    def part(self, kind: str, shape: tuple[int, ...], target: torch.Tensor) -> WeightPart:
+        """Of a tensor of that kind (weight, bias) whose first axis is this output's."""
+        return WeightPart(
+            name=f"{self.name}.{kind}", shape=shape, target=target, start=self.start, row_order=self.row_order
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,13 @@ class LinearSpec:
     def shape(self) -> tuple[int, int]:
         """[outputs, inputs] of this rank."""
         return sum(output.local for output in self.outputs), self.local_inputs
+
+    def rows(self) -> Iterator[tuple[LinearOutput, slice]]:
+        """The outputs, and the rows of each in this rank's weight."""
+        row = 0
+        for output in self.outputs:
+            yield output, slice(row, row + output.local)
+            row += output.local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +80,11 @@ class ExpertsSpec:
 
 
 class Multiplies(Protocol):
-    """What multiplies by the weights of a format: its kernels on one device."""
+    """What multiplies by the weights of a format: see `LinearKernels`."""
 
     def linear(self, x: torch.Tensor, weight: Any, call: GemmCall = BARE) -> torch.Tensor: ...
+
+    def prepare(self, weights: Sequence[Any], rows: Sequence[int], longest: int = 0) -> None: ...
 
 
 class LinearMethod(WeightedLayer, ABC):
@@ -81,8 +97,15 @@ class LinearMethod(WeightedLayer, ABC):
     _kernels: Multiplies
     _added_bias: torch.Tensor | None
     bias: torch.Tensor | None
-    block: tuple[int, int] | None = None  # outputs and inputs with one scale, as this rank has them: see `LinearKey`
-    second_layouts: tuple[str, ...] = ()  # of libraries' kernels, that such a weight can be held in as well
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__()
+        self.spec, self.bias = spec, None
+
+    def make_bias(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Where the weight has one."""
+        if self.spec.bias:
+            self.bias = empty_parameter(self.spec.shape[0], dtype=dtype, device=device)
 
     def multiply_by(self, kernels: Multiplies, operand: Any) -> None:
         """From now on, `apply_weights` is `kernels.linear` with this operand: the weight as its format has it."""
@@ -97,26 +120,25 @@ class LinearMethod(WeightedLayer, ABC):
         weight holds gate rows, then as many up rows, and the result is half as wide.
         """
         if self._added_bias is not None:
-            call = GemmCall(call.norm_weight, call.eps, self._added_bias, call.residual, call.activation)
+            call = GemmCall(call.norm_weight, call.eps, self._added_bias, *call[3:])
         return self._kernels.linear(x, self.operand, call)
+
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """`apply_weights` without norm and epilogue into out [num_tokens, local outputs]: see `GemmCall.out`."""
+        self.apply_weights(x, GemmCall(out=out))
 
     def process_weights_after_loading(self) -> None:
         """Called once, when all parameters are filled: to repack them, or to derive others."""
-
-    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """`apply_weights` without norm and epilogue into out [num_tokens, local outputs], whose rows may be further
-        apart, and which may lie in another GPU's memory."""
-        out.copy_(self.apply_weights(x))
 
     def dequantized(self) -> torch.Tensor:
         """The weight [outputs, inputs] of this rank as plain numbers, once it is loaded; not of all methods."""
         raise NotImplementedError(f"{type(self).__name__} has no plain numbers")
 
-    def second_layout_bytes(self) -> int:
-        """What `add_second_layout` takes on this device, once the weight is loaded; 0: there is nothing to be added."""
+    def repacked_bytes(self) -> int:
+        """What `add_repacked` takes on this device, once the weight is loaded; 0: there is nothing to be added."""
         return 0
 
-    def add_second_layout(self) -> str | None:
+    def add_repacked(self) -> str | None:
         """Holds the weight once more, for a kernel that is faster at some row counts. The layout's name; None: there is
         none, or the weight has numbers that it does not hold."""
         return None
@@ -124,6 +146,19 @@ class LinearMethod(WeightedLayer, ABC):
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         """Chooses kernels for this weight and those `alike` (of its class and shape, itself among them): for these
         decode row counts, and for prefill up to `longest` rows. Called before anything is captured, or not at all."""
+        self._kernels.prepare([one.operand for one in alike], rows, longest)
+
+    def weight_parts(self) -> list[WeightPart]:
+        parts = []
+        for index, (output, rows) in enumerate(self.spec.rows()):
+            parts += self.parts_of(output, rows, index)
+            if self.bias is not None:
+                parts.append(output.part("bias", (output.size,), self.bias[rows]))
+        return parts
+
+    @abstractmethod
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        """The parts of one output but its bias; rows: its own in this rank's weight, index: of the output."""
 
 
 class ExpertsMethod(WeightedLayer, ABC):

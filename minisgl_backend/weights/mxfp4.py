@@ -7,7 +7,6 @@ with it that of the rows of gate and up. So ranks may have a block more or less 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import torch
@@ -117,7 +116,7 @@ class Mxfp4Factory(MethodFactory):
         self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: object = None
     ) -> None:
         super().__init__(kernels, dtype, device, parameters)
-        self._kernels = _kernels(kernels, device)
+        self._kernels = _kernels(kernels)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         raise ConfigError(
@@ -155,11 +154,11 @@ def _part(
     return WeightPart(name=name, shape=shape, target=target, dim=dim, start=start, experts=True, dtypes=dtypes)
 
 
-def _kernels(kernels: DeviceKernels, device: torch.device) -> Mxfp4Kernels:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-        from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
+def _kernels(kernels: DeviceKernels) -> Mxfp4Kernels:
+    if not kernels.on_gpu:
+        return Mxfp4Kernels(kernels.mixtures)
+    from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+    from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
 
-        if isinstance(kernels.mixtures, TritonMixtureKernels):
-            return TritonMxfp4Kernels(kernels.mixtures)
-    return Mxfp4Kernels(kernels.mixtures)
+    assert isinstance(kernels.mixtures, TritonMixtureKernels), "the facts are those of its device"
+    return TritonMxfp4Kernels(kernels.mixtures)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import PlainKernels
 from minisgl_backend.kernels.moe.contract import MixtureKernels
 from minisgl_backend.weights.layer import empty_parameter
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import (
+    ExpertsMethod,
+    ExpertsSpec,
+    LinearMethod,
+    LinearOutput,
+    LinearSpec,
+    MethodFactory,
+)
 from minisgl_backend.weights.parts import WeightPart
 
 
@@ -23,40 +32,30 @@ class PlainLinearMethod(LinearMethod):
         shared: torch.Tensor | None = None,
     ) -> None:
         """shared: a weight [outputs, inputs] that another layer owns and loads (tied embeddings)."""
-        super().__init__()
-        self.spec, self._plain = spec, kernels
+        super().__init__(spec)
         if shared is None:
             self.weight = empty_parameter(*spec.shape, dtype=dtype, device=device)
         else:
             self.__dict__["weight"] = shared  # a plain attribute, and no parameter of its own
         self._is_shared = shared is not None
-        self.bias = empty_parameter(spec.shape[0], dtype=dtype, device=device) if spec.bias else None
+        self.make_bias(dtype, device)
         self.multiply_by(kernels, self.weight)  # parameters are filled in place
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._plain.linear_into(x, self.weight, out)
-        if self.bias is not None and self.spec.adds_bias:
-            out += self.bias
+        self._kernels.linear(x, self.operand, GemmCall(out=out))
+        if self._added_bias is not None:
+            out += self._added_bias
 
     def dequantized(self) -> torch.Tensor:
         return self.weight
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         # A GEMM with a bias stays with torch, which adds it on the way.
-        weights = [one.weight for one in alike if isinstance(one, PlainLinearMethod) and one.bias is None]
-        if weights:
-            self._plain.prepare_linear(weights, rows, longest)
+        if weights := [one.operand for one in alike if one.bias is None]:
+            self._kernels.prepare(weights, rows, longest)
 
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts, row = self.spec, [], 0
-        for output in spec.outputs:
-            rows = slice(row, row + output.local)
-            row += output.local
-            if not self._is_shared:
-                parts.append(linear_part(spec, output.name, self.weight[rows]))
-            if self.bias is not None:
-                parts.append(bias_part(spec, output.name, self.bias[rows]))
-        return parts
+    def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
+        return [] if self._is_shared else [linear_part(self.spec, output, self.weight[rows])]
 
 
 class PlainFactory(MethodFactory):
@@ -67,25 +66,12 @@ class PlainFactory(MethodFactory):
         return PlainExpertsMethod(spec, self.kernels.mixtures, self.dtype, self.device)
 
 
-def linear_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
-    """The weight of one of a spec's outputs. Either all its outputs or all its inputs are on this rank."""
-    output = next(one for one in spec.outputs if one.name == name)
-    splits_inputs = spec.local_inputs < spec.input_size
-    return WeightPart(
-        name=f"{name}.weight",
-        shape=(output.size, spec.input_size),
-        target=target,
-        dim=1 if splits_inputs else 0,
-        start=spec.input_start if splits_inputs else output.start,
-        row_order=output.row_order,
-    )
-
-
-def bias_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
-    output = next(one for one in spec.outputs if one.name == name)
-    return WeightPart(
-        name=f"{name}.bias", shape=(output.size,), target=target, start=output.start, row_order=output.row_order
-    )
+def linear_part(spec: LinearSpec, output: LinearOutput, target: torch.Tensor) -> WeightPart:
+    """The weight of one of the outputs. The axis that is split over ranks is that of which this rank has a part."""
+    part = output.part("weight", (output.size, spec.input_size), target)
+    if spec.local_inputs == spec.input_size:
+        return part
+    return replace(part, dim=1, start=spec.input_start)
 
 
 class PlainExpertsMethod(ExpertsMethod):

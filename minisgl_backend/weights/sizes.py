@@ -51,7 +51,7 @@ def weight_bytes(
     return total
 
 
-def second_layout_bytes(folder: Path, names: TensorNames, quantization: QuantizationConfig) -> int:
+def repacked_bytes(folder: Path, names: TensorNames, quantization: QuantizationConfig) -> int:
     """What the weights with 4 bits take once more, in the layout of a library, about; experts have none."""
     total = 0
     for path in shard_paths(folder):

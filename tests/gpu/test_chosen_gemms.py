@@ -7,6 +7,9 @@ import json
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
@@ -84,14 +87,13 @@ def test_an_algorithm_of_another_library_is_not_used(tmp_path):
 
 
 def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ops = TritonPlainKernels(TritonOps(DEVICE), DEVICE)
+    ops = PlainKernels(GemmDevice(TritonOps(DEVICE), DEVICE))
     down, gate_up = weights_of(5120, 8192, torch.bfloat16), weights_of(16384, 5120, torch.bfloat16)
-    ops.prepare_linear(down, ROWS, 4096)
-    ops.prepare_linear(gate_up, ROWS, 4096)
+    ops.prepare(down, ROWS, 4096)
+    ops.prepare(gate_up, ROWS, 4096)
     chosen = json.loads((tmp_path / "minisgl" / "gemms.json").read_text())
     assert sum(bool(algorithm) for choices in chosen.values() for algorithm in choices.values()) > 2
     for rows in (72, 136, 192, 200, 256, 512, 2000, 3100, 4000):
@@ -100,7 +102,9 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
         kept = residual.clone()
 
         def step(x=x, residual=residual):
-            return ops.linear(ops.linear(x, gate_up[1], activation="silu"), down[1], residual=residual)
+            return ops.linear(
+                ops.linear(x, gate_up[1], GemmCall(activation="silu")), down[1], GemmCall(residual=residual)
+            )
 
         gate, up = (x.double() @ gate_up[1].double().t()).chunk(2, 1)
         ref = (torch.nn.functional.silu(gate) * up) @ down[1].double().t() + kept.double()
@@ -120,19 +124,18 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
 
 def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
     """As ranks write their columns of logits: of 151,936 tokens the second half begins at a multiple of 128 bytes."""
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ops, size_out, size_in = TritonPlainKernels(TritonOps(DEVICE), DEVICE), 75968, 1024
+    ops, size_out, size_in = PlainKernels(GemmDevice(TritonOps(DEVICE), DEVICE)), 75968, 1024
     weights = weights_of(size_out, size_in, torch.bfloat16)
-    ops.prepare_linear(weights, ROWS)
+    ops.prepare(weights, ROWS)
     for rows in ROWS:
         x = torch.randn(rows, size_in, device="cuda").bfloat16()
         ref = x.double() @ weights[1].double().t()
         for start in (0, size_out, 1):  # no algorithm writes 16 bytes at a time at an address that is a multiple of 2
             wide = torch.full((rows, 2 * size_out + 128), 7.0, device="cuda", dtype=torch.bfloat16)
-            ops.linear_into(x, weights[1], wide[:, start : start + size_out])
+            ops.linear(x, weights[1], GemmCall(out=wide[:, start : start + size_out]))
             assert relative(wide[:, start : start + size_out], ref) < 8e-3
             assert bool((wide[:, :start] == 7).all())
             assert bool((wide[:, start + size_out :] == 7).all())

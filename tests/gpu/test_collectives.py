@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from benchmarks.served import free_ports
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import AllReduce
 
@@ -121,14 +122,13 @@ def test_sums_are_those_of_nccl(size: int, hidden: int, dtype: torch.dtype) -> N
 
 def races(tp: Any, device: torch.device, sleeper: int) -> None:
     """Captured chains of a product and a sum, in any order, with eager sums between, while one rank is late."""
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     hidden, dtype = 1024, torch.bfloat16
     torch.manual_seed(3)
     tp.share_memory(hidden, dtype, 0)
     ops = TritonOps(device)
-    kernels = TritonPlainKernels(ops, device)
+    kernels = PlainKernels(GemmDevice(ops, device))
     weight = 1.0 + torch.rand(hidden, device=device).to(dtype)
     own = torch.Generator(device).manual_seed(tp.rank)
     products = [

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HIDDEN, INNER, LAYERS, PAGE, MOST = 512, 768, 2, 16, 40  # the last: pages of a sequence
@@ -54,7 +57,6 @@ class Layers:
     def __init__(self, heads: Heads, dtype: torch.dtype, batch: int, *, pdl: bool) -> None:
         from minisgl_backend.kernels.attention.decode import DecodeWorkspace
         from minisgl_backend.kernels.device_facts import DeviceFacts
-        from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
         from minisgl_backend.kernels.triton_ops import TritonOps
 
         def weight(rows: int, columns: int) -> torch.Tensor:
@@ -64,7 +66,7 @@ class Layers:
         device = torch.device("cuda")
         self.heads, self.pdl = heads, pdl
         facts = dataclasses.replace(DeviceFacts.of(device), dependent_launch=pdl)
-        self.plain = TritonPlainKernels(TritonOps(device, facts=facts), device)
+        self.plain = PlainKernels(GemmDevice(TritonOps(device, facts=facts), device))
         self.workspace = DecodeWorkspace(batch + 3, heads.q, heads.kv, heads.dim, device)
         sizes = ((heads.size, HIDDEN), (HIDDEN, heads.q * heads.dim), (2 * INNER, HIDDEN), (HIDDEN, INNER))
         self.weights = [[weight(*size) for size in sizes] for _ in range(LAYERS)]
@@ -86,12 +88,12 @@ class Layers:
         rotation = QKNormRope(q_norm=q_norm, k_norm=k_norm, cos_sin=self.cos_sin, eps=EPS)
         hidden = step.hidden.clone()
         for layer, (qkv_weight, o_weight, gate_up, down) in enumerate(self.weights):
-            qkv = self.plain.linear(hidden, qkv_weight, norm_weight=self.norms[0], eps=EPS)
+            qkv = self.plain.linear(hidden, qkv_weight, GemmCall(self.norms[0], EPS))
             kept = CachedLayer(kv=LayerKV(*step.cache[layer]), scale=self.heads.dim**-0.5)
             attended = rotating_decode_attention(qkv, rotation, kept, batch)
-            hidden = self.plain.linear(attended.flatten(1), o_weight, residual=hidden)
-            inner = self.plain.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, activation="silu")
-            hidden = self.plain.linear(inner, down, residual=hidden)
+            hidden = self.plain.linear(attended.flatten(1), o_weight, GemmCall(residual=hidden))
+            inner = self.plain.linear(hidden, gate_up, GemmCall(self.norms[1], EPS, activation="silu"))
+            hidden = self.plain.linear(inner, down, GemmCall(residual=hidden))
         return hidden
 
 

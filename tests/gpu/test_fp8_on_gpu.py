@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -17,12 +19,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def kernels() -> Any:
-    from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
-    return TritonFp8Kernels(TritonPlainKernels(TritonOps(device), device), device)
+    return LinearKernels("fp8", GemmDevice(TritonOps(device), device))
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -42,8 +42,12 @@ def test_linear(rows: int, kind: str, dtype: torch.dtype) -> None:
     if "bias" in kind:
         options["bias"] = torch.randn(2048, device="cuda").to(dtype)
     residual = torch.randn(rows, 2048, device="cuda").to(dtype) if "residual" in kind else None
-    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, residual=residual, **options)
-    found = kernels().linear(x, weight, scale, residual=None if residual is None else residual.clone(), **options)
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(
+        x, Fp8Weight(weight, scale), GemmCall(residual=residual, **options)
+    )
+    found = kernels().linear(
+        x, Fp8Weight(weight, scale), GemmCall(residual=None if residual is None else residual.clone(), **options)
+    )
     assert relative(found, expected) < 1e-2
 
 
@@ -53,8 +57,8 @@ def test_linear_of_other_sizes(rows: int, size_out: int, size_in: int) -> None:
     torch.manual_seed(rows)
     x = torch.randn(rows, size_in, device="cuda").bfloat16()
     weight, scale = quantize_outputs(torch.randn(size_out, size_in, device="cuda").bfloat16() / size_in**0.5)
-    expected = Fp8Kernels(TorchOps()).linear(x.float(), weight, scale)
-    assert relative(kernels().linear(x, weight, scale), expected) < 3e-3
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(x.float(), Fp8Weight(weight, scale))
+    assert relative(kernels().linear(x, Fp8Weight(weight, scale)), expected) < 3e-3
 
 
 def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,13 +78,15 @@ def test_linear_in_blocks(rows: int, kind: str, sizes: tuple[int, int, int]) -> 
     torch.manual_seed(rows)
     size_out, size_in, block = sizes
     x = torch.randn(rows, size_in, device="cuda").bfloat16()
-    weight, scale = in_blocks(torch.randn(size_out, size_in, device="cuda") / 72, (block, block))
-    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None, "block": (block, block)}
+    weight = Fp8Weight(
+        *in_blocks(torch.randn(size_out, size_in, device="cuda") / 72, (block, block)), block=(block, block)
+    )
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
     if "norm" in kind:
         options |= {"norm_weight": (torch.rand(size_in, device="cuda") + 0.5).bfloat16(), "eps": 1e-6}
     residual = torch.randn(rows, size_out, device="cuda").bfloat16() if "residual" in kind else None
-    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, residual=residual, **options)
-    found = kernels().linear(x, weight, scale, residual=None if residual is None else residual.clone(), **options)
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(x, weight, GemmCall(residual=residual, **options))
+    found = kernels().linear(x, weight, GemmCall(residual=None if residual is None else residual.clone(), **options))
     assert relative(found, expected) < 1e-2
 
 
@@ -88,12 +94,12 @@ def test_linear_in_blocks(rows: int, kind: str, sizes: tuple[int, int, int]) -> 
 def test_every_number_of_rows_in_whole_blocks(sizes: tuple[int, int]) -> None:
     """Of Qwen3-14B and Qwen3-30B-A3B, and with seven blocks of inputs."""
     torch.manual_seed(1)
-    weight, scale = in_blocks(torch.randn(*sizes, device="cuda") / 72, (128, 128))
-    ours, reference = kernels(), Fp8Kernels(TorchOps())
+    weight = Fp8Weight(*in_blocks(torch.randn(*sizes, device="cuda") / 72, (128, 128)), block=(128, 128))
+    ours, reference = kernels(), LinearKernels("fp8", GemmDevice(TorchOps()))
     x = torch.randn(1000, sizes[1], device="cuda").bfloat16()
-    whole = reference.linear(x, weight, scale, block=(128, 128))
+    whole = reference.linear(x, weight)
     for rows in (*range(65, 133), 257, 402, 511, 513, 1000):
-        assert relative(ours.linear(x[:rows], weight, scale, block=(128, 128)), whole[:rows]) < 1e-2, rows
+        assert relative(ours.linear(x[:rows], weight), whole[:rows]) < 1e-2, rows
 
 
 @pytest.mark.parametrize("rows", [1, 64, 300])
@@ -101,8 +107,8 @@ def test_linear_with_a_given_scale_of_odd_sizes(rows: int) -> None:
     torch.manual_seed(rows)
     x, x_scale = torch.randn(rows, 1003, device="cuda").bfloat16(), torch.tensor(0.01, device="cuda")
     weight, scale = quantize_outputs(torch.randn(777, 1003, device="cuda").bfloat16() / 72)
-    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, x_scale=x_scale)
-    assert relative(kernels().linear(x, weight, scale, x_scale=x_scale), expected) < 1e-2
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(x, Fp8Weight(weight, scale, x_scale))
+    assert relative(kernels().linear(x, Fp8Weight(weight, scale, x_scale)), expected) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])

@@ -10,12 +10,13 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import vllm_library
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import MACHETE_ROWS, MARLIN_ROWS
 from minisgl_backend.kernels.linear.int4_repack import words_by_output
-from minisgl_backend.kernels.linear.int4_second import LAYOUTS
-from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight, dequantize
+from minisgl_backend.kernels.linear.int4_second import LAYOUTS, layout_of
+from minisgl_backend.kernels.linear.int4_torch import Int4Weight, dequantize
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
 from minisgl_backend.kernels.linear.marlin import Marlin
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
 from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -29,12 +30,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def kernels() -> Any:
-    from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
-    return TritonInt4Kernels(TritonPlainKernels(TritonOps(device), device), device)
+    return LinearKernels("int4", GemmDevice(TritonOps(device), device))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,10 @@ def test_linear(rows: int, kind: str, group: int, zeros: bool, dtype: torch.dtyp
         options["bias"] = torch.randn(1088, device="cuda").to(dtype)
     residual = torch.randn(rows, 1088, device="cuda").to(dtype) if "residual" in kind else None
     plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-    expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
-        x.float(), weight, residual=None if residual is None else residual.float(), **plain
+    expected = LinearKernels("int4", GemmDevice(TorchOps())).linear(
+        x.float(), weight, GemmCall(residual=None if residual is None else residual.float(), **plain)
     )
-    found = kernels().linear(x, weight, residual=None if residual is None else residual.clone(), **options)
+    found = kernels().linear(x, weight, GemmCall(residual=None if residual is None else residual.clone(), **options))
     assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
@@ -92,7 +91,7 @@ def test_experts(tokens: int, zeros: bool) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = random_weight(experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
     down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
-    expected = Int4MixtureKernels(TorchMixtureKernels(TorchPlainKernels(TorchOps()))).moe(
+    expected = Int4MixtureKernels(TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))).moe(
         x.float(), ids, shares, gate_up, down
     )
     assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
@@ -110,7 +109,7 @@ def in_layout(name: str, weight: Int4Weight) -> tuple[Any, Int4Weight]:
     second = LAYOUTS[name].repacker(operators, torch.device("cuda")).repack(weight)
     assert second is not None
     assert second.layout == name
-    return kernels(), replace(weight, second=second)
+    return kernels(), replace(weight, repacked=second)
 
 
 @needs_vllm
@@ -129,11 +128,13 @@ def test_marlins_layout() -> None:
 def test_the_layout_of_this_gpu() -> None:
     ours = kernels()
     weight = random_weight(256, 384, group=128, zeros=True, dtype=BF16, device="cuda")
-    second = ours.second_layout(weight)
+    found = layout_of(weight, ours.device.device, ours.device.facts)
+    assert found is not None
+    second = found[1].repack(weight)
     is_hopper = DeviceFacts.of(torch.device("cuda")).capability == (9, 0)
     assert second is not None
     assert second.layout == ("machete" if is_hopper else "marlin")
-    assert ours.second_layout_bytes(weight) == LAYOUTS[second.layout].bytes(weight)
+    assert found[0] is LAYOUTS[second.layout]
 
 
 @needs_vllm
@@ -168,10 +169,10 @@ def test_second_layouts(layout: str, kind: str, size_in: int, group: int, zeros:
             options["bias"] = torch.randn(size_out, device="cuda").to(dtype)
         residual = torch.randn(rows, size_out, device="cuda").to(dtype) if "residual" in kind else None
         plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-        expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
-            x.float(), weight, residual=None if residual is None else residual.float(), **plain
+        expected = LinearKernels("int4", GemmDevice(TorchOps())).linear(
+            x.float(), weight, GemmCall(residual=None if residual is None else residual.float(), **plain)
         )
-        found = ours.linear(x, twice, residual=None if residual is None else residual.clone(), **options)
+        found = ours.linear(x, twice, GemmCall(residual=None if residual is None else residual.clone(), **options))
         assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
@@ -183,12 +184,12 @@ def test_every_tile_of_machete(zeros: bool, dtype: torch.dtype) -> None:
     for size_out, size_in, group in ((128, 128, 64), (1152, 1088, 64), (640, 4096, 128)):
         weight = random_weight(size_out, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
         _, twice = in_layout("machete", weight)
-        assert twice.second is not None
+        assert twice.repacked is not None
         for rows in (1, 17, 130, 600):
             x = torch.randn(rows, size_in, device="cuda").to(dtype)
             expected = x.float() @ dequantize(weight, torch.float32).t()
-            for kernel in twice.second.kernels:
-                assert relative(twice.second.linear(x, kernel), expected) < (1e-2 if dtype == BF16 else 2e-3), kernel
+            for kernel in twice.repacked.kernels:
+                assert relative(twice.repacked.linear(x, kernel), expected) < (1e-2 if dtype == BF16 else 2e-3), kernel
 
 
 @needs_vllm

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear import int8
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
 from minisgl_backend.kernels.moe import int8 as moe_int8
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -20,10 +21,10 @@ def test_linear(rows: int, sizes: tuple[int, int]) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, sizes[1]), torch.randint(-127, 128, sizes, dtype=torch.int8)
     scale, residual = torch.rand(sizes[0]) / 5000 + 1e-5, torch.randn(rows, sizes[0])
-    plain = TorchPlainKernels(TorchOps())
-    expected = int8.Int8Kernels(plain, torch.device("cpu")).linear(x, weight, scale, residual=residual)
-    ours = int8.Int8Kernels(plain, torch.device("cuda"))
-    found = ours.linear(x.cuda(), weight.cuda(), scale.cuda(), residual=residual.cuda()).cpu()
+    reference, ours = (LinearKernels("int8", GemmDevice(TorchOps(), torch.device(name))) for name in ("cpu", "cuda"))
+    expected = reference.linear(x, int8.Int8Weight(weight, scale), GemmCall(residual=residual))
+    on_gpu = int8.Int8Weight(weight.cuda(), scale.cuda())
+    found = ours.linear(x.cuda(), on_gpu, GemmCall(residual=residual.cuda())).cpu()
     assert (found - expected).norm() / expected.norm() < 1e-3
 
 
@@ -38,7 +39,7 @@ def test_experts(tokens: int) -> None:
         numbers, scales = int8.quantize_tokens(weight.flatten(0, 1))
         weights += [numbers.view(weight.shape), scales.view(weight.shape[:2])]
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(torch.randn(tokens, experts), 4, True)
+    ids, shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(torch.randn(tokens, experts), 4, True)
     given = (x, ids, shares, *weights, residual)
     found = moe_int8.moe(*(one.cuda() for one in given)).cpu()
     expected = moe_int8.moe(*given)

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,19 +23,18 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
 def triton_kernels(dependent_launch=True):
     """Of plain weights. dependent_launch: where the device has it."""
     from minisgl_backend.kernels.device_facts import DeviceFacts
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     facts = DeviceFacts.of(device)
     facts = dataclasses.replace(facts, dependent_launch=dependent_launch and facts.dependent_launch)
-    return TritonPlainKernels(TritonOps(device, facts=facts), device)
+    return PlainKernels(GemmDevice(TritonOps(device, facts=facts), device))
 
 
 def chosen_kernel(kernels, x, weight, **more):
     from minisgl_backend.kernels.linear.choose import LinearKey
 
-    return kernels._linear_kernel(LinearKey(len(x), *weight.shape, x.dtype, **more))
+    return kernels.chooser.kernel(LinearKey(len(x), *weight.shape, x.dtype, **more))
 
 
 def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
@@ -104,7 +106,8 @@ def test_prefill_attention(page_size):
 @pytest.mark.parametrize("rows", [1, 3, 16, 33, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(4096, 1024), (1024, 3072), (1000, 520)])
 def test_small_linear(rows, size_out, size_in):
-    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+    from minisgl_backend.kernels.linear.small_rows import linear
+    from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -117,9 +120,9 @@ def test_small_linear(rows, size_out, size_in):
     gate, up = normed.chunk(2, 1)
     for _ in range(3):
         assert relative(linear(x, weight, workspace), product) < 5e-3
-        assert relative(linear(x, weight, workspace, residual=residual), product + residual.double()) < 5e-3
-        assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6), normed) < 6e-3
-        gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu")
+        assert relative(linear(x, weight, workspace, GemmCall(residual=residual)), product + residual.double()) < 5e-3
+        assert relative(linear(x, weight, workspace, GemmCall(norm, 1e-6)), normed) < 6e-3
+        gated = linear(x, weight, workspace, GemmCall(norm, 1e-6, activation="silu"))
         assert relative(gated, F.silu(gate) * up) < 8e-3
         assert int(workspace.counters.abs().sum()) == 0
 
@@ -130,8 +133,9 @@ def test_small_linear(rows, size_out, size_in):
     [(1, 4096, 1024), (1, 1024, 3072), (1, 1000, 520), (1, 151936, 1024), (2, 5120, 2560), (2, 1000, 4104)],
 )
 def test_small_linear_vector(rows, size_out, size_in, pdl):
-    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+    from minisgl_backend.kernels.linear.small_rows import linear
     from minisgl_backend.kernels.linear.tiling import linear_shape
+    from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -141,11 +145,11 @@ def test_small_linear_vector(rows, size_out, size_in, pdl):
     residual = torch.randn(rows, size_out, device="cuda").bfloat16()
     normed = F.rms_norm(x.double(), (size_in,), norm.double(), 1e-6) @ weight.double().T
     gate, up = normed.chunk(2, 1)
-    out = linear(x, weight, workspace, residual=residual, pdl=pdl)
+    out = linear(x, weight, workspace, GemmCall(residual=residual), pdl=pdl)
     assert linear_shape(rows, size_out, size_in).vector
     assert relative(out, x.double() @ weight.double().T + residual.double()) < 5e-3
-    assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6, pdl=pdl), normed) < 6e-3
-    gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu", pdl=pdl)
+    assert relative(linear(x, weight, workspace, GemmCall(norm, 1e-6), pdl=pdl), normed) < 6e-3
+    gated = linear(x, weight, workspace, GemmCall(norm, 1e-6, activation="silu"), pdl=pdl)
     assert relative(gated, F.silu(gate) * up) < 8e-3
 
 
@@ -172,13 +176,11 @@ def test_gated_products_of_many_rows(rows):
     assert chosen_kernel(ops, x, weight, activation="silu") == "small_rows"
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
     for _ in range(3):
-        assert relative(ops.linear(x, weight, activation="silu"), F.silu(gate) * up) < 8e-3
+        assert relative(ops.linear(x, weight, GemmCall(activation="silu")), F.silu(gate) * up) < 8e-3
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.ops import QKNormRope
     from minisgl_backend.kernels.torch_ops import TorchOps
     from minisgl_backend.kernels.triton_ops import TritonOps
@@ -187,14 +189,14 @@ def test_fused_chains_match_torch(rows):
     torch.manual_seed(rows)
     device = torch.device("cuda")
     triton_ops, torch_ops = TritonOps(device), TorchOps()
-    plain, torch_plain = TritonPlainKernels(triton_ops, device), TorchPlainKernels(torch_ops)
+    plain, torch_plain = PlainKernels(GemmDevice(triton_ops, device)), PlainKernels(GemmDevice(torch_ops))
     heads, kv_heads, dim, page_size = 8, 4, 64, 16
     x = torch.randn(rows, 512, device=device).bfloat16()
     weight = torch.randn(512, device=device).bfloat16()
     assert relative(triton_ops.rms_norm(x, weight, 1e-6), torch_ops.rms_norm(x, weight, 1e-6)) < 4e-3
     gate_up = torch.randn(3000, 512, device=device).bfloat16() * 0.05
-    options = {"norm_weight": weight, "eps": 1e-6, "activation": "silu"}
-    assert relative(plain.linear(x, gate_up, **options), torch_plain.linear(x, gate_up, **options)) < 1e-2
+    call = GemmCall(weight, 1e-6, activation="silu")
+    assert relative(plain.linear(x, gate_up, call), torch_plain.linear(x, gate_up, call)) < 1e-2
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).bfloat16()
     norms = [torch.randn(dim, device=device).bfloat16() for _ in range(2)]
     cos_sin = torch.randn(4096, dim, device=device)
@@ -215,7 +217,6 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
 def test_moe_matches_torch(tokens, tma, biased):
     """biased: as in gpt-oss, with its activation."""
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe import grouped, grouped_tma
     from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
     from minisgl_backend.kernels.torch_ops import TorchOps
@@ -229,7 +230,7 @@ def test_moe_matches_torch(tokens, tma, biased):
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
     biases = (torch.randn(experts, 2 * size, device="cuda").bfloat16(), torch.randn_like(down[..., 0]))
     activation = "swiglu_oai" if biased else "silu"
-    ref = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(
+    ref = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(
         x.double(), ids, weights.double(), gate_up.double(), down.double(), activation=activation,
         biases=(biases[0].double(), biases[1].double()) if biased else None,
     )  # fmt: skip
@@ -245,7 +246,6 @@ def test_moe_matches_torch(tokens, tma, biased):
 @pytest.mark.parametrize("biased", [False, True])
 def test_mixture_matches_torch(tokens, dtype, biased):
     """biased: gpt-oss-20b, with its activation; else Qwen3-30B-A3B."""
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
     from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -266,7 +266,10 @@ def test_mixture_matches_torch(tokens, dtype, biased):
         inner, outer = (torch.randn(experts, size, device="cuda").to(dtype) for size in (2 * size, hidden))
         more |= {"router_bias": torch.rand(experts, device="cuda").to(dtype), "biases": (inner, outer)}
         more["activation"] = "swiglu_oai"
-    ops, reference = triton_kernels(), TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(*arguments, **more)
+    ops, reference = (
+        triton_kernels(),
+        TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(*arguments, **more),
+    )
     for _ in range(3):  # each launch may overlap the one before
         assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
 
@@ -307,7 +310,6 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_router_beside_the_product_before_matches_torch(renormalize):
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(0)
@@ -322,8 +324,8 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
     gate_up = (torch.randn(experts, 2 * size, hidden, device="cuda") * 0.02).bfloat16()
     down = (torch.randn(experts, hidden, size, device="cuda") * 0.03).bfloat16()
     norm = {"norm_weight": norm_weight, "eps": 1e-6}
-    ops, reference = triton_kernels(), TorchPlainKernels(TorchOps())
-    states = reference.linear(x, product, residual=residual)
+    ops, reference = triton_kernels(), PlainKernels(GemmDevice(TorchOps()))
+    states = reference.linear(x, product, GemmCall(residual=residual))
     expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
     early = ops.early_router(router, norm_weight, product)
     for _ in range(3):  # each launch may overlap the one before
@@ -365,7 +367,6 @@ def test_routers_that_start_early_see_what_was_written_before():
 
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe.grouped import route
     from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
     from minisgl_backend.kernels.torch_ops import TorchOps
@@ -373,7 +374,7 @@ def test_route_matches_torch(experts):
     logits = torch.randn(300, experts, device="cuda")
     for renormalize in (True, False):
         ids, weights = route(logits, 8, renormalize)
-        expected_ids, expected_weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(
+        expected_ids, expected_weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(
             logits, 8, renormalize
         )
         assert torch.equal(ids, expected_ids)
@@ -383,7 +384,6 @@ def test_route_matches_torch(experts):
 
 
 def test_choice_of_experts_matches_torch():
-    from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
     from minisgl_backend.kernels.moe.contract import ExpertChoice
     from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
     from minisgl_backend.kernels.moe.score_router import choose_experts
@@ -394,7 +394,7 @@ def test_choice_of_experts_matches_torch():
         choice = ExpertChoice(experts_per_token=8, scores="sigmoid", **more)
         logits, bias = torch.randn(300, experts, device="cuda"), torch.randn(experts, device="cuda")
         ids, shares = choose_experts(logits, choice, bias)
-        expected_ids, expected_shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).choose_experts(
+        expected_ids, expected_shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).choose_experts(
             logits, choice, bias
         )
         assert torch.equal(ids, expected_ids)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, dequantize, quantize_outputs
-from minisgl_backend.kernels.linear.int8 import Int8Kernels, Int8Weight
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as to_int8
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = [
@@ -35,14 +36,19 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def operands(rows: int, variant: dict[str, Any]) -> dict[str, Any]:
+def operands(rows: int, variant: dict[str, Any]) -> GemmCall:
     size_out, size_in = SIZES
     made = {
         "norm_weight": torch.rand(size_in, device="cuda").bfloat16() + 0.5,
         "bias": torch.randn(size_out, device="cuda").bfloat16(),
         "residual": torch.randn(rows, size_out, device="cuda").bfloat16(),
     }
-    return {name: made[name] if given is True else given for name, given in variant.items()} | {"eps": 1e-6}
+    return GemmCall(eps=1e-6, **{name: made[name] if given is True else given for name, given in variant.items()})
+
+
+def again(call: GemmCall) -> GemmCall:
+    """With a residual of its own, which may be overwritten."""
+    return call._replace(residual=None if call.residual is None else call.residual.clone())
 
 
 def fp8_weights(in_blocks: bool) -> list[Fp8Weight]:
@@ -65,49 +71,41 @@ def int8_weights() -> list[Int8Weight]:
 
 def kernels(weight_format: str) -> tuple[Any, Any, list[Any]]:
     """Ours, their reference, and weights."""
-    from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
-    plain = TritonPlainKernels(TritonOps(device), device)
-    if weight_format == "int8":
-        return Int8Kernels(plain, device), Int8Kernels(TorchPlainKernels(TorchOps()), device), int8_weights()
-    return TritonFp8Kernels(plain, device), Fp8Kernels(TorchOps()), fp8_weights(weight_format == "fp8-blocks")
+    made = int8_weights() if weight_format == "int8" else fp8_weights(weight_format == "fp8-blocks")
+    name = weight_format.partition("-")[0]
+    return LinearKernels(name, GemmDevice(TritonOps(device), device)), LinearKernels(name, GemmDevice(TorchOps())), made
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "fp8-blocks", "int8"])
 def test_contenders_and_choices(weight_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ours, reference, weights = kernels(weight_format)
-    named = [dict(zip(("weight", *one._fields[1:]), one, strict=True)) for one in weights]
     x = torch.randn(300, SIZES[1], device="cuda").bfloat16()
     for variant in VARIANTS:  # as a trial step does
-        ours.linear(x, **named[0], **operands(300, variant))
-    ours.prepare_linear(weights, ROWS, 300)
-    asked = ours._chooser.asked(*SIZES)
+        ours.linear(x, weights[0], operands(300, variant))
+    ours.prepare(weights, ROWS, 300)
+    asked = ours.chooser.asked(*SIZES)
     assert len(asked) == len(VARIANTS)
     for rows in ROWS:
         for variant, key in zip(VARIANTS, asked, strict=True):
             given = operands(rows, variant)
-            kept = {name: value.clone() if name == "residual" else value for name, value in given.items()}
-            expected = reference.linear(x[:rows], **named[1], **kept)
-            blank = dict.fromkeys(("norm_weight", "bias", "residual", "activation"))
-            for kernel in ours._chooser.contenders(key._replace(rows=rows)):
+            expected = reference.linear(x[:rows], weights[1], again(given))
+            for kernel in ours.chooser.contenders(key._replace(rows=rows)):
                 if kernel.startswith("sgl"):
                     pytest.importorskip("sgl_kernel")
-                kept = {name: value.clone() if name == "residual" else value for name, value in given.items()}
-                found = ours.multiply(kernel, x[:rows], weights[1], **{**blank, **kept})
+                found = ours.multiply(kernel, x[:rows], weights[1], again(given))
                 assert relative(found, expected) < 1e-2, (kernel, rows, variant)
-            residual = given.pop("residual", None)
-            scratch = None if residual is None else residual.clone()
-            ours.linear(x[:rows], **named[1], residual=scratch, **given)
+            scratch = again(given)
+            ours.linear(x[:rows], weights[1], scratch)
             graph = torch.cuda.CUDAGraph()
-            if scratch is not None and residual is not None:
-                scratch.copy_(residual)
+            if scratch.residual is not None and given.residual is not None:
+                scratch.residual.copy_(given.residual)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                found = ours.linear(x[:rows], **named[1], residual=scratch, **given)
+                found = ours.linear(x[:rows], weights[1], scratch)
             graph.replay()
             assert relative(found, expected) < 1e-2, (rows, variant)
 
@@ -117,9 +115,9 @@ def test_the_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.M
     choices = []
     for _ in range(2):
         ours, _, weights = kernels("fp8")
-        ours.linear(torch.randn(64, SIZES[1], device="cuda").bfloat16(), weights[0].numbers, weights[0].scale)
+        ours.linear(torch.randn(64, SIZES[1], device="cuda").bfloat16(), weights[0])
         started = time.monotonic()
-        ours.prepare_linear(weights, ROWS, 300)
+        ours.prepare(weights, ROWS, 300)
         seconds = time.monotonic() - started
         choices.append((tmp_path / "minisgl" / "gemms.json").read_text())
     assert choices[0] == choices[1]

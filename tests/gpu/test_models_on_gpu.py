@@ -20,7 +20,7 @@ import transformers
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels, has_grouped_gemm
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.step import Logprobs
@@ -190,10 +190,10 @@ def test_lone_tokens_of_a_mixture_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
 def test_experts_in_bfloat16(num_tokens: int) -> None:
     arguments = _moe_arguments(num_tokens)
-    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(
+    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(
         *(t if t.dtype == torch.int64 else t.float() for t in arguments)
     )
-    got = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(*(t.cuda() for t in arguments)).float().cpu()
+    got = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*(t.cuda() for t in arguments)).float().cpu()
     assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
@@ -202,15 +202,15 @@ def test_experts_under_a_cuda_graph() -> None:
     arguments = [t.cuda() for t in _moe_arguments(16)]
     if not has_grouped_gemm(arguments[0]):
         pytest.skip("this torch or GPU has no grouped products")
-    TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(*arguments)
+    TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(*arguments)
+        out = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments)
     x, ids, *_ = arguments
     x.copy_(torch.randn_like(x))
     ids.copy_(ids.flip(0))
     graph.replay()
-    torch.testing.assert_close(out, TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(*arguments))
+    torch.testing.assert_close(out, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments))
 
 
 def _moe_arguments(num_tokens: int) -> list[torch.Tensor]:

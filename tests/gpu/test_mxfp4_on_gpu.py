@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.mxfp4_torch import Mxfp4Kernels, Weight
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -32,13 +32,12 @@ def weight(rows: int, columns: int) -> Weight:
 @pytest.mark.parametrize("size", [2880, 1440, 704])
 def test_mixture(size: int, dtype: torch.dtype) -> None:
     """Every way of multiplying. Each token's experts stand far above the others: no rounding changes who is picked."""
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
     torch.manual_seed(size)
-    kernels = TritonMxfp4Kernels(TritonPlainKernels(TritonOps(device), device))
+    kernels = TritonMxfp4Kernels(PlainKernels(GemmDevice(TritonOps(device), device)))
     gate_up, down = weight(2 * size, HIDDEN), weight(HIDDEN, size)
     packed = kernels.pack(*gate_up), kernels.pack(*down)
     router = torch.linalg.qr(torch.randn(HIDDEN, EXPERTS, device="cuda")).Q.t().contiguous()
@@ -51,7 +50,7 @@ def test_mixture(size: int, dtype: torch.dtype) -> None:
         more: dict[str, Any] = {"norm_weight": torch.rand(HIDDEN, device="cuda").to(dtype) + 0.5, "eps": 1e-6}
         more |= {"activation": "swiglu_oai", "biases": biases, "residual": residual}
         more["router_bias"] = torch.rand(EXPERTS, device="cuda").to(dtype)
-        reference = Mxfp4Kernels(TorchPlainKernels(TorchOps()))
+        reference = Mxfp4Kernels(PlainKernels(GemmDevice(TorchOps())))
         expected = reference.mixture(x, router.to(dtype), gate_up, down, K, True, **more).double()
         for _ in range(2):  # each launch may overlap the one before
             found = kernels.mixture(x, router.to(dtype), *packed, K, True, **more).double()

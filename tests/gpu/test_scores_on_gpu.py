@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from minisgl_backend.attention.mha import BACKENDS
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.attention.registry import create_attention, import_failure
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -97,16 +98,15 @@ def test_decode_with_rope(batch: int, dim: int, soft_cap: float | None, sinks: b
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 4, 30, 200])
 def test_activations(rows: int, activation: str) -> None:
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     device = torch.device("cuda")
-    ops = TritonPlainKernels(TritonOps(device), device)
+    ops = PlainKernels(GemmDevice(TritonOps(device), device))
     x = torch.randn(rows, 1024, device="cuda").bfloat16()
     weight, norm = torch.randn(2 * 3072, 1024, device="cuda").bfloat16() / 32, torch.rand(1024, device="cuda") + 0.5
-    found = ops.linear(x, weight, norm_weight=norm, eps=1e-6, activation=activation)
-    expected = TorchPlainKernels(TorchOps()).linear(
-        x.float(), weight.float(), norm_weight=norm, eps=1e-6, activation=activation
+    found = ops.linear(x, weight, GemmCall(norm, 1e-6, activation=activation))
+    expected = PlainKernels(GemmDevice(TorchOps())).linear(
+        x.float(), weight.float(), GemmCall(norm, 1e-6, activation=activation)
     )
     assert error(found, expected) < 1e-2
     if rows <= 64:
@@ -118,7 +118,7 @@ def test_activations(rows: int, activation: str) -> None:
         assert (
             error(
                 found,
-                TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(
+                TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(
                     x.float(), *weights, 2, True, activation=activation
                 ),
             )

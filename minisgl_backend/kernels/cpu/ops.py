@@ -1,4 +1,4 @@
-"""`Ops` and `PlainKernels` on a CPU with AVX-512 BF16: the compiled kernels of `kernels.cpp` where they apply, torch
+"""`Ops` and GEMMs on a CPU with AVX-512 BF16: the compiled kernels of `kernels.cpp` where they apply, torch
 elsewhere."""
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ import ctypes
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.choose import CPU_LANES, LinearKey, linear_chooser
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.choose import CPU_LANES
+from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.plain import reference
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
@@ -19,6 +19,8 @@ from minisgl_backend.kv.layout import ONE, LayerKV
 
 class CpuOps(TorchOps):
     """See `Ops`. Number formats other than bfloat16 use torch."""
+
+    facts = DeviceFacts.cpu()
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -66,38 +68,32 @@ class CpuOps(TorchOps):
         return qkv.view(len(qkv), -1, head_dim)[:, :num_q_heads]
 
 
-class CpuPlainKernels(TorchPlainKernels):
-    """See `PlainKernels`. Number formats other than bfloat16 use torch."""
-
-    def __init__(self, ops: CpuOps) -> None:
-        super().__init__(ops)
-        self._library = ops.library
-        self._linear_kernel = linear_chooser(PLAIN, DeviceFacts.cpu()).kernel
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
-        if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
-            x, call = self.ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
-        norm_weight, eps, bias, residual, activation = call
-        (rows, size), gated = x.shape, activation is not None
-        kernel = self._linear_kernel(LinearKey.of(x, len(weight), call))
-        if kernel != "cpu" or not _are_plain(x, weight, norm_weight, bias, residual):
-            return super().linear(x, weight, call)
-        outputs = len(weight) // 2 if gated else len(weight)
-        out = torch.empty((rows, outputs), dtype=x.dtype)
-        self._library.minisgl_linear(
-            x.data_ptr(),
-            weight.data_ptr(),
-            _pointer(norm_weight),
-            eps,
-            _pointer(bias),
-            _pointer(residual),
-            gated,
-            rows,
-            size,
-            outputs,
-            out.data_ptr(),
-        )
-        return out
+def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
+    """See `GemmCall`; what is not bfloat16, or not contiguous, is computed by torch."""
+    ops = device.ops
+    assert isinstance(ops, CpuOps), "the facts are those of its device"
+    if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
+        x, call = ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
+    norm_weight, eps, bias, residual, activation, _ = call
+    if not _are_plain(x, weight, norm_weight, bias, residual):
+        return reference.linear(device, x, weight, call)
+    (rows, size), gated = x.shape, activation is not None
+    outputs = len(weight) // 2 if gated else len(weight)
+    out = torch.empty((rows, outputs), dtype=x.dtype)
+    ops.library.minisgl_linear(
+        x.data_ptr(),
+        weight.data_ptr(),
+        _pointer(norm_weight),
+        eps,
+        _pointer(bias),
+        _pointer(residual),
+        gated,
+        rows,
+        size,
+        outputs,
+        out.data_ptr(),
+    )
+    return out
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:

@@ -1,7 +1,7 @@
 """Which kernel computes a GEMM: one table for all weight formats, read from the top.
 
 A weight's kernels look up each new `LinearKey` in it, and `minisgl kernels` prints it; this needs neither Triton nor a
-GPU. A new kernel is a row here and a branch of the class that launches it. Thresholds were measured on an H200 with
+GPU. A new kernel is a file and a row here. Thresholds were measured on an H200 with
 benchmarks/kernels, norm and activation kernels included.
 
 Which rows are `close`, so that they are measured against each other at start (measured.py), and which are not:
@@ -20,17 +20,26 @@ Which rows are `close`, so that they are measured against each other at start (m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
+from minisgl_backend.kernels.candidate import (
+    PLAIN,
+    Candidate,
+    Chooser,
+    Table,
+    always,
+    anywhere,
+    not_on_gpu,
+    on_gpu,
+)
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
 from minisgl_backend.kernels.linear import machete_tiles
-from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.machete_tiles import TILES
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # size of a gated weight from which on our kernel, fused with the activation only, is faster
@@ -46,7 +55,7 @@ FP8_ALIGNMENT = 16  # sizes of torch's `_scaled_mm` are multiples of it
 INT4_FEW_ROWS = 64  # up to this, 4-bit weights are dequantized in registers; above it, once in memory
 INT4_GATED_ROWS = 256  # likewise for gated weights, which are the largest
 # Kernels of vLLM with their own weight layout, the faster one first: least and greatest capability of each.
-SECOND_LAYOUTS: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
+LAYOUTS: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
     {"machete": ((9, 0), (9, 0)), "marlin": ((8, 0), (99, 9))}
 )
 MARLIN_ROWS = range(17, 257)  # row counts for which it was faster on an H100; at 512 dequantizing is
@@ -60,6 +69,7 @@ SGL_ALIGNMENT = 16  # likewise for sgl-kernel's 8-bit GEMMs
 # Least and greatest capability for which sgl-kernel has them.
 SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0), (9, 0))
 MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
+_TORCH = "everything else: cuBLAS or oneDNN"
 CPU_ROWS = 64  # largest for kernels.cpp: with more, torch's oneDNN is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: the reduced dimension is a multiple of it
 
@@ -78,23 +88,7 @@ class LinearKey(NamedTuple):
     unit_stride: bool = True  # the rows of x are contiguous
     into: bool = False  # the result's rows may be strided, and in another GPU's memory: no norm, no epilogue
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale of the weight; None: one per output
-    second_layout: str | None = None  # the kernel for which the weight is also held in a second layout
-
-    @classmethod
-    def of(
-        cls,
-        x: torch.Tensor,
-        size_out: int,
-        call: GemmCall,
-        block: tuple[int, int] | None = None,
-        second_layout: str | None = None,
-    ) -> LinearKey:
-        """The key of a call with a weight of size_out outputs."""
-        rows, size_in = x.shape
-        return cls(
-            rows, size_out, size_in, x.dtype, call.norm_weight is not None, call.bias is not None,
-            call.residual is not None, call.activation, x.stride(1) == 1, block=block, second_layout=second_layout,
-        )  # fmt: skip
+    repacked: str | None = None  # the layout of a library in which the weight is also held
 
     @property
     def weights(self) -> int:
@@ -114,13 +108,7 @@ class LinearKey(NamedTuple):
 def _fits_small_rows(key: LinearKey, facts: DeviceFacts) -> bool:
     """Whether small_rows.py supports a key at all: its tiles were chosen for numbers of two bytes, and it does not add
     a bias of gated weights."""
-    return (
-        _on_gpu(key, facts)
-        and key.rows <= MAX_ROWS
-        and key.unit_stride
-        and key.dtype.itemsize == 2
-        and not (key.activation and key.bias)
-    )
+    return key.rows <= MAX_ROWS and key.unit_stride and key.dtype.itemsize == 2 and not (key.activation and key.bias)
 
 
 def _few_rows(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -173,11 +161,11 @@ def is_tunable(size_out: int, size_in: int, dtype: torch.dtype) -> bool:
 
 
 def _tuned(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and not key.bias and is_tunable(key.size_out, key.size_in, key.dtype)
+    return not key.bias and is_tunable(key.size_out, key.size_in, key.dtype)
 
 
 def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and key.rows <= FP8_FEW_ROWS
+    return key.rows <= FP8_FEW_ROWS
 
 
 def _fp8_few_close(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -186,7 +174,7 @@ def _fp8_few_close(key: LinearKey, facts: DeviceFacts) -> bool:
 
 def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
     serves = facts.capability is not None and facts.capability >= FP8_ROWWISE and key.dtype == torch.bfloat16
-    return _on_gpu(key, facts) and serves and key.is_aligned(FP8_ALIGNMENT) and key.block is None
+    return serves and key.is_aligned(FP8_ALIGNMENT) and key.block is None
 
 
 def _not_torchs(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -199,15 +187,15 @@ def _in_whole_blocks(key: LinearKey) -> bool:
 
 def _fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
     serves = facts.capability == (9, 0) and TORCH_BLOCKS in facts.libraries and key.dtype == torch.bfloat16
-    return _on_gpu(key, facts) and serves and _in_whole_blocks(key)
+    return serves and _in_whole_blocks(key)
 
 
 def _sgl_fp8(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and _has_sgl(key, facts, *SGL_FP8) and key.block is None
+    return _has_sgl(key, facts, *SGL_FP8) and key.block is None
 
 
 def _sgl_fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and _has_sgl(key, facts, *SGL_FP8_BLOCKS) and _in_whole_blocks(key)
+    return _has_sgl(key, facts, *SGL_FP8_BLOCKS) and _in_whole_blocks(key)
 
 
 def _sgl_int8(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -220,12 +208,12 @@ def _has_sgl(key: LinearKey, facts: DeviceFacts, least: tuple[int, int], most: t
 
 
 def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
+    return 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
 
 
 def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
     # Not where a library is faster anyway: our kernel would be compiled for this many rows just to be measured.
-    no_library = "vllm" not in facts.libraries or key.second_layout is None
+    no_library = "vllm" not in facts.libraries or key.repacked is None
     return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and no_library
 
 
@@ -243,14 +231,14 @@ def _int4_many_close(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def layouts_on(facts: DeviceFacts) -> tuple[str, ...]:
-    """Those of SECOND_LAYOUTS whose kernels run on this device and may be installed, the faster one first."""
+    """Those of LAYOUTS whose kernels run on this device and may be installed, the faster one first."""
     if "vllm" not in facts.libraries or facts.capability is None:
         return ()
-    return tuple(name for name, (least, most) in SECOND_LAYOUTS.items() if least <= facts.capability <= most)
+    return tuple(name for name, (least, most) in LAYOUTS.items() if least <= facts.capability <= most)
 
 
 def _has_second(key: LinearKey, facts: DeviceFacts, layout: str) -> bool:
-    return key.second_layout == layout and "vllm" in facts.libraries
+    return key.repacked == layout and "vllm" in facts.libraries
 
 
 def _machete(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
@@ -271,88 +259,116 @@ def is_int8_aligned(size_out: int, size_in: int) -> bool:
 
 
 def _int8(key: LinearKey, facts: DeviceFacts) -> bool:
-    return facts.kind == "cuda" and key.rows > 0 and is_int8_aligned(key.size_out, key.size_in)
-
-
-def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:
-    return facts.kind == "cuda" and facts.own_kernels
+    return key.rows > 0 and is_int8_aligned(key.size_out, key.size_in)
 
 
 def _on_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
     fuses = key.activation in (None, "silu") and not (key.activation and key.bias)
     fits = key.dtype == torch.bfloat16 and key.size_in % CPU_LANES == 0 and key.unit_stride and not key.into
-    return facts.kind == "cpu" and facts.own_kernels and fits and fuses and 0 < key.rows <= CPU_ROWS
+    return fits and fuses and 0 < key.rows <= CPU_ROWS
 
 
-def _always(key: LinearKey, facts: DeviceFacts) -> bool:
-    return True
+def _own_cpu(facts: DeviceFacts) -> bool:
+    return facts.kind == "cpu" and facts.own_kernels
 
 
-_Row = Candidate[LinearKey]
+def _any_gpu(facts: DeviceFacts) -> bool:
+    return facts.kind == "cuda"
+
+
+_Row = partial(Candidate[LinearKey], on=on_gpu)
+_HERE = "minisgl_backend.kernels.linear"
+_small = partial(_Row, "small_rows", run=f"{_HERE}.small_rows:run")
+
+
+def _tile(tile: str, why: str, serves: Callable[..., bool]) -> Candidate[LinearKey]:
+    """A row of Machete."""
+    kernel = machete_tiles.kernel_of(tile)
+    run = f"{_HERE}.int4_triton:run_repacked"
+    return _Row(kernel, why, partial(serves, tile=tile), close=always, run=run, arguments=(kernel,))
+
+
+# What a row runs takes `GemmDevice`, x, the weight and a `GemmCall`.
 CANDIDATES: Table[LinearKey] = MappingProxyType(
     {
         PLAIN: (
-            _Row("small_rows", "one row, a vocabulary: weights stream through registers", _vocabulary),
-            _Row("small_rows", "one or two rows: bound by weights' bytes; norm and epilogue inside", _vector),
-            _Row("small_rows", "the residual is added inside, which saves a kernel", _residual),
-            _Row("small_rows", "gated, few inputs: all weights of a program are in flight at once", _gated_sliced),
-            _Row("small_rows", "gated, a large weight, normed before: the activation is inside", _gated_large),
-            _Row("small_rows", "a small weight: launches and ramps cost more than its bytes", _small_weight),
+            _small("one row, a vocabulary: weights stream through registers", _vocabulary),
+            _small("one or two rows: bound by weights' bytes; norm and epilogue inside", _vector),
+            _small("the residual is added inside, which saves a kernel", _residual),
+            _small("gated, few inputs: all weights of a program are in flight at once", _gated_sliced),
+            _small("gated, a large weight, normed before: the activation is inside", _gated_large),
+            _small("a small weight: launches and ramps cost more than its bytes", _small_weight),
             # After an all-reduce or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks, and over four; in
             # isolation cuBLAS is as fast. For o_proj, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
-            _Row("long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long),
-            _Row("cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned),
-            _Row("cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu),
-            _Row("torch", "everything else: cuBLAS or oneDNN", _always),
+            _Row(
+                "long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long,
+                run=f"{_HERE}.small_rows:run_long",
+            ),
+            _Row(
+                "cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned,
+                run=f"{_HERE}.plain.gpu:cublaslt",
+            ),
+            _Row(
+                "cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu,
+                run="minisgl_backend.kernels.cpu.ops:linear", on=_own_cpu,
+            ),
+            _Row("torch", _TORCH, always, run=f"{_HERE}.plain.gpu:cublas"),
+            _Row("torch", _TORCH, always, run=f"{_HERE}.plain.reference:linear", on=not_on_gpu),
         ),
         "fp8": (
             _Row(
                 "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few,
-                close=_fp8_few_close,
+                close=_fp8_few_close, run=f"{_HERE}.fp8:run",
             ),
-            _Row("scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise, close=_always),
+            _Row(
+                "scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise, close=always,
+                run=f"{_HERE}.fp8_libraries:scaled_mm",
+            ),
             _Row(
                 "scaled_mm_blocks", "many rows, blocks of 128 x 128: torch's, of CUDA 12.9 or later", _fp8_blocks,
-                close=_always,
-            ),
-            _Row("fp8_many_rows", "many rows, other blocks, or what torch does not take", _on_gpu, close=_not_torchs),
-            _Row("sgl_scaled_mm", "sgl-kernel's, of CUTLASS", _sgl_fp8, close=_always),
-            _Row("sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=_always),
-            _Row("torch", "numbers become float32", _always),
-        ),
-        "int4": (
-            *(
-                _Row(
-                    machete_tiles.kernel_of(tile), "Hopper: vLLM's, where memory has room for its layout too",
-                    partial(_machete, tile=tile), close=_always,
-                )
-                for tile in machete_tiles.TILES
+                close=always, run=f"{_HERE}.fp8_libraries:scaled_mm_blocks",
             ),
             _Row(
+                "fp8_many_rows", "many rows, other blocks, or what torch does not take", always, close=_not_torchs,
+                run=f"{_HERE}.fp8_many_rows:run",
+            ),
+            _Row(
+                "sgl_scaled_mm", "sgl-kernel's, of CUTLASS", _sgl_fp8, close=always,
+                run=f"{_HERE}.fp8_libraries:sgl_scaled_mm",
+            ),
+            _Row(
+                "sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=always,
+                run=f"{_HERE}.fp8_libraries:sgl_scaled_mm_blocks",
+            ),
+            _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8_torch:linear", on=not_on_gpu),
+        ),
+        "int4": (
+            *(_tile(tile, "Hopper: vLLM's, where memory has room for its layout too", _machete) for tile in TILES),
+            _Row(
                 "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", _marlin,
-                close=_marlin_close,
+                close=_marlin_close, run=f"{_HERE}.int4_triton:run_repacked", arguments=("marlin",),
             ),
             _Row(
                 "int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few,
-                close=_int4_gated,
+                close=_int4_gated, run=f"{_HERE}.int4:run",
             ),
             _Row(
-                "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu,
-                close=_int4_many_close,
+                "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", always,
+                close=_int4_many_close, run=f"{_HERE}.int4_triton:run",
             ),
-            *(
-                _Row(machete_tiles.kernel_of(tile), "another tile", partial(_machete_rival, tile=tile), close=_always)
-                for tile in machete_tiles.TILES
-            ),
-            _Row("torch", "the weight is dequantized", _always),
+            *(_tile(tile, "another tile", _machete_rival) for tile in TILES),
+            _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4_torch:linear", on=not_on_gpu),
         ),
         "int8": (
             _Row(
                 "int_mm", "cuBLAS' integer GEMM; x is quantized before, scales and epilogue come after", _int8,
-                close=_always,
+                close=always, run=f"{_HERE}.int8:linear", on=_any_gpu,
             ),
-            _Row("sgl_int8", "sgl-kernel's, of CUTLASS, scales inside", _sgl_int8, close=_always),
-            _Row("torch", "integers become float32", _always),
+            _Row(
+                "sgl_int8", "sgl-kernel's, of CUTLASS, scales inside", _sgl_int8, close=always,
+                run=f"{_HERE}.int8:sgl_linear", on=_any_gpu,
+            ),
+            _Row("torch", "integers become float32", always, run=f"{_HERE}.int8:linear", on=anywhere),
         ),
     }
 )  # fmt: skip
@@ -390,8 +406,3 @@ def representative_rows(rows: int) -> int:
     """The next power of two, within MEASURED_ROWS."""
     least, most = MEASURED_ROWS
     return min(max(least, 1 << (rows - 1).bit_length()), most)
-
-
-def linear_chooser(weight_format: str, facts: DeviceFacts) -> LinearChooser:
-    """The choices for weights of one format on one device."""
-    return LinearChooser(weight_format, facts)

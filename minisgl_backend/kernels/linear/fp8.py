@@ -3,8 +3,8 @@
 Activations are quantized by a separate kernel, with the norm inside: with quantization in each program of the GEMM,
 which then reads all of x twice, the GEMM took twice as long. GEMMs with few rows are bound by reading the weights: a
 Triton kernel streams them through the tensor cores, designed like small_rows.py's `_linear_kernel` and with its
-epilogues. More rows use torch's `_scaled_mm`, sgl-kernel's where that was measured faster, or fp8_many_rows.py where
-neither supports them.
+epilogues. More rows use torch's `_scaled_mm`, sgl-kernel's where that was measured faster (both fp8_libraries.py), or
+fp8_many_rows.py where neither supports them.
 
 Hopper's tensor cores accumulate FP8 with 14 bits (DeepSeek-V3, section 3.3.2); after PROMOTE inputs the partial sum is
 added to one in float32.
@@ -14,124 +14,26 @@ added to one in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels import elementwise
-from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
-from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
-from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.epilogue import leave_part, store_outputs, sum_of_parts
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight
+from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
-# Rows are padded to a multiple of this: some other numbers cuBLAS refuses, and CUTLASS copies its input for.
-_MULTIPLES = {"scaled_mm_blocks": 16, "sgl_scaled_mm_blocks": 16}
-_BLOCKS_ALIGNMENT = 4  # torch needs rows of a weight's scales to be a multiple of this many blocks
 _MAX_SPLIT = 8
 PROMOTE = 256
-
-
-class TritonFp8Kernels(Fp8Kernels):
-    """See `Fp8Kernels`. Nothing synchronises with the device."""
-
-    def __init__(self, plain: TritonPlainKernels, device: torch.device) -> None:
-        """plain: of the same device; its workspace is shared, so the kernels must not overlap."""
-        super().__init__(plain.ops)
-        self._plain = plain
-        facts = plain.ops.facts
-        if not torch_has_blocks(device):
-            facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
-        self._num_sms = facts.multiprocessors
-        self._chooser = linear_chooser("fp8", facts)
-
-    def linear(self, x: torch.Tensor, weight: Fp8Weight, call: GemmCall = BARE) -> torch.Tensor:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        size_out = len(weight.numbers)
-        if len(x) == 0:
-            out = x.new_empty((0, size_out // 2 if call.activation else size_out))
-            return out if call.residual is None else call.residual
-        key = LinearKey.of(x, size_out, call, block=weight.block)
-        return self.multiply(self._chooser.kernel(key), x, weight, call)
-
-    def multiply(self, kernel: str, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
-        """See `measured.Multiply`."""
-        pdl = self._plain.ops.pdl(x)
-        if kernel == "fp8_few_rows":
-            return linear(x, weight, self._plain.workspace, call, num_sms=self._num_sms, pdl=pdl)
-        norm_weight, eps, bias, residual, activation = call
-        numbers, scale, x_scale, block = weight
-        if block is None:
-            x8, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
-        else:
-            x8, scales = quantize_groups(x, block[1], norm_weight, eps, multiple=_MULTIPLES.get(kernel, 1))
-        if kernel == "fp8_many_rows":
-            out = many_rows.linear(x8, scales, numbers, scale, x.dtype, block=block, bias=bias, residual=residual)
-            return out if activation is None else elementwise.activate_mul(out, activation, pdl)
-        if kernel == "scaled_mm":
-            out = torch._scaled_mm(
-                x8, numbers.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
-            )
-        elif kernel == "scaled_mm_blocks":
-            out = scaled_mm_blocks(x8, scales, numbers, scale)[: len(x)]
-        elif kernel == "sgl_scaled_mm":
-            out, bias = sgl.fp8_scaled_mm(x8, scales, numbers, scale, x.dtype, bias), None
-        elif kernel == "sgl_scaled_mm_blocks":
-            out = sgl.fp8_blockwise_scaled_mm(x8, scales, numbers, scale, x.dtype)[: len(x)]
-        else:
-            raise ValueError(f"kernel is {kernel!r}; allowed: those of the table except torch")
-        if bias is not None:
-            out += bias
-        if residual is not None:
-            return residual.add_(out)
-        return out if activation is None else elementwise.activate_mul(out, activation, pdl)
-
-    def prepare_linear(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int) -> None:
-        numbers = weights[0].numbers
-        self._plain.kernel_tuner.tune(
-            self._chooser, self.multiply, weights, numbers.nbytes, (numbers.shape[0], numbers.shape[1]), rows, longest
-        )
-
-
-def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """torch's block-scaled FP8 GEMM (weights in blocks of 128 x 128, x in groups of 128), result in bfloat16: cuBLAS
-    12.9 or later on Hopper. Both sizes of the weight are whole blocks; x_scale's columns are contiguous."""
-    from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
-
-    if missing := -scale.shape[1] % _BLOCKS_ALIGNMENT:  # in few models; F.pad copies even where nothing is missing
-        scale = F.pad(scale, (0, missing))
-    out: torch.Tensor = scaled_mm(
-        x, weight.t(), x_scale, ScalingType.BlockWise1x128, scale.t(), ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
-    return out
-
-
-@cache
-def torch_has_blocks(device: torch.device) -> bool:
-    """Whether torch and its cuBLAS have the block-scaled GEMM on this GPU: tries a small one."""
-    one = torch.ones((128, 512), device=device).to(FP8)
-    try:
-        found = scaled_mm_blocks(
-            one, torch.ones((4, 128), device=device).t(), one, torch.ones((1, 4), device=device)
-        )  # fmt: skip
-        return bool((found == 512).all())
-    except (ImportError, RuntimeError, ValueError):
-        return False
 
 
 @dataclass(frozen=True)
@@ -173,6 +75,11 @@ def linear_shape(
     return LinearShape(tile_out, tile_in, split, stages)
 
 
+def run(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
+    num_sms = device.facts.multiprocessors
+    return linear(x, weight, device.workspace, call, num_sms=num_sms, pdl=device.pdl(x))
+
+
 def linear(
     x: torch.Tensor,
     weight: Fp8Weight,
@@ -183,9 +90,9 @@ def linear(
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `Fp8Kernels.linear`; for few rows, see choose.py."""
-    norm_weight, eps, bias, residual, activation = call
-    weight_numbers, scale, x_scale, block = weight
+    """See `GemmCall`; for few rows, see choose.py."""
+    norm_weight, eps, bias, residual, activation, _ = call
+    weight_numbers, scale, x_scale, block = weight.numbers, weight.scale, weight.x_scale, weight.block
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = len(weight_numbers) // 2 if gated else len(weight_numbers)
     block_out, block_in = block or (0, 0)

@@ -13,7 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.launch import cdiv
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8_quantize import quantize_for
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight
+from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 _FEW_TILES = 512  # rows up to which tiles of twice the rows would be too few
@@ -37,29 +42,33 @@ def many_rows_shape(rows: int, block_in: int | None = None, shared: int = LARGES
     return ManyRowsShape(tile_rows, tile_out, tile_in, warps, stages)
 
 
+def run(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
+    numbers, scales = quantize_for(weight, x, call)
+    out = linear(numbers, scales, weight, x.dtype, bias=call.bias, residual=call.residual)
+    return out if call.activation is None else activate_mul(out, call.activation, device.pdl(x))
+
+
 def linear(
     x: torch.Tensor,
     x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
+    weight: Fp8Weight,
     dtype: torch.dtype,
     *,
-    block: tuple[int, int] | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     shape: ManyRowsShape | None = None,
 ) -> torch.Tensor:
-    """x [rows, size_in] and weight [size_out, size_in], both FP8 -> [rows, size_out] in `dtype`.
+    """x FP8 [rows, size_in] -> [rows, size_out] in `dtype`.
 
-    x_scale [rows] and scale [size_out]; with a `block`, x_scale [rows, groups], whose columns are contiguous, and scale
-    [blocks of outputs, blocks of inputs].
+    x_scale [rows]; for weights in blocks [rows, groups], whose columns are contiguous.
     """
-    (rows, size_in), size_out = x.shape, len(weight)
-    block_out, block_in = block or (0, 0)
+    (rows, size_in), size_out = x.shape, len(weight.numbers)
+    block_out, block_in = weight.block or (0, 0)
     shape = shape or many_rows_shape(rows, block_in or None, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=dtype, device=x.device)
     _many_rows_kernel[(cdiv(rows, shape.tile_rows) * cdiv(size_out, shape.tile_out),)](
-        x, weight, x_scale, scale, out if bias is None else bias, out if residual is None else residual, out, rows,
+        x, weight.numbers, x_scale, weight.scale, out if bias is None else bias, out if residual is None else residual,
+        out, rows,
         SIZE_OUT=size_out, SIZE_IN=size_in, TILE_ROWS=shape.tile_rows, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
         TOGETHER=_TOGETHER, BLOCK_OUT=block_out, BLOCK_IN=block_in, BIAS=bias is not None,
         RESIDUAL=residual is not None, num_warps=shape.num_warps, num_stages=shape.num_stages,

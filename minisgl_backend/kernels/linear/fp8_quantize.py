@@ -11,9 +11,19 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
-from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST, Fp8Weight
 
 _WIDTH = 2048  # inputs of a program that only needs its own groups of a row (no norm)
+
+
+def quantize_for(
+    weight: Fp8Weight, x: torch.Tensor, call: GemmCall, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(x) and its scales as a GEMM of many rows with this weight takes them; multiple: see `quantize_groups`."""
+    if weight.block is None:
+        return quantize_tokens(x, call.norm_weight, call.eps, x_scale=weight.x_scale)
+    return quantize_groups(x, weight.block[1], call.norm_weight, call.eps, multiple=multiple)
 
 
 def quantize_tokens(

@@ -8,14 +8,13 @@ product of two FP8 numbers is exact in float32, in which they are summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
+from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 FP8 = torch.float8_e4m3fn
@@ -65,7 +64,8 @@ def _scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows32 / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST), scales
 
 
-class Fp8Weight(NamedTuple):
+@dataclass(frozen=True)
+class Fp8Weight:
     """A weight, and how activations are quantized for it."""
 
     numbers: torch.Tensor  # FP8 [size_out, size_in]
@@ -73,35 +73,36 @@ class Fp8Weight(NamedTuple):
     x_scale: torch.Tensor | None = None  # one float32 number for all activations; None: one per token
     # Outputs and inputs that share a scale; activations then have one for each token and block of inputs.
     block: tuple[int, int] | None = None
+    kind: WeightKind = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", WeightKind.of(self.numbers, self.block))
 
 
-class Fp8Kernels:
-    """GEMMs with FP8 weights, by torch. Made for each model; all its FP8 weights hold it."""
+def linear(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
+    """See `GemmCall`."""
+    norm_weight, eps, bias, residual, activation, _ = call
+    if norm_weight is not None:
+        x = device.ops.rms_norm(x, norm_weight, eps)
+    return epilogue_in_float32(quantized_gemm(x, weight), bias, residual, activation).to(x.dtype)
 
-    def __init__(self, ops: Ops) -> None:
-        """ops: of the same device."""
-        self.ops = ops
 
-    def linear(self, x: torch.Tensor, weight: Fp8Weight, call: GemmCall = BARE) -> torch.Tensor:
-        norm_weight, eps, bias, residual, activation = call
-        if norm_weight is not None:
-            x = self.ops.rms_norm(x, norm_weight, eps)
-        out = quantized_gemm(x, weight)
-        if bias is not None:
-            out += bias.float()
-        if activation is not None:
-            out = activate_mul(out, activation)
-        if residual is not None:
-            out += residual.float()
-        return out.to(x.dtype)
-
-    def prepare_linear(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int) -> None:
-        """As `PlainKernels.prepare_linear`."""
+def epilogue_in_float32(
+    out: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """Of a GEMM's result in float32, which may be overwritten."""
+    if bias is not None:
+        out += bias.float()
+    if activation is not None:
+        out = activate_mul(out, activation)
+    if residual is not None:
+        out += residual.float()
+    return out
 
 
 def quantized_gemm(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     """Quantizes x [num_tokens, size_in], and multiplies it by the weight: float32 [num_tokens, size_out]."""
-    numbers, scale, x_scale, block = weight
+    numbers, scale, x_scale, block = weight.numbers, weight.scale, weight.x_scale, weight.block
     if block is not None:
         tokens, scales = quantize_groups(x, block[1])
         scales = scales.repeat_interleave(block[1], 1)[:, : x.shape[1]]

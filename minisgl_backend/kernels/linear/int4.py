@@ -22,7 +22,9 @@ from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
-from minisgl_backend.kernels.linear.small_rows import LEAST_ROWS, LinearWorkspace
+from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.small_rows import LEAST_ROWS
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 
 
@@ -81,6 +83,13 @@ def stage_bytes(tile: int, rows: int, step: int) -> int:
     return PLANES * step * (tile // 2 + 2 * rows)
 
 
+def run(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
+    if call.norm_weight is not None:
+        x = device.ops.rms_norm(x, call.norm_weight, call.eps)
+    num_sms = device.facts.multiprocessors
+    return linear(x, weight, device.workspace, call, num_sms=num_sms, pdl=device.pdl(x))
+
+
 def linear(
     x: torch.Tensor,
     weight: Int4Weight,
@@ -91,8 +100,8 @@ def linear(
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """epilogue(x @ weight.T): as `Int4Kernels.linear`, with no norm; rows of x are contiguous."""
-    _, _, bias, residual, activation = call
+    """See `GemmCall`, without a norm; rows of x are contiguous."""
+    _, _, bias, residual, activation, _ = call
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = weight.size_out // 2 if gated else weight.size_out
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))

@@ -18,7 +18,7 @@ from minisgl_backend.kernels.linear import machete, marlin, vllm_library
 from minisgl_backend.kernels.linear.choose import layouts_on
 from minisgl_backend.kernels.linear.int4_torch import (
     Int4Weight,
-    SecondLayout,
+    Repacked,
     dequantize,
     num_groups,
     pack,
@@ -32,7 +32,7 @@ _TRIAL_ROWS, _TRIAL_OUT, _TRIAL_IN, _TRIAL_GROUP = 24, 256, 256, 64
 
 
 class Repacker(Protocol):
-    def repack(self, weight: Int4Weight) -> SecondLayout | None:
+    def repack(self, weight: Int4Weight) -> Repacked | None:
         """None: the layout cannot represent it. Synchronises with the device."""
 
 

@@ -12,15 +12,15 @@ out of two adjacent words; and a plane is contiguous in x.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
+from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 PLANES = 8
@@ -29,12 +29,12 @@ _AT_ONCE = 1 << 18  # numbers
 LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores take at least 16 inputs
 
 
-class SecondLayout(Protocol):
+class Repacked(Protocol):
     """A second copy of a weight, in the layout of a library's kernel."""
 
     @property
     def layout(self) -> str:
-        """As a `LinearKey.second_layout`."""
+        """As a `LinearKey.repacked`."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -54,11 +54,21 @@ class Int4Weight:
     size_in: int
     group: int  # inputs with one scale
     plane: int
-    second: SecondLayout | None = None
+    repacked: Repacked | None = None
+    kind: WeightKind = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = None if self.repacked is None else self.repacked.layout
+        detail = f"groups of {self.group}" + ("" if self.zeros is None else " with zero points")
+        kind = WeightKind(
+            self.words.shape[-2], self.size_in, self.words.nbytes, repacked=layout,
+            detail=detail if layout is None else f"{detail} {layout}",
+        )  # fmt: skip
+        object.__setattr__(self, "kind", kind)
 
     @property
     def size_out(self) -> int:
-        return self.words.shape[-2]
+        return self.kind.size_out
 
     @property
     def padded(self) -> int:
@@ -142,30 +152,12 @@ def _of_inputs(of_groups: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     return of_groups.transpose(-1, -2).repeat_interleave(weight.group, -1)[..., : weight.size_in]
 
 
-class Int4Kernels:
-    """GEMMs with 4-bit weights, by torch. Made for each model; all its 4-bit weights hold it."""
-
-    def __init__(self, plain: PlainKernels) -> None:
-        """plain: of the same device."""
-        self.plain, self.ops = plain, plain.ops
-
-    def second_layout_bytes(self, weight: Int4Weight) -> int:
-        """Bytes of `second_layout` of a weight; 0: there is none."""
-        return 0
-
-    def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
-        """A copy in the layout of the kernel that is fastest here for some row counts; None: there is none, or it
-        cannot represent the weight's numbers. Synchronises with the device."""
-        return None
-
-    def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
-        norm_weight, eps, bias, residual, activation = call
-        if norm_weight is not None:
-            x = self.ops.rms_norm(x, norm_weight, eps)
-        out = F.linear(x, dequantize(weight, x.dtype), bias)
-        if activation is not None:
-            out = activate_mul(out, activation)
-        return out if residual is None else out.add_(residual)
-
-    def prepare_linear(self, weights: Sequence[Int4Weight], rows: Sequence[int], longest: int) -> None:
-        """As `PlainKernels.prepare_linear`."""
+def linear(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
+    """See `GemmCall`."""
+    norm_weight, eps, bias, residual, activation, _ = call
+    if norm_weight is not None:
+        x = device.ops.rms_norm(x, norm_weight, eps)
+    out = F.linear(x, dequantize(weight, x.dtype), bias)
+    if activation is not None:
+        out = activate_mul(out, activation)
+    return out if residual is None else out.add_(residual)

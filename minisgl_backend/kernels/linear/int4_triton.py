@@ -1,90 +1,45 @@
-"""`Int4Kernels` on a GPU: which kernel serves how many rows."""
+"""GEMMs of many rows with 4-bit weights: parts of the weight are dequantized, and cuBLAS multiplies."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear import int4
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.epilogue import apply_epilogue
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
-from minisgl_backend.kernels.linear.int4_second import layout_of
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight, SecondLayout
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
+from minisgl_backend.kernels.linear.kernels import GemmDevice
 
-SCRATCH_BYTES = 128 << 20  # for a dequantized part of a weight: smaller parts would be too small for cuBLAS
 _TILE_OUT = 32
 
 
-class TritonInt4Kernels(Int4Kernels):
-    """See `Int4Kernels`. Nothing synchronises with the device."""
+def run(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
+    if call.norm_weight is not None:
+        x = device.ops.rms_norm(x, call.norm_weight, call.eps)
+    return apply_epilogue(device, _by_parts(x, weight, device.scratch), call)
 
-    def __init__(self, plain: TritonPlainKernels, device: torch.device) -> None:
-        """plain: of the same device; its workspace is shared, so the kernels must not overlap."""
-        super().__init__(plain)
-        self._triton = plain
-        self._linear_chooser = linear_chooser("int4", plain.ops.facts)
-        self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        self._device = device
 
-    def second_layout_bytes(self, weight: Int4Weight) -> int:
-        found = layout_of(weight, self._device, self._triton.ops.facts)
-        return 0 if found is None else found[0].bytes(weight)
+def run_repacked(kernel: str, device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
+    """By a library's kernel, of the weight in its layout."""
+    if call.norm_weight is not None:
+        x = device.ops.rms_norm(x, call.norm_weight, call.eps)
+    if weight.repacked is None:
+        raise ValueError(f"the weight is not held in the layout of {kernel}")
+    return apply_epilogue(device, weight.repacked.linear(x, kernel), call)
 
-    def second_layout(self, weight: Int4Weight) -> SecondLayout | None:
-        found = layout_of(weight, self._device, self._triton.ops.facts)
-        return None if found is None else found[1].repack(weight)
 
-    def linear(self, x: torch.Tensor, weight: Int4Weight, call: GemmCall = BARE) -> torch.Tensor:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        second = None if weight.second is None else weight.second.layout
-        key = LinearKey.of(x, weight.size_out, call, second_layout=second)
-        return self.multiply(self._linear_chooser.kernel(key), x, weight, call)
-
-    def multiply(self, kernel: str, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
-        """See `measured.Multiply`."""
-        if kernel == "torch":
-            return super().linear(x, weight, call)
-        pdl = self._triton.ops.pdl(x)
-        norm_weight, eps, bias, residual, activation = call
-        if norm_weight is not None:
-            x = self.ops.rms_norm(x, norm_weight, eps)
-        if kernel == "int4_few_rows":
-            return int4.linear(
-                x, weight, self._triton.workspace, call, num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl
-            )
-        if weight.second is not None and kernel in weight.second.kernels:
-            out = weight.second.linear(x, kernel)
-        else:
-            out = self._by_parts(x, weight)
-        if bias is not None:
-            out += bias
-        if activation is not None:
-            return elementwise.activate_mul(out, activation, pdl)
-        return out if residual is None else residual.add_(out)
-
-    def prepare_linear(self, weights: Sequence[Int4Weight], rows: Sequence[int], longest: int) -> None:
-        first = weights[0]
-        self._triton.kernel_tuner.tune(
-            self._linear_chooser, self.multiply, weights, first.words.nbytes, (first.size_out, first.size_in), rows,
-            longest, detail=f"groups of {first.group}" + ("" if first.zeros is None else " with zero points")
-            + ("" if first.second is None else f" {first.second.layout}"),
-        )  # fmt: skip
-
-    def _by_parts(self, x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-        """x @ weight.T, dequantizing as many outputs at a time as fit into the scratch buffer."""
-        out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
-        step = max(_TILE_OUT, len(self._scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
-        for start in range(0, weight.size_out, step):
-            rows = slice(start, min(start + step, weight.size_out))
-            torch.mm(x, dequantize_rows(weight, rows, x.dtype, self._scratch).t(), out=out[:, rows])
-        return out
+def _by_parts(x: torch.Tensor, weight: Int4Weight, scratch: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T, dequantizing as many outputs at a time as fit into the scratch buffer."""
+    out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
+    step = max(_TILE_OUT, len(scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
+    for start in range(0, weight.size_out, step):
+        rows = slice(start, min(start + step, weight.size_out))
+        torch.mm(x, dequantize_rows(weight, rows, x.dtype, scratch).t(), out=out[:, rows])
+    return out
 
 
 def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch: torch.Tensor) -> torch.Tensor:

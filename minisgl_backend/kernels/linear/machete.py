@@ -18,7 +18,7 @@ from minisgl_backend.kernels.linear.int4_repack import DTYPES, cut_group, kind, 
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 from minisgl_backend.kernels.linear.machete_tiles import TILES, kernel_of
 
-LAYOUT = "machete"  # as a `LinearKey.second_layout`
+LAYOUT = "machete"  # as a `LinearKey.repacked`
 GROUPS = (64, 128)  # inputs with one scale that its kernels support
 TILE_IN, TILE_OUT = 64, 128  # weight sizes are multiples of these
 

@@ -1,7 +1,7 @@
 """GEMMs of some tens of rows with 4-bit weights by Marlin (Frantar et al. 2024, arXiv:2408.11743), from vLLM's library.
 
 Marlin's weight layout has tiles of 16 inputs by 64 outputs, in the order in which a warp takes them as operands. Its
-weights are in memory twice (`SecondLayout`), since this project's kernels are faster for few rows and, with cuBLAS, for
+weights are in memory twice (`Repacked`), since this project's kernels are faster for few rows and, with cuBLAS, for
 many. Scales and zero points of the 64 outputs of a tile are permuted likewise.
 """
 
@@ -23,7 +23,7 @@ from minisgl_backend.kernels.linear.int4_repack import (
 )
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 
-LAYOUT = "marlin"  # as a `LinearKey.second_layout`, and the kernel of the table
+LAYOUT = "marlin"  # as a `LinearKey.repacked`, and the kernel of the table
 GROUPS = (32, 64, 128)  # inputs with one scale that its kernels support
 TILE_IN, TILE_OUT = 128, 64  # weight sizes are multiples of these
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -34,22 +34,14 @@ BUDGET_S = 4.0
 WORTH = 0.97  # of the time of the table's kernel: a smaller gain is noise, or is lost in a chain of kernels
 _KERNEL = re.compile(r"[a-z][a-z0-9_]*")
 
-Weight = TypeVar("Weight", contravariant=True)
 
+class Multiplies(Protocol):
+    """The kernels of a format, as far as measuring needs them."""
 
-class Multiply(Protocol[Weight]):
-    """How a format multiplies by one of the kernels of its table: as `PlainKernels.linear`, by the one that is named.
+    chooser: LinearChooser
 
-    A kernel that cannot, for whatever reason, raises.
-    """
-
-    def __call__(
-        self,
-        kernel: str,
-        x: torch.Tensor,
-        weight: Weight,
-        call: GemmCall,
-    ) -> torch.Tensor: ...
+    def multiply(self, kernel: str, x: torch.Tensor, weight: Any, call: GemmCall) -> torch.Tensor:
+        """By the kernel of that name. One that cannot, for whatever reason, raises."""
 
 
 class KernelTuner:
@@ -60,46 +52,35 @@ class KernelTuner:
         self._stream, self._facts, self._file = stream, facts, ChoicesFile(choices)
         self._left_s = budget_s
 
-    def tune(
-        self,
-        chooser: LinearChooser,
-        multiply: Multiply[Weight],
-        weights: Sequence[Weight],
-        weight_bytes: int,
-        shape: tuple[int, int],
-        rows: Sequence[int],
-        longest: int,
-        detail: str = "",
-    ) -> None:
-        """Has `chooser` prefer the fastest kernels for weights of one shape [size_out, size_in], of `weight_bytes`
-        each: for these decode row counts, and for prefill up to `longest` rows. detail: what keys do not say of a
-        weight.
+    def tune(self, kernels: Multiplies, weights: Sequence[Any], rows: Sequence[int], longest: int) -> None:
+        """Has the kernels' chooser prefer the fastest for weights of one `WeightKind`: for these decode row counts,
+        and for prefill up to `longest` rows.
 
         Synchronises with the device. Where a measurement fails, the table's order stands: that is no error.
         """
+        kind, chooser = weights[0].kind, kernels.chooser
         sizes = rows_to_measure(rows, longest)
-        some = weights[: cold(len(weights), weight_bytes)]
-        for variant in chooser.asked(*shape):
+        some = weights[: cold(len(weights), kind.nbytes)]
+        for variant in chooser.asked(kind.size_out, kind.size_in):
             keys = [key for size in sizes if chooser.contenders(key := variant._replace(rows=size))]
             if not keys:
                 continue
-            kind = self._kind(f"{chooser.weight_format} {detail}".rstrip(), variant)
-            chosen = self._file.read(kind, _KERNEL)
-            refusing = self._refusing(chosen, chooser, multiply, weights[0], keys)
+            entry = self._entry(f"{chooser.weight_format} {kind.detail}".rstrip(), variant)
+            chosen = self._file.read(entry, _KERNEL)
+            refusing = self._refusing(chosen, kernels, weights[0], keys)
             chosen = {count: kernel for count, kernel in chosen.items() if kernel not in refusing}
             missing = [key for key in keys if chosen.get(str(key.rows)) not in chooser.contenders(key)]
             if missing:
-                measured = self._measure(chooser, multiply, some, missing)
-                self._file.add(kind, measured)
+                measured = self._measure(kernels, some, missing)
+                self._file.add(entry, measured)
                 chosen |= measured
             for key in keys:
                 if (kernel := chosen.get(str(key.rows))) is not None:
                     chooser.prefer(key, kernel)
 
-    def _measure(
-        self, chooser: LinearChooser, multiply: Multiply[Weight], weights: Sequence[Weight], keys: Sequence[LinearKey]
-    ) -> Choices:
+    def _measure(self, kernels: Multiplies, weights: Sequence[Any], keys: Sequence[LinearKey]) -> Choices:
         """The fastest kernel by number of rows; those that fail, or that there is no time for, are left out."""
+        chooser = kernels.chooser
         found: Choices = {}
         started = time.monotonic()
         with self._stream.current():
@@ -107,7 +88,7 @@ class KernelTuner:
                 if time.monotonic() - started > self._left_s:
                     break
                 try:
-                    found[str(key.rows)] = self._fastest(chooser.contenders(key), multiply, weights, key)
+                    found[str(key.rows)] = self._fastest(kernels, weights, key)
                 except RuntimeError as error:  # out of memory is one of them
                     self._stream.recover()
                     log.warning("%s of %s is not measured: %s", chooser.contenders(key), _text(key), error)
@@ -121,44 +102,40 @@ class KernelTuner:
             log.info("no time is left for measuring kernels: the others are as the table says; the next start goes on")
         return found
 
-    def _refusing(
-        self, chosen: Choices, chooser: LinearChooser, multiply: Multiply[Weight], weight: Weight,
-        keys: Sequence[LinearKey],
-    ) -> set[str]:  # fmt: skip
+    def _refusing(self, chosen: Choices, kernels: Multiplies, weight: Any, keys: Sequence[LinearKey]) -> set[str]:
         """Kernels that a file prefers to the table's and that do not run now: an installation may have been broken."""
         preferred = {
             kernel: key
             for key in keys
-            if (kernel := chosen.get(str(key.rows))) in chooser.contenders(key)[1:] and kernel is not None
+            if (kernel := chosen.get(str(key.rows))) in kernels.chooser.contenders(key)[1:] and kernel is not None
         }
         refusing = set()
         for kernel, key in preferred.items():
             with self._stream.current():
                 x = self._stream.randn(key.rows, key.size_in, key.dtype)
                 try:
-                    multiply(kernel, x, weight, _call(x, key))
+                    kernels.multiply(kernel, x, weight, _call(x, key))
                 except Exception as error:
                     self._stream.recover()
                     log.warning("%s was measured fastest for %s, and is not taken: %s", kernel, _text(key), error)
                     refusing.add(kernel)
         return refusing
 
-    def _fastest(
-        self, contenders: Sequence[str], multiply: Multiply[Weight], weights: Sequence[Weight], key: LinearKey
-    ) -> str:
+    def _fastest(self, kernels: Multiplies, weights: Sequence[Any], key: LinearKey) -> str:
         """The first of the contenders is what runs if none is faster."""
+        contenders = kernels.chooser.contenders(key)
         x = self._stream.randn(key.rows, key.size_in, key.dtype)
         call = _call(x, key)
         timers: dict[str, GraphTimer] = {}
         expected: torch.Tensor | None = None
         for kernel in contenders:
             try:
-                out = multiply(kernel, x, weights[0], _call(x, key))  # the residual may be overwritten
+                out = kernels.multiply(kernel, x, weights[0], _call(x, key))  # the residual may be overwritten
                 expected = out if expected is None else expected
                 if not is_close(out, expected):
                     log.warning("%s is not taken for %s: %s has other numbers", kernel, _text(key), contenders[0])
                     continue
-                timers[kernel] = GraphTimer([partial(multiply, kernel, x, one, call) for one in weights])
+                timers[kernel] = GraphTimer([partial(kernels.multiply, kernel, x, one, call) for one in weights])
             except Exception as error:  # compiled packages fail in many ways
                 if kernel == contenders[0]:
                     raise
@@ -170,7 +147,7 @@ class KernelTuner:
         best = min(times, key=times.__getitem__)
         return best if times[best] < WORTH * times[contenders[0]] else contenders[0]
 
-    def _kind(self, weight_format: str, variant: LinearKey) -> str:
+    def _entry(self, weight_format: str, variant: LinearKey) -> str:
         packages = sorted(self._facts.libraries & DISTRIBUTIONS.keys())
         versions = [f"torch {torch.__version__}", *(f"{name} {version_of(name)}" for name in packages)]
         return " ".join([self._facts.name, weight_format, _text(variant), *versions, "kernels", sources_digest()])

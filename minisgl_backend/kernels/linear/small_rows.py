@@ -32,20 +32,24 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import store_outputs
-from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
+from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape, long_shape
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import shared_memory
 
 # Least size of a tensor-core GEMM. Triton 3.4 refuses fewer than 16; 3.5 compiles 8 too, tried without a GPU.
 LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16
 
 
-class LinearWorkspace:
-    """Partial sums and arrival counters; the counters return to zero after every launch."""
+def run(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
+    return linear(x, weight, device.workspace, call, pdl=device.pdl(x))
 
-    def __init__(self, device: torch.device, max_out: int = 32768, max_split: int = 16) -> None:
-        self.partial = torch.empty(max_split * max_out * MAX_ROWS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_out, dtype=torch.int32, device=device)
-        self.max_split = max_split
+
+def run_long(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
+    """With nothing fused: see `long_shape`."""
+    size_out, size_in = weight.shape
+    shape = long_shape(size_out, size_in, device.facts.multiprocessors)
+    return linear(x, weight, device.workspace, call, shape=shape, pdl=device.pdl(x))
 
 
 def linear(
@@ -56,16 +60,16 @@ def linear(
     *,
     shape: LinearShape | None = None,
     pdl: bool = False,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `GemmCall`: x [rows <= 64, size_in] and weight [size_out, size_in] are contiguous; residual is left as it
-    is."""
-    norm_weight, eps, bias, residual, activation = call
+    is, and `out` is written to where it has one row."""
+    norm_weight, eps, bias, residual, activation, out = call
     gated = activation is not None
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = shape or linear_shape(rows, size_out, size_in, gated, shared=shared_memory(x.device))
-    out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device) if out is None else out
+    if out is None or rows > 1:  # programs write contiguous rows
+        out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
     arguments = (
         x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
         residual if residual is not None else x, out,

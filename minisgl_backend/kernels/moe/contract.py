@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.contract import PlainKernels
+from minisgl_backend.kernels.linear.kernels import PlainKernels
 
 BEST_OF_GROUP = 2  # with a correction bias, a group's score is the sum of its best 2 experts' scores
 

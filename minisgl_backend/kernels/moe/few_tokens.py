@@ -23,7 +23,8 @@ from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+from minisgl_backend.kernels.linear.small_rows import linear
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.kernels.candidate import PLAIN
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
+from minisgl_backend.kernels.linear.kernels import PlainKernels
 from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token, score_router
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.moe.contract import ExpertChoice
@@ -16,12 +16,12 @@ from minisgl_backend.kernels.triton_ops import TritonOps
 class TritonMixtureKernels(TorchMixtureKernels):
     """See `MixtureKernels`."""
 
-    plain: TritonPlainKernels
+    plain: PlainKernels
     ops: TritonOps
 
-    def __init__(self, plain: TritonPlainKernels) -> None:
+    def __init__(self, plain: PlainKernels) -> None:
         super().__init__(plain)
-        self._experts_kernel = experts_chooser(PLAIN, plain.ops.facts).kernel
+        self._experts_kernel = experts_chooser(PLAIN, plain.device.facts).kernel
 
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool

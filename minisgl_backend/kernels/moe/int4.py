@@ -24,7 +24,7 @@ from minisgl_backend.kernels.linear.int4 import (
     words_of,
 )
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import few_tokens
 from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.tiles import store_pairs, weighted

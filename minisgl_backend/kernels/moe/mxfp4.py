@@ -13,7 +13,7 @@ import torch
 
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import few_tokens
 from minisgl_backend.kernels.moe import mxfp4_gemm as kernels
 from minisgl_backend.kernels.moe.align import align

@@ -32,8 +32,8 @@ from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import proposer_class
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.parts import Captures, Parts, Start, StartProgress, load_parts
+from minisgl_backend.runner.start.repacked import repack_weights, room_for_repacked
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
-from minisgl_backend.runner.start.second_layouts import add_second_layouts, room_for_second_layouts
 from minisgl_backend.runner.start.warm_up import StepLimits, compile_kernels, warm_up
 from minisgl_backend.speculative_config import DRAFT_ENTRIES
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
@@ -84,8 +84,8 @@ def _build(
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     parts = load_parts(start)
     if device.type == "cuda" and isinstance(parts.model, torch.nn.Module):
-        room = room_for_second_layouts(runtime, parts.spec, parts.places, start.free_at_start)
-        add_second_layouts(parts.model.modules(), tp.minimum(room))
+        room = room_for_repacked(runtime, parts.spec, parts.places, start.free_at_start)
+        repack_weights(parts.model.modules(), tp.minimum(room))
     progress.phase_ended("weights")
     moe = model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()

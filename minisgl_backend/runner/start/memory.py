@@ -24,11 +24,11 @@ from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.draft import draft_spec, target_spec
+from minisgl_backend.runner.start.repacked import MOST_SHARE
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
-from minisgl_backend.runner.start.second_layouts import MOST_SHARE
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
-from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, second_layout_bytes, weight_bytes
+from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, repacked_bytes, weight_bytes
 
 # On the CPU memory is shared with everything else, so the default is not "all that is left".
 CPU_POOL_BYTES = 1 << 30
@@ -101,7 +101,7 @@ class MemoryNeed:
     room: str  # what these pages hold, in words
     draft_weights: int = 0  # bytes, as `weights`, of the draft model only
     draft_share: float = 0.0  # share of each page's bytes that the draft model's layers take
-    second_layouts: int = 0  # bytes in addition to `weights`: see `second_layouts.py`
+    repacked: int = 0  # bytes in addition to `weights`: see `repacked.py`
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
@@ -115,24 +115,24 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         places = (*spec.places, *own)
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
     fixed = (config.num_pages or 0) * bytes_per_page(places, spec.page_size)
-    second = _second_layouts(runtime, model, budget - fixed)
+    second = _repacked(runtime, model, budget - fixed)
     budget -= second
     pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, places))
     room = room_in(spec.columns, spec.page_size, pages, runtime.max_seq_len)
     if runtime.draft is None:
-        return MemoryNeed(weights, free, pages, room, second_layouts=second)
+        return MemoryNeed(weights, free, pages, room, repacked=second)
     share = bytes_per_page(own, spec.page_size) / bytes_per_page(places, spec.page_size)
     copies = 1 if on_gpu else config.ranks_per_node * config.dp
     return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share, second)
 
 
-def _second_layouts(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
+def _repacked(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
     """Bytes of second layouts of weights on each GPU, if `room` bytes are left for them and for pages."""
     device = device_of_rank(runtime.device, runtime.device_index(0))
     if "vllm" not in DeviceFacts.of(device).libraries:
         return 0
     formats = model.quantization.with_option(runtime.config.quantization)
-    needed = second_layout_bytes(Path(runtime.model_dir), model.tensor_names, formats) // runtime.config.tp
+    needed = repacked_bytes(Path(runtime.model_dir), model.tensor_names, formats) // runtime.config.tp
     return needed if needed <= MOST_SHARE * room else 0
 
 

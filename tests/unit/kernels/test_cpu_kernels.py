@@ -17,10 +17,10 @@ from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
-from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
+from minisgl_backend.kernels.cpu.ops import CpuOps
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.ops import Ops, QKNormRope
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -65,8 +65,8 @@ def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> N
     if "residual" in kind:
         options["residual"] = numbers(rows, outputs)
     exact = {name: one.double() if torch.is_tensor(one) else one for name, one in options.items()}
-    expected = TorchPlainKernels(TorchOps()).linear(x.double(), weight.double(), GemmCall(**exact))
-    assert_close(CpuPlainKernels(ops).linear(x, weight, GemmCall(**options)), expected)
+    expected = PlainKernels(GemmDevice(TorchOps())).linear(x.double(), weight.double(), GemmCall(**exact))
+    assert_close(PlainKernels(GemmDevice(ops)).linear(x, weight, GemmCall(**options)), expected)
 
 
 def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
@@ -77,7 +77,7 @@ def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
         (numbers(0, 64), numbers(6, 64)),
     ):
         torch.testing.assert_close(
-            CpuPlainKernels(ops).linear(x, weight), TorchPlainKernels(TorchOps()).linear(x, weight)
+            PlainKernels(GemmDevice(ops)).linear(x, weight), PlainKernels(GemmDevice(TorchOps())).linear(x, weight)
         )
     for size in (64, 40):
         x = numbers(3, size)

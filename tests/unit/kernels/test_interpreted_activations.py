@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps, activate_mul
 
@@ -56,7 +56,7 @@ def test_epilogues_of_few_rows(rows: int, shape: LinearShape, activation: str) -
     found = small_rows.linear(x, weight, workspace, GemmCall(activation=activation), shape=shape)
     torch.testing.assert_close(found, REFERENCES[activation](gate) * up, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
-        TorchPlainKernels(TorchOps()).linear(x, weight, GemmCall(activation=activation)),
+        PlainKernels(GemmDevice(TorchOps())).linear(x, weight, GemmCall(activation=activation)),
         REFERENCES[activation](gate) * up,
     )
 
@@ -67,14 +67,14 @@ def test_mixtures(tokens: int) -> None:
     x, router = torch.randn(tokens, hidden), torch.randn(experts, hidden) / 8
     gate_up, down = torch.randn(experts, 2 * size, hidden) / 8, torch.randn(experts, hidden, size) / 8
     arguments = (x, router, gate_up, down, k, True)
-    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(*arguments, activation="gelu_tanh")
+    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(*arguments, activation="gelu_tanh")
     if tokens == 1:
         found = one_token.mixture(*arguments, activation="gelu_tanh")
     elif tokens == 3:
         workspace = small_rows.LinearWorkspace(CPU, max_out=128, max_split=8)
         found = few_tokens.mixture(*arguments, workspace, activation="gelu_tanh")
     else:
-        ids, weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(x @ router.T, k, True)
+        ids, weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(x @ router.T, k, True)
         found = grouped.moe(x, ids, weights, gate_up, down, activation="gelu_tanh")
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     gate, up = (x[0] @ gate_up.transpose(1, 2)).chunk(2, dim=-1)

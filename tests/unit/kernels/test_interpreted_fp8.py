@@ -19,8 +19,8 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, Fp8Weight, dequantize, quantize_outputs
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
 from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -32,12 +32,11 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 import triton.language as tl
 
 from minisgl_backend.kernels.linear import fp8 as linear_fp8
+from minisgl_backend.kernels.linear import fp8_libraries, int8
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
-from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.choose import LinearKey
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe import int8 as moe_int8
 from minisgl_backend.kernels.moe.grouped import MoeShape
@@ -79,21 +78,25 @@ def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
 def test_kernels_that_contend_give_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for sgl-kernel."""
     facts = replace(DeviceFacts.named("h200"), dependent_launch=False)
-    ours = linear_fp8.TritonFp8Kernels(TritonPlainKernels(TritonOps(CPU, facts=facts), CPU), CPU)
+    ours = LinearKernels("fp8", GemmDevice(TritonOps(CPU, facts=facts), CPU))
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(fp8_scaled_mm=scaled_mm))
     torch.manual_seed(0)
     x, (weight, scale) = torch.randn(40, 128), quantize_outputs(torch.randn(96, 128) / 11)
     operands: dict[str, Any] = dict.fromkeys(("norm_weight", "bias", "residual", "activation")) | {"eps": 1e-6}
     operands |= {"activation": "silu", "norm_weight": torch.rand(128) + 0.5} if "norm" in kind else {}
     operands |= {"bias": torch.randn(96)} if kind == "bias" else {}
-    for kernel in (*ours._chooser.contenders(LinearKey(40, 96, 128, torch.bfloat16)), "fp8_many_rows"):
+    for kernel in (*ours.chooser.contenders(LinearKey(40, 96, 128, torch.bfloat16)), "fp8_many_rows"):
         if kind == "residual":
             operands["residual"] = torch.ones(40, 96)
         found = ours.multiply(kernel, x, Fp8Weight(weight, scale), GemmCall(**operands))
         if kind == "residual":
             operands["residual"] = torch.ones(40, 96)
         assert (
-            relative(found, Fp8Kernels(TorchOps()).linear(x, Fp8Weight(weight, scale), GemmCall(**operands))) < 1e-5
+            relative(
+                found,
+                LinearKernels("fp8", GemmDevice(TorchOps())).linear(x, Fp8Weight(weight, scale), GemmCall(**operands)),
+            )
+            < 1e-5
         ), kernel
 
 
@@ -117,7 +120,7 @@ def test_scales_of_blocks_are_copied_only_where_some_are_missing(monkeypatch: py
     x = torch.ones(16, 512).to(FP8)
     aligned, short = torch.ones(4, 4), torch.ones(4, 3)
     for scale in (aligned, short):
-        linear_fp8.scaled_mm_blocks(x, torch.ones(16, 4), x, scale)
+        fp8_libraries.torch_blocks(x, torch.ones(16, 4), x, scale)
     assert given[0].data_ptr() == aligned.data_ptr()
     assert [tuple(scale.shape) for scale in given] == [(4, 4)] * 2
 
@@ -149,7 +152,7 @@ def test_linear(kind: str, rows: int) -> None:
     workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
     given = x, Fp8Weight(weight, scale, x_scale, block)
     found = linear_fp8.linear(*given, workspace, GemmCall(**options))
-    assert relative(found, Fp8Kernels(TorchOps()).linear(*given, GemmCall(**options))) < 2e-3
+    assert relative(found, LinearKernels("fp8", GemmDevice(TorchOps())).linear(*given, GemmCall(**options))) < 2e-3
     assert int(workspace.counters.abs().sum()) == 0
 
 
@@ -167,10 +170,12 @@ def test_many_rows(kind: str) -> None:
         "residual": torch.randn(rows, 90) if "residual" in kind else None,
     }
     found = many_rows.linear(
-        numbers, x_scale, weight, scale, torch.float32, block=block, **options,
+        numbers, x_scale, Fp8Weight(weight, scale, block=block), torch.float32, **options,
         shape=many_rows.ManyRowsShape(32, 32, 32, 4, 2),
     )  # fmt: skip
-    expected = Fp8Kernels(TorchOps()).linear(x, Fp8Weight(weight, scale, block=block), GemmCall(**options))
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(
+        x, Fp8Weight(weight, scale, block=block), GemmCall(**options)
+    )
     assert relative(found, expected) < 2e-3
 
 
@@ -211,7 +216,7 @@ def test_experts(tile_pairs: int, kind: str) -> None:
     of_gate_up = quantize_outputs(gate_up) if blocks is None else in_blocks(gate_up, blocks[0])
     of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(torch.randn(tokens, experts), k, True)
+    ids, shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(torch.randn(tokens, experts), k, True)
     shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
     if kind == "int8":
         of_gate_up, of_down = quantize_int8(gate_up), quantize_int8(down)

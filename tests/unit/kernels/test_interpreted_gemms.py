@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
@@ -33,13 +34,13 @@ def test_small_linear(num_rows, split):
     torch.manual_seed(num_rows)
     x, weight = torch.randn(num_rows, 160), torch.randn(60, 160) / math.sqrt(160)
     norm, bias, residual = torch.randn(160), torch.randn(60), torch.randn(num_rows, 60)
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=4)
     shapes = [tiling.LinearShape(16, 32, split, 4, 2)]
     if num_rows <= tiling.MAX_VECTOR_ROWS:
         shapes.append(tiling.LinearShape(8, 64, 1, 4, 1, vector=True))
     if num_rows <= tiling.MAX_SLICED_ROWS:
         shapes.append(tiling.LinearShape(16, 32, split, 4, 1, slices=8 // min(split, 2)))
-    reference = TorchPlainKernels(TorchOps())
+    reference = PlainKernels(GemmDevice(TorchOps()))
     for shape in shapes:
         for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
             expected = reference.linear(
@@ -61,11 +62,11 @@ def test_weights_that_are_loaded_before_the_inputs(early, split, gated):
     """As many tiles as a part has, fewer, and more; the last one is not whole."""
     torch.manual_seed(early)
     x, weight, norm = torch.randn(5, 300), torch.randn(40, 300) / 17, torch.rand(300) + 0.5
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=4)
     shape = tiling.LinearShape(16, 64, split, 4, 3, early=early)
     for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
         call = GemmCall(activation="silu" if gated else None, **wish)
-        expected = TorchPlainKernels(TorchOps()).linear(x, weight, call)
+        expected = PlainKernels(GemmDevice(TorchOps())).linear(x, weight, call)
         found = small_linear.linear(x, weight, workspace, call, shape=shape)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
@@ -119,7 +120,7 @@ def test_small_linear_with_activations_whose_norm_weight_overflows_float16(split
     norm = torch.ones(128).half()
     norm[7] = 8
     weight = (torch.randn(64, 128) * 0.1).half()
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=4)
     normed = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6) * norm.float()
     expected = normed @ weight.float().T
     if gated:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize, pack, unpack
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.int4_torch import dequantize, pack, unpack
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
 from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -28,7 +28,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.kernels.linear import int4 as linear_int4
 from minisgl_backend.kernels.linear.int4_triton import dequantize_rows
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import int4 as moe_int4
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_linear(case: tuple[int, int, bool, int, dict[str, Any], str]) -> None:
     workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
     shape = linear_int4.Int4Shape(32, 16, 2, 4, 2, **cut)
     found = linear_int4.linear(x, weight, workspace, GemmCall(**options), shape=shape)
-    assert relative(found, Int4Kernels(TorchPlainKernels(TorchOps())).linear(x, weight, GemmCall(**options))) < 1e-5
+    assert relative(found, LinearKernels("int4", GemmDevice(TorchOps())).linear(x, weight, GemmCall(**options))) < 1e-5
     assert int(workspace.counters.abs().sum()) == 0
 
 
@@ -87,7 +87,7 @@ def test_experts(tokens: int, group: int, zeros: bool) -> None:
     experts, k, hidden, size = 3, 2, 128, 24
     gate_up = random_weight(experts, 2 * size, hidden, group=group, zeros=zeros)
     down = random_weight(experts, hidden, size, group=-1 if group < 0 else 16, zeros=zeros)
-    mixtures = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    mixtures = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     x, residual, router, norm = (
         torch.randn(tokens, hidden),
         torch.randn(tokens, hidden),

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe.contract import ExpertChoice
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -21,7 +22,6 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.linear import small_rows as small_linear
 from minisgl_backend.kernels.moe import early_router, grouped_tma
 from minisgl_backend.kernels.moe import few_tokens as moe_few
 from minisgl_backend.kernels.moe import one_token as moe_one
@@ -39,7 +39,9 @@ def test_route(experts, k, renormalize):
     logits = torch.randn(5, experts)
     logits[0, : experts - 1] = -200.0  # all but one share underflow: the padding must not be picked
     ids, weights = route(logits, k, renormalize)
-    expected_ids, expected_weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(logits, k, renormalize)
+    expected_ids, expected_weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(
+        logits, k, renormalize
+    )
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ids[1:], expected_ids[1:])
     assert ids.dtype == torch.int64
@@ -61,7 +63,7 @@ def test_choice_of_experts(experts, choice, corrected):
     torch.manual_seed(experts)
     logits, bias = torch.randn(7, experts + 3)[:, :experts], torch.randn(experts) if corrected else None
     ids, shares = choose_experts(logits, choice, bias)
-    expected_ids, expected_shares = TorchMixtureKernels(TorchPlainKernels(TorchOps())).choose_experts(
+    expected_ids, expected_shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).choose_experts(
         logits, choice, bias
     )
     assert torch.equal(ids, expected_ids)
@@ -91,7 +93,7 @@ def test_moe(num_tokens, experts, tma, with_residual):
     size = 192 if tma else 48
     gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
     residual = torch.randn(num_tokens, 64) if with_residual else None
-    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(x, ids, weights, gate_up, down, residual)
+    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(x, ids, weights, gate_up, down, residual)
     found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, residual)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -107,7 +109,7 @@ def test_moe_with_biases(num_tokens, tma, adds_outer):
     gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size) * 0.1
     biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if adds_outer else None)
     found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
-    reference = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    reference = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     expected = reference.moe(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -118,7 +120,7 @@ def test_moe_with_biases(num_tokens, tma, adds_outer):
 def test_mixture_of_one_token(experts, k, renormalize, complete):
     """`complete`: with norm and residual."""
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    hidden, size, reference = 96, 40, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     x, router = torch.randn(1, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(1, hidden)}
@@ -132,7 +134,7 @@ def test_mixture_of_one_token(experts, k, renormalize, complete):
 def test_mixture_with_biases(num_tokens, outer):
     """As of gpt-oss, with one of the router: of one token, of a few, and of more than the router's kernel plans for."""
     torch.manual_seed(num_tokens)
-    experts, k, hidden, size, reference = 6, 2, 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    experts, k, hidden, size, reference = 6, 2, 96, 40, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if outer else None)
@@ -142,7 +144,7 @@ def test_mixture_with_biases(num_tokens, outer):
     if num_tokens == 1:
         found = moe_one.mixture(*arguments, **more)
     else:
-        found = moe_few.mixture(*arguments, small_linear.LinearWorkspace(CPU, max_out=128, max_split=8), **more)
+        found = moe_few.mixture(*arguments, LinearWorkspace(CPU, max_out=128, max_split=8), **more)
     torch.testing.assert_close(found, reference.mixture(*arguments, **more), atol=1e-4, rtol=1e-4)
 
 
@@ -150,7 +152,7 @@ def test_mixture_with_biases(num_tokens, outer):
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_mixture_whose_router_runs_in_parallel_with_o_proj(experts, k, size_in, renormalize):
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    hidden, size, reference = 96, 40, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     x, residual = torch.randn(1, size_in), torch.randn(1, hidden)
     o_proj, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
@@ -195,12 +197,12 @@ def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
     """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an
     expert and several. `complete`: with norm and residual."""
     torch.manual_seed(num_tokens)
-    hidden, size, reference = 96, 40, TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+    hidden, size, reference = 96, 40, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
     arguments = (x, router, gate_up, down, k, renormalize)
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=8)
     expected = reference.mixture(*arguments, **(more if complete else {}))
     for _ in range(2):  # the counter is back at zero after each launch
         found = moe_few.mixture(*arguments, workspace, **(more if complete else {}))
@@ -214,9 +216,9 @@ def test_a_token_with_nan_affects_no_other(num_tokens, poison):
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 32)
     router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=8)
     arguments, norm = (router, gate_up, down, 2, True), {"norm_weight": torch.ones(32), "eps": 1e-6}
-    expected = TorchMixtureKernels(TorchPlainKernels(TorchOps())).mixture(x, *arguments, **norm)
+    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(x, *arguments, **norm)
     x[1] = poison
     found = moe_few.mixture(x, *arguments, workspace, **norm)
     assert not torch.isfinite(found[1]).any()
@@ -226,7 +228,7 @@ def test_a_token_with_nan_affects_no_other(num_tokens, poison):
 
 def test_an_expert_has_as_few_tiles_as_hold_its_tokens():
     """Of equal logits the lower expert comes first; tiles beyond those used belong to none."""
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=8)
     x, router = torch.ones(20, 32), torch.zeros(6, 32)
     _, plan = moe_few.route(x, router, 2, True, workspace)
     assert plan.expert.tolist() == [0, 0, 1, 1, -1, -1, -1, -1]
@@ -242,9 +244,9 @@ def test_a_packed_tile_is_an_expert_with_the_choice_of_each_of_its_tokens(num_to
     torch.manual_seed(num_tokens)
     experts, k = 20, 3
     x, router = torch.randn(num_tokens, 32), torch.randn(experts, 32)
-    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    workspace = LinearWorkspace(CPU, max_out=128, max_split=8)
     _, plan = moe_few.route(x, router, k, True, workspace)
-    ids, weights = TorchMixtureKernels(TorchPlainKernels(TorchOps())).route(x @ router.t(), k, True)
+    ids, weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(x @ router.t(), k, True)
     assert plan.is_packed
     held = {}
     for tile in plan.tiles.tolist():

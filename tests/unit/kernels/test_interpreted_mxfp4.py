@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.mxfp4_torch import Mxfp4Kernels, Weight, dequantize
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -24,11 +24,11 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import mxfp4, mxfp4_one_token
 
 EXPERTS, HIDDEN, SIZE, K = 5, 160, 96, 2
-PLAIN = TorchMixtureKernels(TorchPlainKernels(TorchOps()))
+PLAIN = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
 
 
 def weight(rows: int, columns: int) -> Weight:

@@ -14,7 +14,7 @@ from minisgl_backend.kernels.attention.choose import CUTS, DecodeKey, decode_cut
 from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
-from minisgl_backend.kernels.linear.choose import LinearKey, layouts_on, linear_chooser
+from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layouts_on
 from minisgl_backend.kernels.moe import choose as moe
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.number_formats import WEIGHT_FORMATS
@@ -31,7 +31,7 @@ def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> 
     allowed = {"torch"} | ({"int_mm"} if device.kind == "cuda" else set())
     allowed |= {"cpu"} if device.kind == "cpu" and device.own_kernels else set()
     for weight_format in linear.CANDIDATES:
-        chooser = linear_chooser(weight_format, device)
+        chooser = LinearChooser(weight_format, device)
         for rows, size_out, size_in, dtype, flags in itertools.product(
             (0, 1, 5, 16, 64, 65, 9000), (40, 2048, 34816, 151936), (64, 1000, 17408), (BF16, torch.float32),
             itertools.product((False, True), repeat=4),
@@ -76,7 +76,7 @@ SHORT = {"small_rows": "small", "long_rows": "long", "cublaslt": "lt"}
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_which_kernel_multiplies(name: str) -> None:
     shape, more, expected = PRODUCTS[name]
-    chooser = linear_chooser("plain", H200)
+    chooser = LinearChooser("plain", H200)
     found = [chooser.kernel(LinearKey(rows, *shape, BF16, **more)) for rows in ROWS]
     assert " ".join(SHORT.get(kernel, kernel) for kernel in found) == expected
 
@@ -94,11 +94,11 @@ def test_which_kernel_multiplies(name: str) -> None:
         ("fp8", "h200", {"block": (64, 128)}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
-        ("int4", "h100", {"second_layout": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
+        ("int4", "h100", {"repacked": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
         (
             "int4",
             "h100",
-            {"second_layout": "machete"},
+            {"repacked": "machete"},
             "int4_few_rows int4_few_rows machete_128x64 machete_128x128 int4_dequantized",
         ),
         ("int8", "a100", {}, "int_mm int_mm int_mm int_mm int_mm"),
@@ -107,7 +107,7 @@ def test_which_kernel_multiplies(name: str) -> None:
 def test_which_kernel_multiplies_with_other_formats(
     weight_format: str, device: str, more: dict[str, Any], expected: str
 ) -> None:
-    chooser = linear_chooser(weight_format, DeviceFacts.named(device))
+    chooser = LinearChooser(weight_format, DeviceFacts.named(device))
     assert " ".join(chooser.kernel(LinearKey(rows, 7168, 5120, BF16, **more)) for rows in ROWS) == expected
 
 
@@ -127,7 +127,7 @@ def test_which_kernel_multiplies_with_other_formats(
 )
 def test_which_gated_products_are_small(rows: int, size_out: int, size_in: int, normed: bool, expected: bool) -> None:
     key = LinearKey(rows, 2 * size_out, size_in, BF16, norm=normed, activation="silu")
-    assert (linear_chooser("plain", H200).kernel(key) == "small_rows") == expected
+    assert (LinearChooser("plain", H200).kernel(key) == "small_rows") == expected
 
 
 SGL = "scaled_mm sgl_scaled_mm"
@@ -148,7 +148,7 @@ SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
         (
             "int4",
             "h100",
-            {"activation": "silu", "second_layout": "machete"},
+            {"activation": "silu", "repacked": "machete"},
             {
                 64: "machete_128x64 machete_128x32 machete_256x64",
                 256: "machete_128x128 machete_256x128 machete_128x256",
@@ -161,7 +161,7 @@ SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
 def test_which_kernels_are_so_close_that_they_are_measured(
     weight_format: str, device: str, more: dict[str, Any], contending: dict[int, str]
 ) -> None:
-    chooser = linear_chooser(weight_format, DeviceFacts.named(device))
+    chooser = LinearChooser(weight_format, DeviceFacts.named(device))
     found = {rows: " ".join(chooser.contenders(LinearKey(rows, 7168, 5120, BF16, **more))) for rows in ROWS}
     assert {rows: kernels for rows, kernels in found.items() if kernels} == contending
 
@@ -174,19 +174,19 @@ def test_what_a_device_lacks_is_not_chosen() -> None:
     long, wide = LinearKey(8, 5120, 12800, BF16), ExpertsKey(4096, 128, 8, 2048, 768, BF16)
     for name, device in NAMED.items():
         is_hopper = name in ("h100", "h200")
-        assert (linear_chooser("plain", device).kernel(long) == "long_rows") == is_hopper
+        assert (LinearChooser("plain", device).kernel(long) == "long_rows") == is_hopper
         assert (experts_chooser("plain", device).kernel(wide) == "grouped_tma") == is_hopper
     patient = replace(H200, dependent_launch=False)
-    assert linear_chooser("plain", patient).kernel(long) == "cublaslt"
-    twice = LinearKey(64, 7168, 5120, BF16, second_layout="marlin")
-    assert linear_chooser("int4", replace(H200, libraries=frozenset())).kernel(twice) == "int4_few_rows"
+    assert LinearChooser("plain", patient).kernel(long) == "cublaslt"
+    twice = LinearKey(64, 7168, 5120, BF16, repacked="marlin")
+    assert LinearChooser("int4", replace(H200, libraries=frozenset())).kernel(twice) == "int4_few_rows"
 
 
 def test_rows_that_marlin_multiplies() -> None:
-    chooser = linear_chooser("int4", H200)
+    chooser = LinearChooser("int4", H200)
     for rows, expected in ((16, False), (17, True), (64, True), (128, True), (129, True), (256, True), (257, False)):
         for activation in (None, "silu"):
-            key = LinearKey(rows, 7168, 5120, BF16, activation=activation, second_layout="marlin")
+            key = LinearKey(rows, 7168, 5120, BF16, activation=activation, repacked="marlin")
             assert (chooser.kernel(key) == "marlin") == expected
             is_close = 128 < rows <= 256
             assert chooser.contenders(key) == (("marlin", "int4_dequantized") if is_close else ())
@@ -194,10 +194,10 @@ def test_rows_that_marlin_multiplies() -> None:
 
 def test_rows_that_machete_multiplies() -> None:
     """Every row count has one first tile, which contends; dequantizing does where it may be faster."""
-    chooser = linear_chooser("int4", H200)
+    chooser = LinearChooser("int4", H200)
     for rows in (*range(1, 300), 512, 513, 2048, 2049, 4096, 4097):
         for shape in ((4096, 4096), (5120, 5120), (7168, 5120), (34816, 5120), (5120, 17408), (16384, 16384)):
-            key = LinearKey(rows, *shape, BF16, second_layout="machete")
+            key = LinearKey(rows, *shape, BF16, repacked="machete")
             contenders = chooser.contenders(key)
             assert chooser.kernel(key).startswith("machete") == (17 <= rows <= 2048)
             assert len(contenders) == (0 if rows < 17 or rows > 4096 else len({*contenders}))
@@ -214,7 +214,7 @@ def test_which_second_layouts_a_device_has() -> None:
 
 def test_a_result_that_lies_elsewhere() -> None:
     """Rows of the result are apart, or it is in another GPU's memory."""
-    chooser = linear_chooser("plain", H200)
+    chooser = LinearChooser("plain", H200)
     assert chooser.kernel(LinearKey(1, 37984, 5120, BF16, into=True)) == "small_rows"
     assert chooser.kernel(LinearKey(1, 75968, 5120, BF16, into=True)) == "cublaslt"
     assert chooser.kernel(LinearKey(8, 5120, 12800, BF16, into=True)) == "cublaslt"

@@ -6,6 +6,7 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import measured
-from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
+from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
 from minisgl_backend.kernels.linear.measured import KernelTuner, rows_to_measure
 
 H200 = DeviceFacts.named("h200")
@@ -52,14 +53,20 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTimer, "times", {"fp8_few_rows": 10.0, "scaled_mm": 9.0, "sgl_scaled_mm": 8.0})
 
 
-def multiply(kernel: str, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
-    out = x @ weight.t() if call.residual is None else call.residual.addmm_(x, weight.t())
-    return out if call.activation is None else out[:, : len(weight) // 2]
+class FakeWeight:
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers, self.kind = numbers, WeightKind.of(numbers)
+
+
+def multiply(kernel: str, x: torch.Tensor, weight: FakeWeight, call: GemmCall) -> torch.Tensor:
+    transposed = weight.numbers.t()
+    out = x @ transposed if call.residual is None else call.residual.addmm_(x, transposed)
+    return out if call.activation is None else out[:, : weight.kind.size_out // 2]
 
 
 def asked(*rows: int, **more: Any) -> LinearChooser:
     """As a trial step with so many rows leaves it."""
-    chooser = linear_chooser("fp8", H200)
+    chooser = LinearChooser("fp8", H200)
     for count in rows:
         chooser.kernel(key(count, **more))
     return chooser
@@ -71,9 +78,9 @@ def key(rows: int, **more: Any) -> LinearKey:
 
 def tune(chooser: LinearChooser, path: Path | None = None, rows: tuple[int, ...] = (1, 48), **more: Any) -> KernelTuner:
     tuner = KernelTuner(FakeStream(), H200, path, more.pop("budget_s", 1000.0))  # type: ignore[arg-type]
-    weights = [torch.randn(*SHAPE).bfloat16() / 16 for _ in range(2)]
-    given = {"multiply": multiply, "longest": 512, **more}
-    tuner.tune(chooser, weights=weights, weight_bytes=weights[0].nbytes, shape=SHAPE, rows=rows, **given)
+    weights = [FakeWeight(torch.randn(*SHAPE).bfloat16() / 16) for _ in range(2)]
+    kernels = SimpleNamespace(chooser=chooser, multiply=more.pop("multiply", multiply))
+    tuner.tune(kernels, weights, rows, more.pop("longest", 512))
     return tuner
 
 
@@ -106,7 +113,7 @@ def test_each_variant_that_layers_ask_for_is_measured() -> None:
     chooser.kernel(key(1, residual=False, activation="silu", norm=True))
     tune(chooser, rows=(64,), longest=0)
     assert FakeTimer.measured == ["fp8_few_rows", "scaled_mm", "sgl_scaled_mm"] * 2
-    tune(linear_chooser("fp8", H200))  # none was
+    tune(LinearChooser("fp8", H200))  # none was
     assert len(FakeTimer.measured) == 6
 
 
@@ -119,7 +126,7 @@ def test_a_small_gain_is_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_kernel_with_other_numbers_or_that_fails_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(kernel: str, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
+    def broken(kernel: str, x: torch.Tensor, weight: FakeWeight, call: GemmCall) -> torch.Tensor:
         if kernel == "scaled_mm":
             raise ImportError("libnuma.so.1: cannot open shared object file")
         return multiply(kernel, x, weight, call) * (1.1 if kernel == "sgl_scaled_mm" else 1.0)
@@ -172,7 +179,7 @@ def test_a_library_that_broke_since_is_not_taken(tmp_path: Path, caplog: pytest.
 
 def test_without_libraries_torchs_and_ours_contend() -> None:
     alone = replace(H200, libraries=frozenset())
-    chooser = linear_chooser("fp8", alone)
+    chooser = LinearChooser("fp8", alone)
     assert chooser.contenders(key(64)) == ("fp8_few_rows", "scaled_mm")
     assert chooser.contenders(key(65)) == ()
     assert chooser.kernel(key(65, block=(128, 128))) == "fp8_many_rows"  # nor is torch for CUDA 12.9

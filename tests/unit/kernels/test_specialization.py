@@ -83,16 +83,15 @@ def record(kernel, *args, grid, warmup, **options):
 JITFunction.run = record
 from minisgl_backend.kernels import triton_ops
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain import gpu
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.layout import LayerKV
-from minisgl_backend.kernels.linear.choose import linear_chooser
 from minisgl_backend.kernels.attention import choose as attention_choice, decode as decode_attention
 from minisgl_backend.kernels.attention.calls import CachedLayer
 from minisgl_backend.kernels.moe import grouped as moe
-from minisgl_backend.kernels.linear import small_rows as small_linear
+from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.runner.start.warm_up import StepLimits, decode_plans, sampled_plans, warm_up_plans
 
 HIDDEN, SIZE, HEADS, DIM, PAGE = 64, 64, 8, 16, 16
@@ -102,11 +101,9 @@ class NoLibrary:
 
 def make_ops():
     ops = triton_ops.TritonOps(torch.device("cpu"), facts=DeviceFacts.named("h200"))
-    plain = gpu.TritonPlainKernels.__new__(gpu.TritonPlainKernels)
-    plain.ops, plain._tuned = ops, NoLibrary()
-    plain._linear_kernel = linear_chooser("plain", ops.facts).kernel
-    plain.workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
-    return plain
+    device = GemmDevice(ops)
+    device.tuned, device.workspace = NoLibrary(), LinearWorkspace(torch.device("cpu"), 512, 8)
+    return PlainKernels(device)
 
 plain = make_ops()
 mixtures = TritonMixtureKernels(plain)

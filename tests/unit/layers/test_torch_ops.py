@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -27,7 +27,7 @@ def test_moe(num_tokens: int, experts_per_token: int) -> None:
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected[token] += weight * (down[expert] @ (F.silu(gate) * up))
     torch.testing.assert_close(
-        TorchMixtureKernels(TorchPlainKernels(TorchOps())).moe(x, ids, weights, gate_up, down),
+        TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(x, ids, weights, gate_up, down),
         expected,
         rtol=1e-4,
         atol=1e-4,
@@ -44,7 +44,7 @@ def test_linear(bias: bool, residual: bool, norm: bool) -> None:
     r = torch.randn(5, 6) if residual else None
     normed = x if norm_weight is None else x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm_weight
     expected = normed @ weight.t() + (0 if b is None else b) + (0 if r is None else r)
-    out = TorchPlainKernels(TorchOps()).linear(
+    out = PlainKernels(GemmDevice(TorchOps())).linear(
         x, weight, GemmCall(norm_weight, 1e-5, bias=b, residual=None if r is None else r.clone())
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -54,7 +54,7 @@ def test_gated_linear() -> None:
     x, weight = torch.randn(5, 8), torch.randn(12, 8)
     gate, up = (x @ weight.t()).chunk(2, dim=1)
     torch.testing.assert_close(
-        TorchPlainKernels(TorchOps()).linear(x, weight, GemmCall(activation="silu")), F.silu(gate) * up
+        PlainKernels(GemmDevice(TorchOps())).linear(x, weight, GemmCall(activation="silu")), F.silu(gate) * up
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -21,7 +21,7 @@ class EarlyKernels(TorchMixtureKernels):
     """In plain torch, with a note of each call."""
 
     def __init__(self) -> None:
-        super().__init__(TorchPlainKernels(TorchOps()))
+        super().__init__(PlainKernels(GemmDevice(TorchOps())))
         self.calls = 0
 
     def early_router(
@@ -64,7 +64,9 @@ def test_a_lone_token_gets_the_same_logits(
     save_checkpoint(name, tmp_path, **more)
 
     def logits(mixtures: TorchMixtureKernels) -> list[torch.Tensor]:
-        monkeypatch.setattr(build, "select_kernels", lambda *args: DeviceKernels(mixtures.plain, mixtures))
+        kernels = DeviceKernels(mixtures.plain.device)
+        kernels.mixtures = mixtures
+        monkeypatch.setattr(build, "select_kernels", lambda *args: kernels)
         paged = PagedModel(tmp_path, page_size=16)
         steps = [
             paged.step({1: [3, 4, 5]}, {}, last_only=True),
@@ -75,7 +77,9 @@ def test_a_lone_token_gets_the_same_logits(
         return [rows for step in steps for rows in step.values()]
 
     early = EarlyKernels()
-    for found, expected in zip(logits(early), logits(TorchMixtureKernels(TorchPlainKernels(TorchOps()))), strict=True):
+    for found, expected in zip(
+        logits(early), logits(TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))), strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     mixtures = sum(type(module).__name__ == "MoeMLP" for module in PagedModel(tmp_path, page_size=16).model.modules())
     assert early.calls == (0 if more else 2 * mixtures + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
@@ -31,8 +29,10 @@ class Recorder:
     def __init__(self, ops: Any, launches: set[Launch]) -> None:
         self._ops, self._launches = ops, launches
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         method = getattr(self._ops, name)
+        if not callable(method):
+            return method
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             kinds = [_kind(argument) for argument in args]
@@ -69,17 +69,18 @@ def test_every_kernel_is_warmed_up(name: str, last_only: bool, tmp_path: Path, m
     select, select_kernels = build.select_ops, build.select_kernels
     attend, step = AttentionPair.attend, context.ForwardContext
 
+    def recorded(*args: Any) -> Any:
+        kernels: Any = select_kernels(*args)
+        kernels.plain, kernels.mixtures = Recorder(kernels.plain, launches), Recorder(kernels.mixtures, launches)
+        return kernels
+
     def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
         launches.add(("attend", layer.window))
         layers.add(layer.index)
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
-    monkeypatch.setattr(
-        build,
-        "select_kernels",
-        lambda *args: DeviceKernels(*(Recorder(one, launches) for one in select_kernels(*args))),
-    )
+    monkeypatch.setattr(build, "select_kernels", recorded)
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(is_warm_up: bool) -> set[Launch]:

@@ -125,7 +125,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(TorchBackend, "supports_graphs", True)
     monkeypatch.setattr(build, "load_parts", lambda start: load(dataclasses.replace(start, device=CPU)))
-    monkeypatch.setattr(build, "add_second_layouts", lambda modules, room: None)
+    monkeypatch.setattr(build, "repack_weights", lambda modules, room: None)
     monkeypatch.setattr(build, "CudaGraphRunner", Graphs)
     monkeypatch.setattr(build, "PiecewiseCudaGraph", EagerPieces)
     return captured

@@ -18,9 +18,9 @@ import torch
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import vllm_library
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.int4_second import LAYOUTS, layout_of, open_layout, trial_error
-from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, Int4Weight
-from minisgl_backend.kernels.linear.plain.reference import TorchPlainKernels
+from minisgl_backend.kernels.linear.int4_second import LAYOUTS, fitting_layouts, layout_of, open_layout, trial_error
+from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.select import select_kernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.weights.int4 import Int4Factory
@@ -179,18 +179,17 @@ def test_which_kernel_is_launched(kind: str, device: str, launched: str, monkeyp
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernels compiled")
     pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
-    from minisgl_backend.kernels.linear import int4_triton
-    from minisgl_backend.kernels.linear.plain.gpu import TritonPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     monkeypatch.setattr(vllm_library, "operators", OPERATORS.__getitem__)
     facts = replace(DeviceFacts.named(device), dependent_launch=False)
-    kernels = int4_triton.TritonInt4Kernels(TritonPlainKernels(TritonOps(CPU, facts=facts), CPU), CPU)
+    kernels = LinearKernels("int4", GemmDevice(TritonOps(CPU, facts=facts), CPU))
     weight = random_weight(128, 256, group=64, zeros=True, dtype=FP16)
-    assert kernels.second_layout_bytes(weight) == LAYOUTS[launched.partition("_")[0]].bytes(weight)
-    second = kernels.second_layout(weight)
-    assert second is not None
-    weight, calls = replace(weight, second=second), []
+    found = layout_of(weight, CPU, facts)
+    assert found is not None
+    assert found[0] is LAYOUTS[launched.partition("_")[0]]
+    second = found[1].repack(weight)
+    weight, calls = replace(weight, repacked=second), []
     x = torch.randn(20, 256, dtype=FP16)
     options: dict[str, Any] = {}
     if "norm" in kind:
@@ -199,7 +198,7 @@ def test_which_kernel_is_launched(kind: str, device: str, launched: str, monkeyp
         options |= {"bias": torch.randn(128, dtype=FP16), "residual": torch.randn(20, 128, dtype=FP16)}
     multiply = type(second).linear
     monkeypatch.setattr(type(second), "linear", lambda *of: calls.append(of[-1]) or multiply(*of))
-    expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
+    expected = LinearKernels("int4", GemmDevice(TorchOps())).linear(
         x, weight, GemmCall(**{key: value.clone() if key == "residual" else value for key, value in options.items()})
     )
     assert relative(kernels.linear(x, weight, GemmCall(**options)), expected) < 3e-3
@@ -220,18 +219,19 @@ def test_a_method_holds_its_weight_twice(act_order: bool, layout: str, monkeypat
     if method.group_of_input is not None:
         method.group_of_input.data.copy_(torch.randperm(256, generator=generator)[None] // 64)
     method.process_weights_after_loading()
-    assert (method.second_layouts, method.second_layout_bytes()) == (("machete", "marlin"), 0)  # no kernels are there
-    assert method.add_second_layout() is None
+    assert fitting_layouts(method.operand) == ("machete", "marlin")
+    assert method.repacked_bytes() == 0  # no kernels are there
+    assert method.add_repacked() is None
     taken = []
 
     def linear(x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
-        assert weight.second is not None
+        assert weight.repacked is not None
         taken.append(weight)
-        return weight.second.linear(x, weight.second.kernels[0])
+        return weight.repacked.linear(x, weight.repacked.kernels[0])
 
     repacker = LAYOUTS[layout].repacker(OPERATORS[layout], CPU)
-    monkeypatch.setattr(method._int4, "second_layout", repacker.repack)
+    monkeypatch.setattr("minisgl_backend.weights.int4.layout_of", lambda *of: (LAYOUTS[layout], repacker))
     monkeypatch.setattr(method._int4, "linear", linear)
-    assert method.add_second_layout() == layout
+    assert method.add_repacked() == layout
     assert torch.equal(method.apply_weights(torch.eye(256, dtype=BF16)), method.dequantized().t())
     assert len(taken) == 1

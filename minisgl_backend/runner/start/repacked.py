@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MOST_SHARE = 1 / 3
 
 
-def room_for_second_layouts(
+def room_for_repacked(
     runtime: RuntimeConfig, spec: AttentionSpec, places: Sequence[LayerPlace], free_at_start: int
 ) -> int:
     """Bytes of this rank's GPU that memory_ratio leaves after the weights are loaded, minus the pages of `num_pages`.
@@ -39,10 +39,10 @@ def room_for_second_layouts(
     return int(free_at_start * runtime.config.memory_ratio) - taken - fixed
 
 
-def add_second_layouts(modules: Iterable[nn.Module], room: int) -> None:
+def repack_weights(modules: Iterable[nn.Module], room: int) -> None:
     """Adds a second layout to all weights that have one on this device, or to none if they would take more than
     MOST_SHARE of `room` bytes."""
-    found = [(one, one.second_layout_bytes()) for one in modules if isinstance(one, LinearMethod)]
+    found = [(one, one.repacked_bytes()) for one in modules if isinstance(one, LinearMethod)]
     methods = [method for method, size in found if size]
     if not methods:
         return
@@ -55,7 +55,7 @@ def add_second_layouts(modules: Iterable[nn.Module], room: int) -> None:
         )  # fmt: skip
         return
     with torch.inference_mode():
-        counts = Counter(name for method in methods if (name := method.add_second_layout()) is not None)
+        counts = Counter(name for method in methods if (name := method.add_repacked()) is not None)
     names = ", ".join(f"{name} ({count})" for name, count in counts.items())
     if names:
         log.info("weights are held in the layout of %s as well: %s", names, in_words(total))
