@@ -32,6 +32,8 @@ MAX_TENANT_NAME = 64
 MAX_TAG_TOKENS = 64  # of one reasoning tag
 MAX_CACHE_SALT_BYTES = 1024
 SEED_RANGE = 2**64
+_SEQUENCES, _LOGPROBS = f"1 to {MAX_SEQUENCES_PER_REQUEST}", f"0 to {MAX_LOGPROBS}"
+_SALTS = f"a text of 1 to {MAX_CACHE_SALT_BYTES}"
 
 
 class FinishReason(enum.IntEnum):
@@ -142,32 +144,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidRequestError naming the first field whose value is not allowed."""
-        if self.max_tokens is not None and self.max_tokens < 1:
-            _refuse("max_tokens", self.max_tokens, "1 or more")
-        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            _refuse("min_tokens", self.min_tokens, "0 to max_tokens")
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k < 0:
-            _refuse("top_k", self.top_k, "1 or more, or off: 0 or -1")
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            _refuse("top_p", self.top_p, "above 0 and below 1, or off: 0 or 1")
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
-            _refuse("seed", self.seed, "-2**63 to 2**64 - 1; -1: any")
-        if not (math.isfinite(self.repetition_penalty) and 0.0099999 < self.repetition_penalty <= 100.0):
+        repetition, on_prompt, budget = self.repetition_penalty, self.prompt_logprobs, self.thinking_token_budget
+        salt = 1 if self.cache_salt is None else len(self.cache_salt.encode())
+        longest = math.inf if self.max_tokens is None else self.max_tokens
+        for name, value, fits, allowed in (
+            ("max_tokens", self.max_tokens, longest >= 1, "1 or more"),
+            ("min_tokens", self.min_tokens, 0 <= self.min_tokens <= longest, "0 to max_tokens"),
+            ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "0 to 100"),
+            ("top_k", self.top_k, self.top_k >= 0, "1 or more, or off: 0 or -1"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and below 1, or off: 0 or 1"),
+            ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("seed", self.seed, 0 <= (self.seed or 0) < SEED_RANGE, "-2**63 to 2**64 - 1; -1: any"),
             # Below this, a logit times its inverse soon is NaN. Clients send float32, where 0.01 is a little less.
-            _refuse("repetition_penalty", self.repetition_penalty, "0.01 to 100")
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 1 <= self.n <= MAX_SEQUENCES_PER_REQUEST:
-            _refuse("n", self.n, f"1 to {MAX_SEQUENCES_PER_REQUEST}")
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                _refuse(name, value, f"0 to {MAX_LOGPROBS}")
-        if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
-            _refuse("thinking_token_budget", self.thinking_token_budget, "0 or more, or no limit: -1")
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt.encode()) <= MAX_CACHE_SALT_BYTES:
-            _refuse("cache_salt", f"{len(self.cache_salt.encode())} bytes", f"a text of 1 to {MAX_CACHE_SALT_BYTES}")
+            ("repetition_penalty", repetition, 0.0099999 < repetition <= 100.0, "0.01 to 100"),
+            ("presence_penalty", self.presence_penalty, -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
+            ("frequency_penalty", self.frequency_penalty, -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
+            ("n", self.n, 1 <= self.n <= MAX_SEQUENCES_PER_REQUEST, _SEQUENCES),
+            ("logprobs", self.logprobs, 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, _LOGPROBS),
+            ("prompt_logprobs", on_prompt, 0 <= (on_prompt or 0) <= MAX_LOGPROBS, _LOGPROBS),
+            ("thinking_token_budget", budget, (budget or 0) >= 0, "0 or more, or no limit: -1"),
+            ("cache_salt", f"{salt} bytes", 1 <= salt <= MAX_CACHE_SALT_BYTES, _SALTS),
+        ):
+            if not fits:
+                _refuse(name, value, allowed)
         self._validate_lists(vocab_size)
 
     def _validate_lists(self, vocab_size: int | None) -> None:
@@ -186,7 +185,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if (together := sum(len(word) for word in self.bad_words_token_ids)) > MAX_BAD_WORDS_TOKENS:
             _refuse("bad_words", f"{together} tokens together", f"at most {MAX_BAD_WORDS_TOKENS}")
         for bias in self.logit_bias.values():
-            _check_range("logit_bias", bias, -100.0, 100.0)
+            if not -100.0 <= bias <= 100.0:
+                _refuse("logit_bias", bias, "-100 to 100")
         if (tags := self.thinking_tags) is not None:
             for tag in (tags.opening, tags.closing):
                 if not 1 <= len(tag) <= MAX_TAG_TOKENS:
@@ -318,10 +318,11 @@ def _number(name: str, value: Any) -> float:
         _refuse(name, repr(value), "a number")
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        _refuse(name, repr(value), "True or False")
-    return bool(value)
+def _instance(kind: type, allowed: str) -> Callable[[str, Any], Any]:
+    def checked(name: str, value: Any) -> Any:
+        return value if isinstance(value, kind) else _refuse(name, repr(value), allowed)
+
+    return checked
 
 
 def _text(name: str, value: Any) -> str:
@@ -395,18 +396,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     return bias
 
 
-def _grammar(name: str, value: Any) -> Grammar:
-    if not isinstance(value, Grammar):
-        _refuse(name, repr(value), "a Grammar")
-    return value
-
-
-def _tags(name: str, value: Any) -> ThinkingTags:
-    if not isinstance(value, ThinkingTags):
-        _refuse(name, repr(value), "ThinkingTags")
-    return value
-
-
+_flag = _instance(bool, "True or False")
 _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"), _integer),
     **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
@@ -420,9 +410,9 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _token_ids,
     "bad_words_token_ids": _words_of_ids,
     "logit_bias": _bias,
-    "grammar": _grammar,
+    "grammar": _instance(Grammar, "a Grammar"),
     "thinking_token_budget": _budget,
-    "thinking_tags": _tags,
+    "thinking_tags": _instance(ThinkingTags, "ThinkingTags"),
 }
 # Fields of SamplingParams that are one number, flag or text.
 SCALAR_FIELDS = tuple(
@@ -435,11 +425,6 @@ _DEFAULTS: Mapping[str, Any] = {
 
 # Of a request that samples no tokens.
 NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        _refuse(name, value, f"{low:g} to {high:g}")
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:

@@ -33,10 +33,9 @@ from minisgl_backend.engine.stages import PendingStep
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import pack_step
-from minisgl_backend.process.exit_status import describe_end
 from minisgl_backend.process.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 from minisgl_backend.process.node_options import read_secret
-from minisgl_backend.process.spawn import start_child
+from minisgl_backend.process.spawn import describe_end, start_child
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import StepDecisions, StepPlan
 

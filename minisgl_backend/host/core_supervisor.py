@@ -21,14 +21,13 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.ipc.channel import LOCK_NAME
 from minisgl_backend.ipc.messages import StartReport
-from minisgl_backend.process.exit_status import KILLED, describe_end
+from minisgl_backend.process.backoff import Backoff
 from minisgl_backend.process.liveness import PERIOD_S, Liveness, Sign
-from minisgl_backend.process.spawn import start_child
+from minisgl_backend.process.spawn import KILLED, describe_end, start_child
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 10.0
+BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0)
 STABLE_AFTER_S = 10.0  # a core that served this long resets the back-off; its start, however long, does not count
 LOCK_POLL_S = 0.1
 STOP_GRACE_S = 3.0
@@ -111,7 +110,7 @@ class Supervisor:
         return True
 
     def _keep_running(self) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff = Backoff(BACKOFF_S, STABLE_AFTER_S)
         while not self._stopped():
             served_s, end = 0.0, "no process"
             try:
@@ -131,11 +130,10 @@ class Supervisor:
                 log.error("%s did not start again: %s", self._name, error, exc_info=not isinstance(error, MinisglError))
             if self._stopped():
                 return
-            backoff = FIRST_BACKOFF_S if served_s > STABLE_AFTER_S else backoff
-            log.error("%s ended (%s); it starts again in %.1f s", self._name, end, backoff)
-            if self._stopped(backoff):
+            delay = backoff.next(served_s)
+            log.error("%s ended (%s); it starts again in %.1f s", self._name, end, delay)
+            if self._stopped(delay):
                 return
-            backoff = min(2 * backoff, MAX_BACKOFF_S)
 
 
 def _as_told(error: Exception) -> MinisglError:

@@ -44,6 +44,7 @@ from minisgl_backend.ipc.node_link import (
     tie,
 )
 from minisgl_backend.models.folder import find_model_dir, fingerprint
+from minisgl_backend.process.backoff import Backoff
 from minisgl_backend.process.node_options import read_secret
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.spawn import start_child
@@ -53,7 +54,7 @@ LOOK_S = 0.1
 RETRY_S = 0.5
 ASK_AGAIN_S = 5.0  # within a group: node 0 accepts a limited number of connections at once
 SAY_AFTER_S = 2.0
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
+BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0)
 STABLE_AFTER_S = 10.0  # a group that served this long resets the back-off
 ORDERLY_END = 0  # a rank's exit status: node 0 has closed its connection
 WRONG_OPTIONS = 2  # a rank's exit status, and this program's
@@ -130,7 +131,7 @@ class NodeSupervisor:
         """Runs until `stop`. Returns the exit code: 0; 1 if the nodes did not meet in time; 2 if this node's options do
         not fit the group."""
         deadline = time.monotonic() + (self._start_timeout_s or float("inf"))
-        backoff = FIRST_BACKOFF_S
+        backoff = Backoff(BACKOFF_S, STABLE_AFTER_S)
         while not self._stop.is_set():
             try:
                 group = self._meet(deadline)
@@ -152,9 +153,7 @@ class NodeSupervisor:
                 continue
             finally:
                 self._not_ready = "waiting for node 0"
-            backoff = FIRST_BACKOFF_S if time.monotonic() - started_at > STABLE_AFTER_S else backoff
-            self._stop.wait(backoff)
-            backoff = min(2 * backoff, MAX_BACKOFF_S)
+            self._stop.wait(backoff.next(time.monotonic() - started_at))
         return 0
 
     def _say_once(self, text: str) -> None:

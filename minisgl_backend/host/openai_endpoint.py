@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.endpoint import EndpointSettings, files_error
+from minisgl_backend.process.backoff import Backoff
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals
 
@@ -30,6 +31,16 @@ _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 _STABLE_SECONDS = 30.0  # a worker that lived this long restarts without a delay
 _DRAIN_SECONDS = 30.0  # for requests in flight, if no server reports their end
 _STOP_SECONDS = 3.0  # for workers to end, once no request is left
+
+
+@dataclass
+class _Worker:
+    """One of the processes, and the next in its place."""
+
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    next_start: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(_BACKOFF_SECONDS, _STABLE_SECONDS))
 
 
 class OpenAIEndpoint:
@@ -47,10 +58,7 @@ class OpenAIEndpoint:
         self._settings = replace(settings, state_folder=settings.state_folder or self._folder.name)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._workers: list[subprocess.Popen[bytes] | None] = [None] * settings.workers
-        self._started_at = [0.0] * settings.workers
-        self._failures = [0] * settings.workers
-        self._next_start = [0.0] * settings.workers
+        self._workers = [_Worker() for _ in range(settings.workers)]
         # Workers die with the thread that started them, so the watching thread starts them all.
         self._thread = threading.Thread(target=self._watch, name="openai-endpoint", daemon=True)
         try:
@@ -69,7 +77,7 @@ class OpenAIEndpoint:
     def process_ids(self) -> list[int]:
         """Process ids of the living workers."""
         with self._lock:
-            return [worker.pid for worker in self._workers if worker is not None and worker.poll() is None]
+            return [process.pid for process in self._living()]
 
     def begin_stop(self) -> None:
         """Refuses new connections and requests; those in flight continue until the server has answered them."""
@@ -88,43 +96,39 @@ class OpenAIEndpoint:
         with self._lock:
             self._signal(signal.SIGKILL)
             for worker in self._workers:
-                if worker is not None:
-                    worker.wait()
+                if worker.process is not None:
+                    worker.process.wait()
         self._thread.join()
         self._folder.cleanup()
 
     def _signal(self, number: int) -> None:
-        for worker in self._workers:
-            if worker is not None and worker.poll() is None:
-                worker.send_signal(number)
+        for process in self._living():
+            process.send_signal(number)
+
+    def _living(self) -> list[subprocess.Popen[bytes]]:
+        return [one.process for one in self._workers if one.process is not None and one.process.poll() is None]
 
     def _watch(self) -> None:
         while True:
             with self._lock:
                 if self._stopping.is_set():
                     break
-                for number in range(len(self._workers)):
-                    self._look_at(number)
+                for worker in self._workers:
+                    self._look_at(worker)
             self._stopping.wait(_LOOK_SECONDS)
         while self.process_ids:  # they die with this thread
             time.sleep(0.02)
 
-    def _look_at(self, number: int) -> None:
-        now, worker = time.monotonic(), self._workers[number]
-        if worker is not None and worker.poll() is not None:
-            stable = now - self._started_at[number] > _STABLE_SECONDS
-            failures = self._failures[number] = 0 if stable else self._failures[number]
-            delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
-            self._failures[number] += 1
-            self._next_start[number] = now + delay
-            self._workers[number] = None
-            self._say(f"the OpenAI endpoint's process {worker.pid} died; it starts again")
-        if self._workers[number] is None and now >= self._next_start[number]:
+    def _look_at(self, worker: _Worker) -> None:
+        now, process = time.monotonic(), worker.process
+        if process is not None and process.poll() is not None:
+            worker.process, worker.next_start = None, now + worker.backoff.next(now - worker.started_at)
+            self._say(f"the OpenAI endpoint's process {process.pid} died; it starts again")
+        if worker.process is None and now >= worker.next_start:
             try:
-                self._workers[number] = self._start()
-                self._started_at[number] = now
+                worker.process, worker.started_at = self._start(), now
             except OSError as error:  # no memory or descriptor; raising would end the others
-                self._next_start[number] = now + _BACKOFF_SECONDS[-1]
+                worker.next_start = now + _BACKOFF_SECONDS[-1]
                 self._say(f"a process of the OpenAI endpoint cannot be started: {error}; it is tried again")
 
     def _start(self) -> subprocess.Popen[bytes]:

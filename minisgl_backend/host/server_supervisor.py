@@ -25,9 +25,10 @@ from minisgl_backend.host.options.server import Arguments, ServerSettings, open_
 from minisgl_backend.host.repository import INFER_ENGINE, INFER_MODEL, add_infer_models, render_repository
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
-from minisgl_backend.process.exit_status import describe_end
+from minisgl_backend.process.backoff import Backoff
 from minisgl_backend.process.installed import check_engine_packages
 from minisgl_backend.process.ports import free_port_error
+from minisgl_backend.process.spawn import describe_end
 from minisgl_backend.process.stop_signals import on_stop_signals
 from minisgl_backend.process.writable import check_temporary_folders
 
@@ -68,7 +69,7 @@ class Supervisor:
                 health.close()
 
     def _keep_running(self) -> int:
-        failures, tried_again = 0, False
+        backoff, tried_again = Backoff(_BACKOFF_SECONDS, _STABLE_SECONDS), False
         while True:
             ready_since, problem = self._serve_once()
             if self._stop.is_set():
@@ -83,10 +84,7 @@ class Supervisor:
                 return 1
             if problem is not None:
                 say(f"error: {problem}")
-            stable = ready_since is not None and time.monotonic() - ready_since > _STABLE_SECONDS
-            failures = 0 if stable else failures
-            delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
-            failures += 1
+            delay = backoff.next(0.0 if ready_since is None else time.monotonic() - ready_since)
             say(f"restarting the server in {delay:.0f} s" if delay else "restarting the server")
             if self._stop.wait(delay):
                 return 0

@@ -29,6 +29,7 @@ from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.frames import FrameSocket
 from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
 from minisgl_backend.ipc.private import make_private
+from minisgl_backend.process.processes import process_of
 
 log = logging.getLogger(__name__)
 
@@ -110,15 +111,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """The process's start time in ticks since boot; None if there is no such process.
-
-    psutil derives it from the wall clock: a server whose clock is set during its start would get two directories.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # after the name, which may contain anything
+    """When the process started, in ticks since boot; None if there is no such process."""
+    process = process_of(pid)
+    return None if process is None else process.start_ticks
 
 
 def merge_outputs(records: Sequence[Outputs]) -> Outputs:
@@ -366,18 +361,11 @@ class FrontChannel:
 
     def receive(self) -> list[Event]:
         """All events that have arrived, consecutive Outputs merged."""
-        events: list[Event] = []
-        run: list[Outputs] = []
-        for payload in self._events.receive():
-            event = self._decoder.decode(payload)
-            if isinstance(event, Outputs):
-                run.append(event)
-                continue
-            if run:
-                events.append(merge_outputs(run))
-                run = []
-            events.append(event)
-        return [*events, merge_outputs(run)] if run else events
+        events: list[Event] = [self._decoder.decode(payload) for payload in self._events.receive()]
+        merged: list[Event] = []
+        while events:
+            merged.append(_take_first(events))
+        return merged
 
     @property
     def ended(self) -> bool:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minisgl_backend.kv.groups import CacheGroup
+from minisgl_backend.kv.groups import MOST_GROUPS, CacheGroup
 from minisgl_backend.kv.kinds import FULL, CacheKind, order
 from minisgl_backend.kv.layout import LayerCache
 
-MOST_GROUPS = 8  # attention is planned for each of them in each step
 MOST_KERNEL_PAGES = 8  # of a column: prefixes end, and windows are given back, in whole columns
 WORTHWHILE = 15 / 16  # of the memory that fewer groups take: with more that save less, steps cost more than pages do
 

@@ -23,6 +23,8 @@ import numpy as np
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, order
 
+MOST_GROUPS = 8  # of a model: attention is planned for each of them in each step
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:

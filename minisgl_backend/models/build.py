@@ -11,7 +11,8 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.kernels.select import select_kernels, select_ops
-from minisgl_backend.kv.grouping import MOST_GROUPS, group_layers
+from minisgl_backend.kv.grouping import group_layers
+from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.kv.kinds import kind_of
 from minisgl_backend.kv.layout import LayerCache
 from minisgl_backend.layers.mixer import cache_of

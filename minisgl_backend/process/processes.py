@@ -47,13 +47,8 @@ class Stub:
 
 def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
     """All processes by pid."""
-    table = {}
-    for entry in proc.iterdir():
-        if entry.name.isdecimal():
-            process = _read(entry)
-            if process is not None:
-                table[process.pid] = process
-    return table
+    found = (_read(entry) for entry in proc.iterdir() if entry.name.isdecimal())
+    return {process.pid: process for process in found if process is not None}
 
 
 def process_of(pid: int) -> Process | None:
@@ -236,7 +231,5 @@ def _lives(process: Process) -> bool:
 
 def _kill(process: Process) -> None:
     if _same(process, process_of(process.pid)):
-        try:
+        with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
-        except OSError:
-            return

@@ -1,10 +1,11 @@
-"""Starts the engine's processes, and what each does first: the same Python, the same package, no orphans."""
+"""Starts the engine's processes, what each does first, how it ended: the same Python and package, no orphans."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from minisgl_backend.process.interpreter import python_executable
 from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
+KILLED = -signal.SIGKILL
 TIED = "--tied"  # tells a child that the thread that started it lives as long as the parent
 
 
@@ -69,3 +70,18 @@ def _watch_parent() -> None:
     while os.read(0, 4096):
         pass
     os._exit(0)
+
+
+def python_executable() -> str:
+    """The interpreter of this environment, even where `sys.executable` is an embedding program or empty."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    candidate = Path(sys.prefix) / "bin" / "python3"
+    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")
+
+
+def describe_end(status: int) -> str:
+    """`status` as `subprocess` reports it: a negative one is a signal."""
+    if status == KILLED:  # this project kills only processes that hang, and logs it then
+        return "signal 9: it was killed, most likely for want of memory"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from minisgl_backend.attention.decode_by_batch import DecodeByBatch
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.kv.grouping import MOST_GROUPS
+from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.speculative_config import most_decode_entries
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
-from minisgl_backend.kv.grouping import MOST_GROUPS, GroupedLayers, group_layers
-from minisgl_backend.kv.groups import CacheGroup, CacheGroups, ColumnLayout, room_in
+from minisgl_backend.kv.grouping import GroupedLayers, group_layers
+from minisgl_backend.kv.groups import MOST_GROUPS, CacheGroup, CacheGroups, ColumnLayout, room_in
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from minisgl_backend.kv.layout import LayerCache, MHALayout
 from minisgl_backend.kv.pool import bytes_per_page

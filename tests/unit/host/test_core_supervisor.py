@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host import core_supervisor as module
 from minisgl_backend.host.core_supervisor import CoreProcess, Supervisor
-from minisgl_backend.process.interpreter import python_executable
+from minisgl_backend.process.spawn import python_executable
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -80,8 +80,7 @@ def test_a_core_that_keeps_dying_is_started_ever_less_often(
     outcomes = ["die", "fail", "refuse", "no process", "no pipe", "die", "serve"]
     script = Scripted(*outcomes)
     monkeypatch.setattr(module, "CoreProcess", script)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.04)
+    monkeypatch.setattr(module, "BACKOFF_S", (0.01, 0.02, 0.04))
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "handlers", [])  # else each line may be told twice
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
@@ -99,7 +98,7 @@ def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
 ) -> None:
     script = Scripted("die", "start slowly", "start slowly", "serve a while", "die", "serve")
     monkeypatch.setattr(module, "CoreProcess", script)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(module, "BACKOFF_S", (0.1, 0.2, 0.4))
     monkeypatch.setattr(module, "STABLE_AFTER_S", 0.5)
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "handlers", [])  # else each line may be told twice
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
@@ -153,7 +152,7 @@ def test_who_takes_over_a_core_that_served_does_not_give_it_up(
 ) -> None:
     script = Scripted("fail", "refuse", "no pipe", "serve")
     monkeypatch.setattr(module, "CoreProcess", script)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "BACKOFF_S", (0.01, 0.02, 0.04, 0.08))
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
     supervisor.note_ready()  # another one's, which has gone
     supervisor.start()

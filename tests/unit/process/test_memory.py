@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.process.exit_status import describe_end
 from minisgl_backend.process.memory import free_host_bytes, in_words
+from minisgl_backend.process.spawn import describe_end
 
 GIB = 1 << 30
 
