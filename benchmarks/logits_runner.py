@@ -30,10 +30,10 @@ from minisgl_backend.runner.graphs.whole import (
     GraphRunner,
     graph_sizes,
 )
-from minisgl_backend.runner.model_runner import Batch, ModelRunner
+from minisgl_backend.runner.model_runner import Batch, Captures, ModelRunner
+from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
-from minisgl_backend.sampling.sampler import Sampler, sampling_kernels
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 _SLAB = 256  # positions whose logits the runner would compute at once
@@ -121,7 +121,6 @@ class LogitsRunner:
         )
         config, table = model.config, self._table
         sampling = SamplingRows(table.max_rows, config.vocab_size, config.eos_token_ids, max_seq_len, self.device)
-        kernels = sampling_kernels(table.max_rows, config.vocab_size, self.device)
         self._groups = spec.columns.of_rows(page_size)
         self._counts = [self._groups.pages_for(len(tokens)) for tokens in sequences.tokens]
         self._tap = _TappedModel(model)
@@ -131,11 +130,8 @@ class LogitsRunner:
             model=self._tap,
             attention=attention,
             pool=KVPool(spec.places, page_size, self._groups.num_pages * sum(self._counts), self.device),
-            table=self._table,
-            sampling=sampling,
-            sampler=Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, kernels),
-            graphs=self._graphs,
-            longest_prefill=max_seq_len,
+            rows=RowState.of(self._table, sampling),
+            captures=Captures(graphs=self._graphs, longest_prefill=max_seq_len),
         )
 
     @torch.inference_mode()

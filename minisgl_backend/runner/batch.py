@@ -13,22 +13,26 @@ import numpy as np
 import torch
 from msgspec.structs import replace as replace_fields
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
+from minisgl_backend.runner.plan_arrays import (
+    PrefillHost,
+    expand,
+    params_of,
+    prefill_arrays,
+    sampled_beside_prefill,
+    sampled_of_prompt,
+)
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
-from minisgl_backend.runner.prompt_arrays import PrefillHost, expand, params_of, prefill_arrays, sampled_of_prompt
-from minisgl_backend.runner.row_table import RowTable, RowUpdates
+from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import Staging
 from minisgl_backend.runner.step_tensors import HostBatch, PenaltyReset, StepTensors
 from minisgl_backend.sampling.metadata import NOTHING, SamplingMetadata, SamplingRows
 from minisgl_backend.step import RowError, StepDecisions, StepPlan
-
-EMPTY = np.zeros(0, dtype=np.int32)
-EMPTY.flags.writeable = False
 
 
 class BatchBuilder:
@@ -38,7 +42,9 @@ class BatchBuilder:
         self._table = table
         self._sampling = sampling
         self._poolings: dict[int, PoolingParams] = {}  # by row, for pooling requests
-        self._miscounted: set[int] = set()  # rows whose penalties may have counted tokens sampled after rejected drafts
+        self._needs_penalty_recount: set[int] = (
+            set()
+        )  # rows whose penalties may have counted tokens sampled after rejected drafts
         self._prompts = PromptLayout(table.page_size, table.max_pages_per_row, table.num_groups)
         self.staging = Staging(table.max_rows, table.device)
 
@@ -64,7 +70,7 @@ class BatchBuilder:
             except Exception as error:
                 raise RowError(admitted.row, error) from error
             self._poolings.pop(admitted.row, None)
-            self._miscounted.discard(admitted.row)
+            self._needs_penalty_recount.discard(admitted.row)
             if admitted.pooling is not None:
                 self._poolings[admitted.row] = admitted.pooling
         penalised = tuple(
@@ -72,11 +78,11 @@ class BatchBuilder:
             for admitted in plan.admitted
             if admitted.params.has_penalties
         )
-        if plan.is_retry or self._miscounted:
+        if plan.is_retry or self._needs_penalty_recount:
             penalised += self._recounts(plan)
         if len(plan.draft_tokens):
             drafted = set(plan.decode_rows[plan.draft_tokens >= 0].tolist())
-            self._miscounted |= {row for row in drafted if self._sampling.penalised_prompt(row)}
+            self._needs_penalty_recount |= {row for row in drafted if self._sampling.penalised_prompt(row)}
         if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
             needs = self._sampling.metadata_of(plan, sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
@@ -109,9 +115,9 @@ class BatchBuilder:
         resets = []
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             prompt_len = self._sampling.penalised_prompt(row)
-            if prompt_len and (plan.is_retry or row in self._miscounted):
+            if prompt_len and (plan.is_retry or row in self._needs_penalty_recount):
                 resets.append(PenaltyReset(row, length, prompt_len))
-                self._miscounted.discard(row)
+                self._needs_penalty_recount.discard(row)
         return tuple(resets)
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
@@ -146,14 +152,10 @@ class BatchBuilder:
         }
         return HostBatch(
             plan=plan,
-            staged=self.staging.fill(EMPTY, EMPTY, arrays | needs.arrays),
-            prefill=None,
-            decode_rows=EMPTY,
-            decode_lengths=EMPTY,
+            staged=self.staging.fill(NO_INT32, NO_INT32, arrays | needs.arrays),
             num_sampled=len(rows),
             checked_rows=() if chunk.samples else (chunk.row,),
             decisions=decisions,
-            pooled=(),
             needs=needs,
             penalised=penalised,
         )
@@ -178,7 +180,8 @@ class BatchBuilder:
             states: list[Int32Array] = []
             if any(chunk.pools for chunk in plan.prefill):
                 pooled, states = pooled_chunks(plan, self._poolings, prefill.cu_seqlens[:-1])
-                arrays |= _named(pooled)
+                if len(named := named_tokens(pooled)):
+                    arrays["pooled_tokens"] = named
             token_rows, token_positions = expand(prefill.rows, prefill.starts, prefill.lengths)
             arrays |= {
                 "token_rows": np.concatenate([token_rows, plan.decode_rows]),
@@ -250,15 +253,6 @@ class BatchBuilder:
             decisions=host.decisions,
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
-            prefill=None,
-            decode=None,
-            drafts=None,
-            token_rows=None,
-            token_positions=None,
-            logits_indices=None,
-            pooled=(),
-            pooled_tokens=None,
-            cleared_pages=None,
             sampling=self._sampling.inputs_of(host.needs, arrays["sampled_rows"], arrays["sampled_positions"], arrays),
             waits_for_masks=host.needs.waits_for_masks,
             logprobs=host.needs.logprobs,
@@ -308,19 +302,7 @@ class BatchBuilder:
             self._table.write_tokens(*_drafts(arrays))
         if "page_ids" not in arrays and not host.plan.admitted and not host.penalised:
             return
-        none = self.staging.rows[:0]
-        self._table.apply(
-            RowUpdates(
-                page_rows=arrays.get("page_rows", none),
-                page_columns=arrays.get("page_columns", none),
-                page_ids=arrays.get("page_ids", none),
-                admitted_rows=arrays.get("admitted_rows", none),
-                admitted_params=arrays.get("admitted_params", none),
-                token_rows=arrays.get("admitted_token_rows", none),
-                token_positions=arrays.get("admitted_positions", none),
-                token_ids=arrays.get("admitted_tokens", none),
-            )
-        )
+        self._table.apply(arrays)
         self._reset_sampling(host)
 
     def _reset_sampling(self, host: HostBatch) -> None:
@@ -351,25 +333,15 @@ class BatchBuilder:
 
 
 def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Row, position and index into the hidden states of every token to be sampled, in result order."""
+    """Row, position and index into the hidden states of every token to be sampled, in result order; no index stands for
+    all of them."""
     if prefill is None:
-        return plan.decode_rows, plan.decode_lengths, EMPTY
-    samples = np.array([chunk.samples for chunk in plan.prefill], dtype=bool)
-    first_decode = prefill.num_tokens
-    decode_indices = np.arange(first_decode, first_decode + len(plan.decode_rows), dtype=np.int32)
-    return (
-        np.concatenate([prefill.rows[samples], plan.decode_rows]),
-        np.concatenate([prefill.ends[samples], plan.decode_lengths]),
-        np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_indices]),
-    )
-
-
-def _named(pooled: tuple[PooledChunk, ...]) -> dict[str, Int32Array]:
-    tokens = named_tokens(pooled)
-    return {"pooled_tokens": tokens} if len(tokens) else {}
+        return plan.decode_rows, plan.decode_lengths, NO_INT32
+    return sampled_beside_prefill(plan, prefill)
 
 
 def _update_arrays(plan: StepPlan, vocab_size: int, max_rows: int) -> dict[str, Int32Array]:
+    """What a plan changes of rows and pages, by name; names without entries are left out."""
     arrays: dict[str, Int32Array] = {}
     if len(plan.cleared_pages):
         arrays["cleared_pages"] = plan.cleared_pages

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
-from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttention
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.groups import ColumnLayout
 from minisgl_backend.kv.pool import KVPool
@@ -26,15 +27,15 @@ from minisgl_backend.runner.async_output import Computed, PendingStep, ResultRea
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.model_pass import ModelPass
 from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
-from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.runner.step_tensors import HostBatch, StepTensors
 from minisgl_backend.sampling import logprobs
-from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs, SamplingRows
-from minisgl_backend.sampling.sampler import Sampler
+from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs
 from minisgl_backend.step import StepDecisions, StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -57,6 +58,16 @@ class Model(Protocol):
     def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class Captures:
+    """What a runner captures once its pool exists; None: it has none of that kind."""
+
+    graphs: GraphRunner | None = None  # of the decode step; they serve steps without a prefill part that fit
+    pieces: PiecewiseRunner | None = None  # of the forward pass; they serve steps with a prefill part that fit
+    longest_prefill: int | None = None  # tokens up to which GEMMs are measured, and those of the sizes of `graphs`
+    proposer_graphs: GraphRunner | None = None  # of the proposer's passes
+
+
 class ModelRunner:
     """One rank's executor. Used by one thread; computes on the stream that is current when it is called."""
 
@@ -66,24 +77,15 @@ class ModelRunner:
         model: Model,
         attention: AttentionPair,
         pool: KVPool,
-        table: RowTable,
-        sampling: SamplingRows,
-        sampler: Sampler | None = None,
+        rows: RowState,
         tp: TensorParallel | None = None,
-        graphs: GraphRunner | None = None,
-        pieces: PiecewiseRunner | None = None,
-        longest_prefill: int | None = None,
         proposer: DeviceProposer | None = None,
-        proposer_graphs: GraphRunner | None = None,
+        captures: Captures = Captures(),
     ) -> None:
-        """Chooses kernels, then captures: the runner is complete once it is constructed.
-
-        Args:
-            graphs: captures the decode step, and serves the steps without a prefill part that fit its sizes.
-            pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
-            longest_prefill: GEMMs are measured for prefills of up to this many tokens and for the sizes of `graphs`.
-            proposer: its layers follow the model's in the pool; `proposer_graphs` captures its passes.
-        """
+        """Chooses kernels, then captures: the runner is complete once it is constructed. The layers of `proposer`
+        follow the model's in the pool."""
+        table, sampling = rows.table, rows.sampling
+        graphs, pieces, longest_prefill = captures.graphs, captures.pieces, captures.longest_prefill
         self._model = model
         self.attention = attention
         self._pool = pool
@@ -92,7 +94,8 @@ class ModelRunner:
         self._table = table
         self._tp = tp or TensorParallel.single()
         self._builder = BatchBuilder(table, sampling)
-        self._sampler = sampler or Sampler(table.params, table.tokens, sampling.penalties, sampling.rules)
+        self._sampler = rows.sampler
+        self._pass = ModelPass(model, attention, table)
         self._masks = MaskStaging(table.max_rows, sampling.vocab_size, table.device)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
@@ -105,7 +108,7 @@ class ModelRunner:
             if proposer is not None:  # before the model's captures, which may include `observe`
                 proposer.bind(pool.part(num_layers, len(proposer.places)), self._builder)
                 if longest_prefill is not None:
-                    proposer.prepare(proposer_graphs, longest_prefill)
+                    proposer.prepare(captures.proposer_graphs, longest_prefill)
             if graphs is not None:
                 plain, warm_up = self._decode_plain, partial(self._decode_plain, is_warm_up=True)
                 graphs.capture(DecodeSteps(plain, warm_up, self._decode_extended), self._builder, attention)
@@ -232,7 +235,7 @@ class ModelRunner:
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
         if self._pieces is None or plan.prefill is None or not self._pieces.fits(len(rows)):
-            return self._hidden_states(rows, positions, plan, logits_indices)
+            return self._hidden_states(rows, positions, plan, logits_indices=logits_indices)
         token_ids, slots = self._table.lookup(rows, positions)
         hidden = self._pieces.run(ModelInput(token_ids, positions), slots, plan)
         self._observe(rows, positions, self._pieces.aux)
@@ -256,26 +259,12 @@ class ModelRunner:
         return step.logits_indices
 
     def _hidden_states(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        plan: PairPlan,
-        logits_indices: torch.Tensor | None = None,
-        *,
-        is_warm_up: bool = False,
-        captured: bool = False,
+        self, rows: torch.Tensor, positions: torch.Tensor, plan: PairPlan, **fields: Any
     ) -> torch.Tensor:
-        token_ids, slots = self._table.lookup(rows, positions)
-        ctx = ForwardContext(
-            slots=slots,
-            attention=StepAttention(self.attention, plan),
-            logits_indices=logits_indices,
-            is_warm_up=is_warm_up,
-            captured=captured,
-            aux=self._aux_states(len(rows)),
-        )
-        hidden = self._model.forward(ModelInput(token_ids, positions), ctx)
-        self._observe(rows, positions, ctx.aux)
+        """See `ModelPass`."""
+        aux = self._aux_states(len(rows))
+        hidden = self._pass(rows, positions, plan, aux=aux, **fields)
+        self._observe(rows, positions, aux)
         return hidden
 
     def _observe(self, rows: torch.Tensor, positions: torch.Tensor, aux: AuxStates | None) -> None:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
-
-
-@dataclass(frozen=True)
-class RowUpdates:
-    """The changes that one plan makes, as device tensors, all int32."""
-
-    page_rows: torch.Tensor  # [num_new_pages]  rows of the concatenated page tables of all groups
-    page_columns: torch.Tensor  # [num_new_pages]
-    page_ids: torch.Tensor  # [num_new_pages]
-    admitted_rows: torch.Tensor  # [num_admitted]
-    admitted_params: torch.Tensor  # [num_admitted, NUM_PARAMS]
-    token_rows: torch.Tensor  # [num_new_tokens]
-    token_positions: torch.Tensor  # [num_new_tokens]
-    token_ids: torch.Tensor  # [num_new_tokens]
 
 
 class RowTable:
@@ -61,13 +47,14 @@ class RowTable:
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self._kernels = _kernels(device)
 
-    def apply(self, updates: RowUpdates) -> None:
-        """Writes the pages, tokens and parameters of one plan; in stream order, never waits."""
-        if len(updates.page_ids):
-            self._scatter(self._pages.flatten(0, 1), updates.page_rows, updates.page_columns, updates.page_ids)
-        if len(updates.admitted_rows):
-            self.params[updates.admitted_rows] = updates.admitted_params
-            self._scatter(self.tokens, updates.token_rows, updates.token_positions, updates.token_ids)
+    def apply(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Writes the pages, tokens and parameters of one plan, by the names of `BatchBuilder`; in stream order, never
+        waits."""
+        if "page_ids" in arrays:
+            self._scatter(self._pages.flatten(0, 1), arrays["page_rows"], arrays["page_columns"], arrays["page_ids"])
+        if "admitted_rows" in arrays:
+            self.params[arrays["admitted_rows"]] = arrays["admitted_params"]
+            self.write_tokens(arrays["admitted_token_rows"], arrays["admitted_positions"], arrays["admitted_tokens"])
 
     def admit(self, row: int, pages: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor) -> None:
         """Writes one row from its first page and token on, by slices and not by index kernels; all int32, in stream

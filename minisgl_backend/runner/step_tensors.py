@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.runner.plan_arrays import PrefillHost
 from minisgl_backend.runner.pooling import PooledChunk
-from minisgl_backend.runner.prompt_arrays import PrefillHost
 from minisgl_backend.runner.staging import Staged
 from minisgl_backend.sampling.metadata import SamplingInputs, SamplingMetadata
 from minisgl_backend.step import StepDecisions, StepPlan
@@ -25,40 +25,41 @@ class PenaltyReset:
     prompt_len: int
 
 
-class HostBatch(msgspec.Struct, frozen=True):
+class HostBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A plan in a staging buffer: made by `build_host`, taken by `upload`."""
 
     plan: StepPlan
     staged: Staged
-    prefill: PrefillHost | None
-    decode_rows: Int32Array  # [batch], padded where a graph will run
-    decode_lengths: Int32Array  # [batch]
+    prefill: PrefillHost | None = None
+    decode_rows: Int32Array = NO_INT32  # [batch], padded where a graph will run
+    decode_lengths: Int32Array = NO_INT32  # [batch]
     num_sampled: int
     checked_rows: tuple[int, ...]
     decisions: StepDecisions
-    pooled: tuple[PooledChunk, ...]
+    pooled: tuple[PooledChunk, ...] = ()
     needs: SamplingMetadata  # NOTHING on ranks that do not sample
     penalised: tuple[PenaltyReset, ...]
 
 
-class StepTensors(msgspec.Struct, frozen=True):
+class StepTensors(msgspec.Struct, frozen=True, kw_only=True):
     """One step on the device. Valid until the next upload, in stream order."""
 
     plan: StepPlan
     decisions: StepDecisions
     num_sampled: int
     checked_rows: tuple[int, ...]  # rows of chunks that do not end their prompt: checked for NaN, as nothing is sampled
-    prefill: PrefillInputs | None
-    decode: DecodeInputs | None
-    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, positions, ids; int32 [num_drafts] each
-    token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
-    token_positions: torch.Tensor | None  # int32 [num_tokens]
+    prefill: PrefillInputs | None = None
+    decode: DecodeInputs | None = None
+    # Rows, positions, ids; int32 [num_drafts] each.
+    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    token_rows: torch.Tensor | None = None  # int32 [num_tokens], prefill first; None: decode's are all
+    token_positions: torch.Tensor | None = None  # int32 [num_tokens]
     # int32 [num_sampled + num_checked + pooled states]: indices of hidden states, first those that sample, then those
     # that are checked; None: all of them
-    logits_indices: torch.Tensor | None
-    pooled: tuple[PooledChunk, ...]
-    pooled_tokens: torch.Tensor | None  # int32  pooling.named_tokens; None: no chunk requests any
-    cleared_pages: torch.Tensor | None  # int32 [num_cleared]
+    logits_indices: torch.Tensor | None = None
+    pooled: tuple[PooledChunk, ...] = ()
+    pooled_tokens: torch.Tensor | None = None  # int32  pooling.named_tokens; None: no chunk requests any
+    cleared_pages: torch.Tensor | None = None  # int32 [num_cleared]
     sampling: SamplingInputs
     waits_for_masks: bool  # its tokens are sampled once the grammar masks are there
     logprobs: tuple[tuple[int, int], ...]  # result index, and number of alternatives

@@ -10,10 +10,10 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.model_runner import Model
+from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import draft_spec
 from minisgl_backend.runner.start.runtime_config import DraftSettings, RuntimeConfig
-from minisgl_backend.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,13 @@ class ProposerContext:
     """What a start has loaded before its proposer."""
 
     runtime: RuntimeConfig
-    table: RowTable  # the target's, as is `sampler`
-    sampler: Sampler
+    rows: RowState  # the target's
     target: Model
     load: LoadConfig  # for its own model; the ranks lack the target's shared memory, which has the sizes of its passes
+
+    @property
+    def table(self) -> RowTable:
+        return self.rows.table
 
     @property
     def draft(self) -> DraftSettings:
@@ -36,7 +39,7 @@ class ProposerContext:
         """The tokens behind these entries, with each row's temperature and the noise of the position, as the target
         will sample: int32 [2, n], the same on all ranks. Arguments as of `Sampler.sample_plain`."""
         if self.load.tp.rank == 0:
-            token_ids = self.sampler.sample_plain(logits, rows, lengths)
+            token_ids = self.rows.sampler.sample_plain(logits, rows, lengths)
         else:
             token_ids = torch.zeros(2, len(rows), dtype=torch.int32, device=self.load.device)
         return self.load.tp.share_tokens(token_ids)

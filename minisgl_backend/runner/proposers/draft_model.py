@@ -18,18 +18,17 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.pair import PairPlan, StepAttention
+from minisgl_backend.attention.pair import PairPlan
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json_if_there
 from minisgl_backend.runner.batch import BatchBuilder, graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.model_pass import ModelPass
 from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.staging import aligned
@@ -46,6 +45,7 @@ class DraftModelProposer(DeviceProposer):
         self._attention = context.draft_attention()
         super().__init__(self._attention.spec)
         self._table, self._sample = context.table, context.sample
+        self._pass = ModelPass(self._model, self._attention, context.table)
         self._last_token = draft.model.vocab_size - 1
 
     @classmethod
@@ -104,10 +104,10 @@ class DraftModelProposer(DeviceProposer):
         rows, positions = step.tokens()
         first, count = plan.num_prefill_tokens, step.plan.num_proposing
         if count == len(rows):
-            return self._hidden_states(rows, positions, plan)
+            return self._pass(rows, positions, plan)
         first, count = (first, count) if count else (0, 1)
         indices = torch.arange(first, first + count, dtype=torch.int32, device=self._table.device)
-        return self._hidden_states(rows, positions, plan, indices)
+        return self._pass(rows, positions, plan, logits_indices=indices)
 
     def _next_pass(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """The next tokens of these rows; rows and lengths int32 [num_rows] as in the staging buffer."""
@@ -126,29 +126,9 @@ class DraftModelProposer(DeviceProposer):
         self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False, captured: bool = True
     ) -> DecodeOutputs:
         """One pass that only decodes, as captured: from the token table to tokens."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, is_warm_up=is_warm_up, captured=captured)
+        hidden = self._pass(decode.rows, decode.kv_lens - 1, plan, is_warm_up=is_warm_up, captured=captured)
         logits = self._model.decode_logits(hidden) if captured else self._model.logits(hidden)
         return DecodeOutputs(logits, self._sample(logits, decode.rows, decode.kv_lens))
-
-    def _hidden_states(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        plan: PairPlan,
-        logits_indices: torch.Tensor | None = None,
-        *,
-        is_warm_up: bool = False,
-        captured: bool = False,
-    ) -> torch.Tensor:
-        token_ids, slots = self._table.lookup(rows, positions)
-        ctx = ForwardContext(
-            slots=slots,
-            attention=StepAttention(self._attention, plan),
-            logits_indices=logits_indices,
-            is_warm_up=is_warm_up,
-            captured=captured,
-        )
-        return self._model.forward(ModelInput(token_ids, positions), ctx)
 
 
 def _check_vocabulary(folder: Path, model: ModelConfig, target: ModelConfig, target_dir: Path) -> None:

@@ -25,13 +25,13 @@ from minisgl_backend.runner.graphs.whole import (
     draft_sizes,
     graph_sizes,
 )
-from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.model_runner import Captures, ModelRunner
 from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import proposer_class
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
-from minisgl_backend.runner.start.parts import Captures, Parts, Start, StartProgress, load_parts
+from minisgl_backend.runner.start.parts import Parts, Start, StartProgress, load_parts
 from minisgl_backend.runner.start.repacked import repack_weights, room_for_repacked
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.warm_up import StepLimits, compile_kernels, warm_up

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from minisgl_backend.runner.model_runner import Captures
 from minisgl_backend.runner.start.device import is_out_of_memory
-from minisgl_backend.runner.start.parts import Captures, Parts
+from minisgl_backend.runner.start.parts import Parts
 
 log = logging.getLogger(__name__)
 

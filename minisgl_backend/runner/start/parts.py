@@ -18,16 +18,14 @@ from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.process.progress import Progress, no_progress
-from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
-from minisgl_backend.runner.graphs.whole import GraphRunner
-from minisgl_backend.runner.model_runner import Model, ModelRunner
+from minisgl_backend.runner.model_runner import Captures, Model, ModelRunner
 from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.sampling.metadata import SamplingRows
-from minisgl_backend.sampling.sampler import Sampler, sampling_kernels
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.kv_scales import read_kv_scales
 
@@ -87,16 +85,6 @@ class Start:
         )
 
 
-@dataclass(frozen=True)
-class Captures:
-    """The graphs of a runner; None: it has none of that kind. See ModelRunner."""
-
-    graphs: GraphRunner | None = None
-    pieces: PiecewiseRunner | None = None
-    longest_prefill: int | None = None
-    proposer_graphs: GraphRunner | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """All of a runner that does not depend on its number of pages."""
@@ -105,9 +93,7 @@ class Parts:
     model: Model
     spec: AttentionSpec  # of the model
     attention: AttentionPair
-    table: RowTable
-    sampling: SamplingRows
-    sampler: Sampler
+    rows: RowState
     proposer: DeviceProposer | None
 
     @cached_property
@@ -126,22 +112,16 @@ class Parts:
             ]
         return [*own, *[ONE] * (len(self.places) - len(own))]
 
-    def runner(self, num_pages: int, captures: Captures | None = None) -> ModelRunner:
+    def runner(self, num_pages: int, captures: Captures = Captures()) -> ModelRunner:
         """A runner with a pool of so many pages."""
-        captures = captures or Captures()
         return ModelRunner(
             model=self.model,
             attention=self.attention,
             pool=KVPool(self.places, self.spec.page_size, num_pages, self.spec.device, self.scales),
-            table=self.table,
-            sampling=self.sampling,
-            sampler=self.sampler,
+            rows=self.rows,
             tp=self.start.tp,
             proposer=self.proposer,
-            graphs=captures.graphs,
-            pieces=captures.pieces,
-            longest_prefill=captures.longest_prefill,
-            proposer_graphs=captures.proposer_graphs,
+            captures=captures,
         )
 
 
@@ -158,26 +138,16 @@ def load_parts(start: Start) -> Parts:
         device=device,
         columns=spec.columns,
     )
-    vocab_size = start.model.vocab_size
-    sampling = SamplingRows(table.max_rows, vocab_size, start.model.eos_token_ids, runtime.max_seq_len, device)
-    kernels = sampling_kernels(table.max_rows, vocab_size, device)
-    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, kernels)
-    return Parts(
-        start=start,
-        model=model,
-        spec=spec,
-        attention=attention,
-        table=table,
-        sampling=sampling,
-        sampler=sampler,
-        proposer=_proposer(start, model, table, sampler),
-    )
+    vocab_size, eos_token_ids = start.model.vocab_size, start.model.eos_token_ids
+    rows = RowState.of(table, SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device))
+    proposer = _proposer(start, model, rows)
+    return Parts(start=start, model=model, spec=spec, attention=attention, rows=rows, proposer=proposer)
 
 
-def _proposer(start: Start, model: Model, table: RowTable, sampler: Sampler) -> DeviceProposer | None:
+def _proposer(start: Start, model: Model, rows: RowState) -> DeviceProposer | None:
     kind = proposer_class(start.runtime.config.speculation)
     if kind is None:
         return None
     own = replace(start.load, tp=start.tp.without_shared_memory(), quantization=None, uses_draft_layer=False)
-    context = ProposerContext(runtime=start.runtime, table=table, sampler=sampler, target=model, load=own)
+    context = ProposerContext(runtime=start.runtime, rows=rows, target=model, load=own)
     return kind(context)  # type: ignore[arg-type]  # which classes of the table take

@@ -16,8 +16,9 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.runner.graphs.pieces import EagerPieces
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
-from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.model_runner import Captures, ModelRunner
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -85,12 +86,13 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             model=model,
             attention=attention,
             pool=make_pool(spec, 600 // page_size),
-            table=table,
-            sampling=SamplingRows(table.max_rows, config.vocab_size, (2,), MAX_SEQ_LEN, CPU),
+            rows=RowState.of(table, SamplingRows(table.max_rows, config.vocab_size, (2,), MAX_SEQ_LEN, CPU)),
             tp=tp,
-            graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
-            pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,
             proposer=proposer,
+            captures=Captures(
+                graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
+                pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,
+            ),
         )
 
     return make

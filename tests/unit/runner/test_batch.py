@@ -14,7 +14,7 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import graph_sizes
-from minisgl_backend.runner.prompt_arrays import expand
+from minisgl_backend.runner.plan_arrays import expand
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.metadata import SamplingRows

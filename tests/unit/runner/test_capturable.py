@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
+from minisgl_backend.runner.model_runner import Captures
 from minisgl_backend.runner.start.capturable import can_be_captured
-from minisgl_backend.runner.start.parts import Captures
 
 
 class Graphs(EagerGraphRunner):

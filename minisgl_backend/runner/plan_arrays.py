@@ -56,6 +56,18 @@ def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[I
     return np.repeat(rows, lengths), np.arange(len(shift), dtype=np.int32) + shift
 
 
+def sampled_beside_prefill(plan: StepPlan, prefill: PrefillHost) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Row, position and index into the hidden states of every token to be sampled, in result order."""
+    samples = np.array([chunk.samples for chunk in plan.prefill], dtype=bool)
+    first_decode = prefill.num_tokens
+    decode_indices = np.arange(first_decode, first_decode + len(plan.decode_rows), dtype=np.int32)
+    return (
+        np.concatenate([prefill.rows[samples], plan.decode_rows]),
+        np.concatenate([prefill.ends[samples], plan.decode_lengths]),
+        np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_indices]),
+    )
+
+
 def params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
     try:
         return encode_params(admitted.params, vocab_size)

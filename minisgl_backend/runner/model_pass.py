@@ -1,0 +1,29 @@
+"""Passes of a model over tokens of the row table, outside captured pieces of prompts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttention
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.model_input import ModelInput
+from minisgl_backend.runner.row_table import RowTable
+
+
+class Forward(Protocol):
+    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor: ...
+
+
+class ModelPass:
+    """Of the model, or of a draft model, with an attention of its own; both have the same rows."""
+
+    def __init__(self, model: Forward, attention: AttentionPair, table: RowTable) -> None:
+        self._model, self._attention, self._table = model, attention, table
+
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, plan: PairPlan, **fields: Any) -> torch.Tensor:
+        """The hidden states of the tokens at these places, int32 [num_tokens] each. fields: of `ForwardContext`."""
+        token_ids, slots = self._table.lookup(rows, positions)
+        ctx = ForwardContext(slots=slots, attention=StepAttention(self._attention, plan), **fields)
+        return self._model.forward(ModelInput(token_ids, positions), ctx)
