@@ -8,25 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from .client import Client
 from .console import errors_in_one_line, write_answer
+from .server_options import ServerOptions, options_of
 
 
+@options_of("server", ServerOptions)
 def embed(
     texts: Annotated[list[str], typer.Argument(help="The texts; - reads one a line from the standard input.")],
-    url: Annotated[
-        str | None,
-        typer.Option(help="Default: MINISGL_URL, else 127.0.0.1:8001, with --protocol http port 8000."),
-    ] = None,
-    protocol: Annotated[str | None, typer.Option(help="grpc (default) or http.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for all of them; default: no limit.")] = None,
+    server: ServerOptions,
     dimensions: Annotated[int | None, typer.Option(help="Of each vector; default: all that the model has.")] = None,
     query: Annotated[str | None, typer.Option(help="Print a score of each text instead: how well it answers.")] = None,
 ) -> None:
     """Print the embedding of each text as a line of JSON, or with --query its score."""
     lines = [line.rstrip("\n") for line in sys.stdin] if texts == ["-"] else texts
-    wire: Any = protocol  # the client reports what is allowed
-    with errors_in_one_line(), Client(url, wire, timeout=timeout) as client:
+    with errors_in_one_line(), server.connect() as client:
         found: list[Any] = (
             client.embed(lines, dimensions=dimensions).vectors if query is None else client.score(query, lines)
         )
