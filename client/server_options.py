@@ -18,15 +18,7 @@ from .errors import Unavailable
 from .openai_client import OpenAIClient
 from .request import SamplingOptions
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        help="Default: MINISGL_URL, else 127.0.0.1:8001, with --protocol http port 8000; a scheme may be before it."
-    ),
-]
-WireProtocol = Annotated[str | None, typer.Option("--protocol", help="grpc (default) or http.")]
 Model = Annotated[str, typer.Option(help="Name of the model on the server.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for a whole answer; default: no limit.")]
 System = Annotated[str | None, typer.Option(help="System prompt.")]
 OpenAIUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="OpenAI's API instead: HOST:PORT, or https://HOST/PATH.")
@@ -46,8 +38,13 @@ def options_of(name: str, table: type) -> Callable[[Callable[..., None]], Callab
 class ServerAddress:
     """Triton's server."""
 
-    url: Url = None
-    protocol: WireProtocol = None
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Default: MINISGL_URL, else 127.0.0.1:8001, with --protocol http port 8000; a scheme may be before it."
+        ),
+    ] = None
+    protocol: Annotated[str | None, typer.Option("--protocol", help="grpc (default) or http.")] = None
 
     def connect(
         self, model: str = "ensemble", *, timeout: float | None = None, metrics_url: str | None = None
@@ -60,7 +57,7 @@ class ServerAddress:
 class ServerOptions(ServerAddress):
     """The same, for requests that may take long."""
 
-    timeout: Timeout = None
+    timeout: Annotated[float | None, typer.Option(help="Seconds for a whole answer; default: no limit.")] = None
 
     def connect(self, model: str = "ensemble", **settings: Any) -> Client:
         return super().connect(model, timeout=self.timeout, **settings)
