@@ -24,6 +24,14 @@ class ModelPass:
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, plan: PairPlan, **fields: Any) -> torch.Tensor:
         """The hidden states of the tokens at these places, int32 [num_tokens] each. fields: of `ForwardContext`."""
+        return self.run(*self.input(rows, positions), plan, **fields)
+
+    def input(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[ModelInput, tuple[torch.Tensor, ...]]:
+        """What the model is given of these tokens, and their slots by cache group."""
         token_ids, slots = self._table.lookup(rows, positions)
+        return ModelInput(token_ids, positions), slots
+
+    def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan, **fields: Any) -> torch.Tensor:
+        """Their hidden states."""
         ctx = ForwardContext(slots=slots, attention=StepAttention(self._attention, plan), **fields)
-        return self._model.forward(ModelInput(token_ids, positions), ctx)
+        return self._model.forward(tokens, ctx)

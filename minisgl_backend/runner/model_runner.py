@@ -234,10 +234,10 @@ class ModelRunner:
         plan, logits_indices = batch.attention, self._logits_indices(batch.step)
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
-        if self._pieces is None or plan.prefill is None or not self._pieces.fits(len(rows)):
-            return self._hidden_states(rows, positions, plan, logits_indices=logits_indices)
-        token_ids, slots = self._table.lookup(rows, positions)
-        hidden = self._pieces.run(ModelInput(token_ids, positions), slots, plan)
+        tokens, slots = self._pass.input(rows, positions)
+        if self._pieces is None or plan.prefill is None or not self._pieces.serves(tokens):
+            return self._hidden_states(rows, tokens, slots, plan, logits_indices=logits_indices)
+        hidden = self._pieces.run(tokens, slots, plan)
         self._observe(rows, positions, self._pieces.aux)
         return hidden if logits_indices is None else hidden[logits_indices]
 
@@ -259,12 +259,12 @@ class ModelRunner:
         return step.logits_indices
 
     def _hidden_states(
-        self, rows: torch.Tensor, positions: torch.Tensor, plan: PairPlan, **fields: Any
+        self, rows: torch.Tensor, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan, **fields: Any
     ) -> torch.Tensor:
-        """See `ModelPass`."""
+        """See `ModelPass.run`; rows: of the tokens."""
         aux = self._aux_states(len(rows))
-        hidden = self._pass(rows, positions, plan, aux=aux, **fields)
-        self._observe(rows, positions, aux)
+        hidden = self._pass.run(tokens, slots, plan, aux=aux, **fields)
+        self._observe(rows, tokens.positions, aux)
         return hidden
 
     def _observe(self, rows: torch.Tensor, positions: torch.Tensor, aux: AuxStates | None) -> None:
@@ -341,7 +341,8 @@ class ModelRunner:
 
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, is_warm_up=is_warm_up, captured=True)
+        tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1)
+        hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)

@@ -129,8 +129,9 @@ class PiecewiseRunner(ABC):
         """Sizes from MOST_FINE_TOKENS on, if there are any above: the planner aims at them for long steps."""
         return tuple(size for size in self.sizes if size >= MOST_FINE_TOKENS < self.sizes[-1])
 
-    def fits(self, num_tokens: int) -> bool:
-        return piece_size(num_tokens, self.sizes) > 0
+    def serves(self, tokens: ModelInput) -> bool:
+        """Whether `run` takes them: a captured pass has no place for more than ids and positions."""
+        return tokens.is_plain and piece_size(len(tokens.token_ids), self.sizes) > 0
 
     def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan) -> torch.Tensor:
         """Plain tokens, and their slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,

@@ -53,8 +53,13 @@ class DecodeSteps:
     sample: SampleStep | None
 
 
+_Captured = tuple[torch.cuda.CUDAGraph, DecodeOutputs]
+
+
 class GraphRunner(ABC):
     """Decode steps of the sizes `sizes`, ascending; smaller batches are padded by the batch builder."""
+
+    _attention: AttentionPair  # of `capture`
 
     def __init__(self, sizes: tuple[int, ...], draft_sizes: tuple[int, ...] = ()) -> None:
         """`draft_sizes`: those of `sizes` that serve steps with drafts, too."""
@@ -96,14 +101,13 @@ class CudaGraphRunner(GraphRunner):
         self._on_progress = on_progress or (lambda done, total: None)
         self._memory = torch.cuda.graph_pool_handle()
         # By size and range of context lengths, see AttentionPair.length_bounds.
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
+        self._graphs: dict[tuple[int, int], _Captured] = {}
         # For sizes whose normal graph stores keys and attends in one kernel, which does not work with drafts.
-        self._draft_graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
+        self._draft_graphs: dict[int, _Captured] = {}
         # By size, range and one of SAMPLING_GRAPHS.
         self._sampling: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self._bounds: dict[int, tuple[int, ...]] = {}  # of sizes that have several ranges
         self._ranges: dict[int, int] = {}  # by size: that of the last `plan_replay`
-        self._attention: AttentionPair | None = None
 
     def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         attention.allocate_graph(self.sizes[-1])
@@ -123,39 +127,37 @@ class CudaGraphRunner(GraphRunner):
                     with torch.cuda.stream(stream):
                         self._capture(size, index, steps, inputs, plan)
                         if size in self.draft_sizes and attention.fuses_some_rope(plan):
-                            self._capture_drafts(size, steps, replace(inputs, has_drafts=True))
+                            inputs = replace(inputs, has_drafts=True)
+                            self._draft_graphs[size] = self._captured(steps, inputs, attention.plan_capture(inputs))
                 self._on_progress(done + 1, len(self.sizes))
             torch.cuda.current_stream().wait_stream(stream)
 
     def _capture(self, size: int, index: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
         """index: of the range of context lengths."""
+        sample = steps.sample if size in self.sampling_sizes else None
+        graph, outputs = self._captured(steps, inputs, plan, sample)
+        self._graphs[size, index] = graph, outputs
+        if sample is not None:
+            for kernels in SAMPLING_GRAPHS:
+                with captured(self._memory) as sampling:
+                    sample(inputs, outputs, kernels)
+                self._sampling[size, index, kernels] = sampling
+
+    def _captured(
+        self, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan, sample: SampleStep | None = None
+    ) -> _Captured:
+        """A decode step; `sample`: what samples its outputs again."""
         # Libraries choose kernels and allocate workspaces now, not during the capture. The last sampling graph has all
         # kernels of the others.
         warmed_up = steps.warm_up(inputs, plan)
-        sample = steps.sample if size in self.sampling_sizes else None
         if sample is not None:
             sample(inputs, warmed_up, SAMPLING_GRAPHS[-1])
         torch.cuda.current_stream().synchronize()
         with captured(self._memory) as graph:
             outputs = steps.decode(inputs, plan)
-        self._graphs[size, index] = graph, outputs
-        for kernels in SAMPLING_GRAPHS if sample is not None else ():
-            assert sample is not None, "otherwise there are no kernels"
-            with captured(self._memory) as sampling:
-                sample(inputs, outputs, kernels)
-            self._sampling[size, index, kernels] = sampling
-
-    def _capture_drafts(self, size: int, steps: DecodeSteps, inputs: DecodeInputs) -> None:
-        assert self._attention is not None, "capture comes first"
-        plan = self._attention.plan_capture(inputs)
-        steps.warm_up(inputs, plan)
-        torch.cuda.current_stream().synchronize()
-        with captured(self._memory) as graph:
-            outputs = steps.decode(inputs, plan)
-        self._draft_graphs[size] = graph, outputs
+        return graph, outputs
 
     def plan_replay(self, decode: DecodeInputs) -> None:
-        assert self._attention is not None, "capture comes first"
         self._attention.plan_replay(decode)
         if (bounds := self._bounds.get(decode.batch_size)) is not None:
             self._ranges[decode.batch_size] = bisect_left(bounds, float(decode.kv_lens_host.mean()))
@@ -185,10 +187,9 @@ class EagerGraphRunner(GraphRunner):
 
     def __init__(self, sizes: tuple[int, ...], draft_sizes: tuple[int, ...] = ()) -> None:
         super().__init__(sizes, draft_sizes)
-        self._steps: DecodeSteps | None = None
+        self._steps: DecodeSteps  # of `capture`
         self._inputs: dict[int, tuple[DecodeInputs, PairPlan]] = {}
         self._outputs: dict[int, DecodeOutputs] = {}
-        self._attention: AttentionPair | None = None
 
     def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         self._steps, self._attention = steps, attention
@@ -200,16 +201,13 @@ class EagerGraphRunner(GraphRunner):
                     steps.sample(inputs, outputs, kernels)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
-        assert self._attention is not None, "capture comes first"
         self._inputs[len(decode.kv_lens_host)] = (decode, self._attention.plan(None, decode))
 
     def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
-        assert self._steps is not None, "capture comes first"
         self._outputs[size] = self._steps.decode(*self._inputs[size])
         return self._outputs[size]
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
-        assert self._steps is not None, "capture comes first"
         assert self._steps.sample is not None, "there are sampling graphs"
         decode, _ = self._inputs[size]
         self._steps.sample(decode, self._outputs[size], sampling_graph)

@@ -11,6 +11,7 @@ import torch
 from hand_made_plans import Driver
 from tiny_runner import GREEDY, PROMPTS, SAMPLED, MakeRunner, run
 
+from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.graphs.pieces import EagerPieces, piece_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -144,6 +145,8 @@ def test_piece_sizes() -> None:
 )  # fmt: skip
 def test_long_steps_are_not_padded_by_much(num_tokens: int, fits: bool) -> None:
     pieces = EagerPieces(piece_sizes(8448), 8)
-    assert pieces.fits(num_tokens) == fits
+    tokens = torch.zeros(num_tokens, dtype=torch.int32)
+    assert pieces.serves(ModelInput(tokens, tokens)) == fits
+    assert not pieces.serves(ModelInput(tokens, tokens, by_row=tokens))
     assert pieces.sparse_sizes[:3] == (2048, 2560, 3072)
     assert EagerPieces(piece_sizes(2048), 8).sparse_sizes == ()
