@@ -57,28 +57,28 @@ class HoldingParser:
     def __init__(self) -> None:
         self._held = ""
         self._spaces: list[str] = []  # behind `_held`
-        self._joins_spaces = False
 
     def feed(self, text: str) -> list[Part]:
-        if self._joins_spaces and text.isspace():
+        if text.isspace() and not self._held.strip() and self._ignores_space():
             self._spaces.append(text)
             return []
         parts: list[Part] = []
-        self._join(text)
+        if self._spaces:
+            self._join()
+        self._held += text
         self._advance(parts)
-        self._joins_spaces = self._ignores_space() and not self._held.strip()
         return parts
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back. `reason`: as that of ToolParser."""
         parts: list[Part] = []
-        self._join("")
+        self._join()
         self._end(parts, reason)
         self._held = ""
         return parts
 
-    def _join(self, text: str) -> None:
-        self._held = "".join((self._held, *self._spaces, text))
+    def _join(self) -> None:
+        self._held = "".join((self._held, *self._spaces))
         self._spaces.clear()
 
     def _advance(self, parts: list[Part]) -> None:
