@@ -10,8 +10,7 @@ from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.cpu.ops import CpuOps
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.contract import MixtureKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.moe.mixtures import MixtureKernels
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -41,7 +40,7 @@ class DeviceKernels:
 
     def _mixtures(self) -> MixtureKernels:
         if not self.on_gpu:
-            return TorchMixtureKernels(self.plain)
+            return MixtureKernels(self.plain)
         from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 
         return TritonMixtureKernels(self.plain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from minisgl_backend.kernels.moe.router_config import RouterConfig as RouterConfig
 from minisgl_backend.layers.mixer_config import MixerConfig, NormConfig, check_divides
 
 # Activations of the gate; gelu_tanh is transformers' gelu_pytorch_tanh, swiglu_oai clamps the up half too (`gate_mul`).
@@ -54,21 +55,6 @@ class UngatedMlpConfig:
     def check_tp(self, size: int) -> None:
         """As of `MlpConfig`."""
         check_divides(size, "intermediate_size", self.intermediate_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    """How a mixture picks experts: those with the best scores, by softmax or sigmoid over all logits."""
-
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True  # the weights of the picked experts add up to 1
-    bias: bool = False  # of the logits (gpt-oss)
-    correction_bias: bool = False  # added to the scores for the selection only (DeepSeek-V3)
-    num_groups: int = 1  # experts are picked from the best `groups_per_token` of these groups (DeepSeek-V2)
-    groups_per_token: int = 1
-    scaling: float = 1.0  # factor of all weights
-    in_float32: bool = False  # its weight and GEMM are float32, whatever the model's dtype is
-    on_input: bool = False  # a token's weight multiplies the input of its one expert, not the output (Llama 4)
 
 
 @dataclass(frozen=True, kw_only=True)

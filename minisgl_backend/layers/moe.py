@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl_backend.kernels.moe.call import EarlyRouter, MixtureCall, Picked
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.weights.method import ExpertsSpec
+from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.parts import WeightPart
 
 
@@ -87,14 +88,14 @@ class MoeMLP(nn.Module):
         self._routes = self.router.is_fused  # whether the experts' method includes the router
         # Whether it also includes the norm before them: with a shared expert both would norm, which gains nothing.
         self._norms = self._routes and self.shared_expert is None
-        self._early: torch.Tensor | None = None
+        self._early: EarlyRouter | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """Called when all weights are loaded, with the preceding o_proj and this MLP's norms."""
         router = self.router.method
         fits = self._norms and self._tp.size == 1 and router.bias is None
         if fits and norms.adds_as_is and isinstance(norms.before, RMSNorm):
-            self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method)
+            self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method.plain_weight)
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
@@ -104,12 +105,10 @@ class MoeMLP(nn.Module):
         """The residual stream plus experts(norm(residual)), [num_tokens, hidden_size]."""
         norm = norms.before
         if (deferred := residual.deferred_o_proj) is not None:
-            assert self._early is not None, "takes_o_proj says so"
             assert isinstance(norm, RMSNorm), "derive_weights looks"
-            hidden, x, o_proj = deferred
-            return residual.become(
-                self.experts.apply_with_o_proj(x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps)
-            )
+            hidden, x, _ = deferred
+            call = MixtureCall(norm_weight=norm.weight, eps=norm.eps, residual=hidden, early=self._early)
+            return residual.become(self.experts.apply_weights(x, call))
         if self._tp.size == 1 and self._norms:
             residual, x, unapplied = residual.before_gemm(norm)
             return residual.plus(lambda added_to: self.part(x, added_to, unapplied), norms)
@@ -123,13 +122,11 @@ class MoeMLP(nn.Module):
         """
         if self._routes:
             router, (weight, eps) = self.router.method, (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            out = self.experts.apply_routed(
-                x, router.weight, router_bias=router.bias, norm_weight=weight, eps=eps, residual=residual
-            )
+            call = MixtureCall(None, router.weight, router.bias, weight, eps, residual)
+            out = self.experts.apply_weights(x, call)
         else:
-            ids, shares = self.router(x)
-            scaled = x
+            scaled, picked = x, self.router(x)
             if self._scales_input:
-                scaled, shares = x * shares.to(x.dtype), torch.ones_like(shares)
-            out = self.experts.apply_experts(scaled, ids, shares, residual)
+                scaled, picked = x * picked.weights.to(x.dtype), Picked(picked.ids, torch.ones_like(picked.weights))
+            out = self.experts.apply_weights(scaled, MixtureCall(picked, residual=residual))
         return out if self.shared_expert is None else self.shared_expert(x, out)

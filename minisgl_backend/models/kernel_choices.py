@@ -24,7 +24,9 @@ from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layo
 from minisgl_backend.kernels.linear.int4_second import fitting_layouts
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
-from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.choose import ExpertsKey
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels, MixtureKernels
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -37,10 +39,10 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.tensor_parallel import OVERLAP_ROWS, AllReduce, TensorParallel
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
+from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
 from minisgl_backend.weights.formats import QuantizationConfig
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, Multiplies
+from minisgl_backend.weights.method import LinearMethod, Multiplies
 from minisgl_backend.weights.methods import WeightMethods
-from minisgl_backend.weights.parts import WeightPart
 
 META = torch.device("meta")
 ROWS = (1, 8, 64, 256, 4096)  # of a step: three decode batches and two with prompts
@@ -89,11 +91,10 @@ class _Notes:
             return call.out
         return x.new_empty(len(x), key.size_out // 2 if key.activation else key.size_out)
 
-    def experts(self, path: str, weight_format: str, key: ExpertsKey, inside: Sequence[str]) -> None:
-        choice = _listed(experts_chooser(weight_format, self.facts), key)
+    def experts(self, path: str, chooser: Chooser[ExpertsKey], key: ExpertsKey, inside: Sequence[str]) -> None:
         shape = f"{key.experts_per_token} of {key.num_experts} x 3 x {key.intermediate_size} x {key.hidden_size}"
-        weight = Weight(_in_layer(path), shape, weight_format, " ".join(inside))
-        self.choices.setdefault(weight, {})[self.rows] = choice
+        weight = Weight(_in_layer(path), shape, chooser.weight_format, " ".join(inside))
+        self.choices.setdefault(weight, {})[self.rows] = _listed(chooser, key)
 
 
 def _listed(chooser: Chooser[Key], key: Key) -> Choice:
@@ -164,67 +165,18 @@ def _noted(method: LinearMethod, notes: _Notes) -> None:
     method.multiply_by(_At(method._kernels, path, notes), operand)
 
 
-class _NotedExperts(ExpertsMethod):
-    def __init__(self, spec: ExpertsSpec, notes: _Notes, weight_format: str) -> None:
-        super().__init__()
-        self.spec, self._notes, self._format = spec, notes, weight_format
+class _NotedMixtures(ExpertsKernels[Any]):
+    """What it chooses is noted and not run."""
 
-    def _key(self, tokens: int, *, routed: bool, o_proj_inputs: int = 0) -> ExpertsKey:
-        spec = self.spec
-        return ExpertsKey(
-            tokens, spec.num_experts, spec.experts_per_token, spec.hidden_size, spec.local, self._notes.dtype, routed,
-            o_proj_inputs, spec.bias, spec.activation,
-        )  # fmt: skip
+    def __init__(self, path: str, weight_format: str, notes: _Notes, kernels: MixtureKernels) -> None:
+        super().__init__(weight_format, kernels)
+        self._path, self._notes = path, notes
 
-    def apply_experts(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        inside = () if residual is None else ("residual",)
-        self._notes.experts(self.spec.name, self._format, self._key(len(x), routed=False), inside)
-        return torch.empty_like(x)
-
-    def apply_routed(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        *,
-        router_bias: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        parts = ("router", True), ("norm", norm_weight is not None), ("residual", residual is not None)
-        inside = [name for name, is_there in parts if is_there]
-        self._notes.experts(self.spec.name, self._format, self._key(len(x), routed=True), inside)
-        return torch.empty_like(x)
-
-    def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
-    ) -> torch.Tensor | None:
-        key = self._key(1, routed=True, o_proj_inputs=o_proj.spec.local_inputs)
-        chosen = experts_chooser(self._format, self._notes.facts).kernel(key)
-        return torch.empty(0, device=META) if chosen == "early_router" else None
-
-    def apply_with_o_proj(
-        self,
-        x: torch.Tensor,
-        o_proj: LinearMethod,
-        residual: torch.Tensor,
-        early: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor,
-        eps: float,
-    ) -> torch.Tensor:
-        key = self._key(1, routed=True, o_proj_inputs=o_proj.spec.local_inputs)
-        self._notes.experts(self.spec.name, self._format, key, ("router", "norm", "residual"))
-        return torch.empty_like(residual)
-
-    def weight_parts(self) -> list[WeightPart]:
-        return []
+    def __call__(self, x: torch.Tensor, experts: Experts[Any], call: MixtureCall) -> torch.Tensor:
+        parts = ("router", call.picked is None), ("norm", call.norm_weight is not None)
+        inside = [name for name, is_there in (*parts, ("residual", call.residual is not None)) if is_there]
+        self._notes.experts(self._path, self.chooser, ExpertsKey.of(x, experts, call), inside)
+        return x.new_empty(len(x), experts.hidden_size)
 
 
 class _NotingMethods(WeightMethods):
@@ -234,8 +186,10 @@ class _NotingMethods(WeightMethods):
         self._notes = notes
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        scheme = self._config.scheme_of(spec.name)
-        return _NotedExperts(super().experts(spec).spec, self._notes, PLAIN if scheme is None else scheme.format)
+        method, scheme = super().experts(spec), self._config.scheme_of(spec.name)
+        weight_format = PLAIN if scheme is None else scheme.format
+        method.kernels = _NotedMixtures(spec.name, weight_format, self._notes, self.kernels.mixtures)
+        return method
 
 
 class _PretendedRanks(TensorParallel):

@@ -10,19 +10,18 @@ import torch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
-from minisgl_backend.kernels.moe.contract import MixtureKernels
-from minisgl_backend.kernels.moe.int8 import moe
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
-from minisgl_backend.weights.fp8_checkpoint import scale_part
-from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
-from minisgl_backend.weights.layer import NOISE, empty_parameter, fill_bias_with_noise
-from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearOutput, LinearSpec, MethodFactory
+from minisgl_backend.weights.experts.method import ExpertsSpec
+from minisgl_backend.weights.experts.scaled import Int8ExpertsMethod
+from minisgl_backend.weights.layer import empty_parameter, fill_bias_with_noise
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.plain import experts_part, linear_part
+from minisgl_backend.weights.plain import linear_part
+from minisgl_backend.weights.scales import fill_int8_with_noise, scale_part
 from minisgl_backend.weights.schemes.int8 import Int8Scheme
 
 EXPERTS_CAPABILITY = (8, 0)  # from which Triton compiles the experts' kernels
-_DEVIATION = 73  # standard deviation of a random number of -127 to 127
 
 
 class Int8LinearMethod(LinearMethod):
@@ -53,45 +52,8 @@ class Int8LinearMethod(LinearMethod):
         ]
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
-        self.weight.data.random_(-127, 128, generator=generator)
-        self.weight_scale.data.fill_(NOISE / _DEVIATION)
+        fill_int8_with_noise(self.weight, self.weight_scale, generator)
         fill_bias_with_noise(self.bias, generator)
-
-
-class Int8ExpertsMethod(ScaledExpertsMethod):
-    def __init__(self, spec: ExpertsSpec, scheme: Int8Scheme, mixtures: MixtureKernels, device: torch.device) -> None:
-        super().__init__(spec, torch.int8, mixtures, device)
-        self._scheme = scheme
-
-    def apply_experts(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return moe(
-            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
-            self.spec.activation,
-        )  # fmt: skip
-
-    def weight_parts(self) -> list[WeightPart]:
-        spec, parts = self.spec, []
-        local, inner, hidden = spec.local, (spec.intermediate_size, spec.start), (spec.hidden_size, 0)
-        for kind, numbers, scales, (size, start) in (
-            ("gate_proj", self.gate_up[:, :local], self.gate_up_scale[:, :local], inner),
-            ("up_proj", self.gate_up[:, local:], self.gate_up_scale[:, local:], inner),
-            ("down_proj", self.down, self.down_scale, hidden),
-        ):
-            parts.append(replace(experts_part(spec, kind, numbers), dtypes=(torch.int8,)))
-            name, shape = f"{spec.name}.{kind}.weight_scale", (spec.num_experts, size)
-            parts.append(scale_part(name, scales, self._scheme, shape, start, None))
-        return parts
-
-    def fill_with_noise(self, generator: torch.Generator) -> None:
-        for numbers, scales in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale)):
-            numbers.data.random_(-127, 128, generator=generator)
-            scales.data.fill_(NOISE / _DEVIATION)
 
 
 class Int8Factory(MethodFactory):
@@ -112,4 +74,5 @@ class Int8Factory(MethodFactory):
                 f"the checkpoint has {spec.name} in INT8; allowed for experts on this GPU, whose compute capability is "
                 f"below {EXPERTS_CAPABILITY[0]}.{EXPERTS_CAPABILITY[1]}: plain weights"
             )
-        return Int8ExpertsMethod(spec, self.parameters, self.kernels.mixtures, self.device)
+        kernels: ExpertsKernels[Int8Weight] = ExpertsKernels("int8", self.kernels.mixtures)
+        return Int8ExpertsMethod(spec, self.parameters, kernels, self.device)

@@ -17,6 +17,7 @@ from torch import nn
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.select import DeviceKernels
+from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
 from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
 from minisgl_backend.weights.parts import WeightPart
 
@@ -60,23 +61,6 @@ class LinearSpec:
         for output in self.outputs:
             yield output, slice(row, row + output.local)
             row += output.local
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsSpec:
-    """All experts of a layer: gated MLPs, of which every rank has a slice each."""
-
-    name: str  # this project's, in full: model.layers.0.mlp.experts
-    num_experts: int
-    experts_per_token: int
-    hidden_size: int
-    intermediate_size: int  # of one expert, whole
-    start: int  # the first of these that this rank has
-    local: int  # how many it has
-    activation: str  # layers.config.Activation
-    bias: bool = False  # of gate, up and down
-    adds_bias: bool = True  # of down; False: another rank does, and the ranks' results are summed
-    renormalize: bool  # see `MixtureKernels.route`
 
 
 class Multiplies(Protocol):
@@ -134,6 +118,11 @@ class LinearMethod(WeightedLayer, ABC):
         """The weight [outputs, inputs] of this rank as plain numbers, once it is loaded; not of all methods."""
         raise NotImplementedError(f"{type(self).__name__} has no plain numbers")
 
+    @property
+    def plain_weight(self) -> torch.Tensor | None:
+        """The weight [outputs, inputs], where it is in the model's own number format and has no bias."""
+        return None
+
     def repacked_bytes(self) -> int:
         """What `add_repacked` takes on this device, once the weight is loaded; 0: there is nothing to be added."""
         return 0
@@ -159,67 +148,6 @@ class LinearMethod(WeightedLayer, ABC):
     @abstractmethod
     def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
         """The parts of one output but its bias; rows: its own in this rank's weight, index: of the output."""
-
-
-class ExpertsMethod(WeightedLayer, ABC):
-    """The weights of all experts of a layer, and how they are multiplied with.
-
-    Its constructor takes an `ExpertsSpec`; x and residual are [num_tokens, hidden_size].
-    """
-
-    spec: ExpertsSpec
-
-    def process_weights_after_loading(self) -> None:
-        """As of `LinearMethod`."""
-
-    @abstractmethod
-    def apply_experts(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The weighted sum of each token's experts, plus `residual` where given; see `MixtureKernels.moe`.
-
-        expert_ids int64 and expert_weights, both [num_tokens, experts_per_token].
-        """
-
-    @abstractmethod
-    def apply_routed(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        *,
-        router_bias: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`apply_experts` of norm(x), by the logits of router [num_experts, hidden_size] with router_bias
-        [num_experts], plus `residual`."""
-
-    def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
-    ) -> torch.Tensor | None:
-        """What `apply_with_o_proj` needs of these weights, made once; None: it does not serve them."""
-        return None
-
-    def apply_with_o_proj(
-        self,
-        x: torch.Tensor,
-        o_proj: LinearMethod,
-        residual: torch.Tensor,
-        early: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor,
-        eps: float,
-    ) -> torch.Tensor:
-        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual.
-
-        x [1, inputs of o_proj] -> [1, hidden_size]. early: `early_router` of these weights.
-        """
-        raise NotImplementedError
 
 
 class MethodFactory(ABC):

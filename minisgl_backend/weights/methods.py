@@ -10,8 +10,9 @@ from minisgl_backend.kernels.select import DeviceKernels, select_kernels
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
+from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
 from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.plain import PlainFactory, PlainLinearMethod
 
 

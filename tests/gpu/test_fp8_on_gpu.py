@@ -10,8 +10,9 @@ import torch
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
-from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import by_gpu, by_torch, experts_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with FP8"
@@ -121,8 +122,9 @@ def test_experts_in_blocks(tokens: int) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = in_blocks(torch.randn(experts, 2 * size, hidden, device="cuda") * 0.05, blocks[0])
     down = in_blocks(torch.randn(experts, hidden, size, device="cuda") * 0.05, blocks[1])
-    given = (x, ids, shares, *gate_up, *down, None, "silu", None, blocks)
-    assert relative(kernels().moe(*given), Fp8MixtureKernels().moe(*given)) < 2e-2
+    weights = (Fp8Weight(*one, block=block) for one, block in zip((gate_up, down), blocks, strict=True))
+    given = x, experts_of(*weights), MixtureCall(Picked(ids, shares)), "fp8"
+    assert relative(by_gpu(*given), by_torch(*given)) < 2e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
@@ -134,8 +136,8 @@ def test_experts(tokens: int) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = quantize_outputs(torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05)
     down = quantize_outputs(torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05)
-    expected = Fp8MixtureKernels().moe(x, ids, shares, *gate_up, *down)
-    assert relative(kernels().moe(x, ids, shares, *gate_up, *down), expected) < 2e-2
+    given = x, experts_of(Fp8Weight(*gate_up), Fp8Weight(*down)), MixtureCall(Picked(ids, shares)), "fp8"
+    assert relative(by_gpu(*given), by_torch(*given)) < 2e-2
 
 
 def test_the_demo_model_answers() -> None:

@@ -15,11 +15,11 @@ from minisgl_backend.kernels.linear.choose import MACHETE_ROWS, MARLIN_ROWS
 from minisgl_backend.kernels.linear.int4_repack import words_by_output
 from minisgl_backend.kernels.linear.int4_second import LAYOUTS, layout_of
 from minisgl_backend.kernels.linear.int4_torch import Int4Weight, dequantize
-from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.linear.marlin import Marlin
-from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import by_gpu, by_torch, experts_of
 from tests.unit.kernels.int4_weights import random_weight, relative
 from tests.unit.kernels.marlin_reference import MarlinReference
 
@@ -85,16 +85,14 @@ def test_numbers_are_exact() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
 def test_experts(tokens: int, zeros: bool) -> None:
     torch.manual_seed(tokens)
-    experts, k, hidden, size = 32, 4, 512, 192
+    num_experts, k, hidden, size = 32, 4, 512, 192
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ids = torch.stack([torch.randperm(experts, device="cuda")[:k] for _ in range(tokens)])
+    ids = torch.stack([torch.randperm(num_experts, device="cuda")[:k] for _ in range(tokens)])
     shares = torch.rand(tokens, k, device="cuda")
-    gate_up = random_weight(experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
-    down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
-    expected = Int4MixtureKernels(TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))).moe(
-        x.float(), ids, shares, gate_up, down
-    )
-    assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
+    gate_up = random_weight(num_experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
+    down = random_weight(num_experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
+    experts, call = experts_of(gate_up, down), MixtureCall(Picked(ids, shares))
+    assert relative(by_gpu(x, experts, call, "int4"), by_torch(x.float(), experts, call, "int4")) < 1e-2
 
 
 needs_vllm = pytest.mark.skipif(not vllm_library.is_installed(), reason=f"needs vLLM's library: {vllm_library.REMEDY}")

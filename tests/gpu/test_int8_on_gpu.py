@@ -7,10 +7,10 @@ import torch
 
 from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
-from minisgl_backend.kernels.moe import int8 as moe_int8
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import TORCH, by_gpu, by_torch, experts_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,11 +37,12 @@ def test_experts(tokens: int) -> None:
     weights = []
     for weight in (gate_up, down):
         numbers, scales = int8.quantize_tokens(weight.flatten(0, 1))
-        weights += [numbers.view(weight.shape), scales.view(weight.shape[:2])]
+        weights.append(int8.Int8Weight(numbers.view(weight.shape), scales.view(weight.shape[:2])))
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(torch.randn(tokens, experts), 4, True)
-    given = (x, ids, shares, *weights, residual)
-    found = moe_int8.moe(*(one.cuda() for one in given)).cpu()
-    expected = moe_int8.moe(*given)
+    ids, shares = TORCH.route(torch.randn(tokens, experts), 4, True)
+    expected = by_torch(x, experts_of(*weights), MixtureCall(Picked(ids, shares), residual=residual), "int8")
+    there = experts_of(*(int8.Int8Weight(weight.numbers.cuda(), weight.scale.cuda()) for weight in weights))
+    call = MixtureCall(Picked(ids.cuda(), shares.cuda()), residual=residual.cuda())
+    found = by_gpu(x.cuda(), there, call, "int8").cpu()
     # Between the GEMMs a number halfway between two integers goes to either.
     assert (found - expected).norm() / expected.norm() < 2e-3

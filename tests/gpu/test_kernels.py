@@ -11,6 +11,9 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
+from tests.mixtures import TORCH, by_torch, experts_of, on_gpu
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -218,8 +221,6 @@ def test_fused_chains_match_torch(rows):
 def test_moe_matches_torch(tokens, tma, biased):
     """biased: as in gpt-oss, with its activation."""
     from minisgl_backend.kernels.moe import grouped, grouped_tma
-    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
-    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = 32, 4, 512, 192
@@ -229,16 +230,18 @@ def test_moe_matches_torch(tokens, tma, biased):
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
     biases = (torch.randn(experts, 2 * size, device="cuda").bfloat16(), torch.randn_like(down[..., 0]))
-    activation = "swiglu_oai" if biased else "silu"
-    ref = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(
-        x.double(), ids, weights.double(), gate_up.double(), down.double(), activation=activation,
-        biases=(biases[0].double(), biases[1].double()) if biased else None,
-    )  # fmt: skip
+    more = {"activation": "swiglu_oai"} if biased else {}
+    picked = Picked(ids, weights)
+
+    def weighted(dtype):
+        named = zip(("gate_up_bias", "down_bias"), biases if biased else (), strict=False)
+        return experts_of(gate_up.to(dtype), down.to(dtype), **{name: one.to(dtype) for name, one in named}, **more)
+
+    ref = by_torch(x.double(), weighted(torch.float64), MixtureCall(Picked(ids, weights.double())))
     if tma and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs tensor memory access")
-    more = {"activation": activation, "biases": biases if biased else None}
-    moe = grouped_tma.moe if tma else grouped.moe
-    assert relative(moe(x, ids, weights, gate_up, down, **more), ref) < 1e-2
+    found = (grouped_tma if tma else grouped).mixture(on_gpu(), x, weighted(x.dtype), MixtureCall(picked))
+    assert relative(found, ref) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])
@@ -246,8 +249,6 @@ def test_moe_matches_torch(tokens, tma, biased):
 @pytest.mark.parametrize("biased", [False, True])
 def test_mixture_matches_torch(tokens, dtype, biased):
     """biased: gpt-oss-20b, with its activation; else Qwen3-30B-A3B."""
-    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
-    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = (32, 4, 2880, 2880) if biased else (128, 8, 2048, 768)
@@ -260,18 +261,15 @@ def test_mixture_matches_torch(tokens, dtype, biased):
     router, norm = router.to(dtype), torch.rand(hidden, device="cuda") + 0.5
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").to(dtype) * 0.02
     down = torch.randn(experts, hidden, size, device="cuda").to(dtype) * 0.03
-    arguments = (x, router, gate_up, down, k, True)
-    more = {"norm_weight": norm.to(dtype), "eps": 1e-6, "residual": residual}
+    call, more = MixtureCall(router=router, norm_weight=norm.to(dtype), eps=1e-6, residual=residual), {}
     if biased:
         inner, outer = (torch.randn(experts, size, device="cuda").to(dtype) for size in (2 * size, hidden))
-        more |= {"router_bias": torch.rand(experts, device="cuda").to(dtype), "biases": (inner, outer)}
-        more["activation"] = "swiglu_oai"
-    ops, reference = (
-        triton_kernels(),
-        TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(*arguments, **more),
-    )
+        more = {"gate_up_bias": inner, "down_bias": outer, "activation": "swiglu_oai"}
+        call = call._replace(router_bias=torch.rand(experts, device="cuda").to(dtype))
+    weighted = experts_of(gate_up, down, k, **more)
+    mixture, reference = ExpertsKernels("plain", on_gpu()), by_torch(x, weighted, call)
     for _ in range(3):  # each launch may overlap the one before
-        assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
+        assert relative(mixture(x, weighted, call), reference) < 2e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16])
@@ -289,11 +287,12 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
         for _ in range(4)
     ]
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
-    ops, patient = triton_kernels(), triton_kernels(dependent_launch=False)
+    ops, patient = (ExpertsKernels("plain", on_gpu(dependent_launch=early)) for early in (True, False))
 
     def chain(by, x):
         for router, gate_up, down in layers:
-            x = by.mixture(x, router, gate_up, down, k, True, norm_weight=norm, eps=1e-6, residual=x)
+            call = MixtureCall(router=router, norm_weight=norm, eps=1e-6, residual=x)
+            x = by(x, experts_of(gate_up, down, k), call)
         return x
 
     x = torch.zeros(tokens, hidden, device="cuda").bfloat16()
@@ -310,7 +309,6 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_router_beside_the_product_before_matches_torch(renormalize):
-    from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(0)
     experts, k, hidden, size_in, size = 128, 8, 2048, 4096, 768
@@ -324,20 +322,20 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
     gate_up = (torch.randn(experts, 2 * size, hidden, device="cuda") * 0.02).bfloat16()
     down = (torch.randn(experts, hidden, size, device="cuda") * 0.03).bfloat16()
     norm = {"norm_weight": norm_weight, "eps": 1e-6}
-    ops, reference = triton_kernels(), PlainKernels(GemmDevice(TorchOps()))
-    states = reference.linear(x, product, GemmCall(residual=residual))
-    expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
-    early = ops.early_router(router, norm_weight, product)
+    states = TORCH.plain.linear(x, product, GemmCall(residual=residual))
+    weighted = experts_of(gate_up, down, k, renormalize)
+    expected = by_torch(states, weighted, MixtureCall(router=router, residual=states, **norm))
+    mixture = ExpertsKernels("plain", on_gpu())
+    early = mixture.early_router(router, norm_weight, product)
     for _ in range(3):  # each launch may overlap the one before
-        found = ops.o_proj_and_mixture(x, product, residual, early, gate_up, down, k, renormalize, **norm)
-        assert relative(found, expected) < 2e-2
+        assert relative(mixture(x, weighted, MixtureCall(residual=residual, early=early, **norm)), expected) < 2e-2
 
 
 def test_routers_that_start_early_see_what_was_written_before():
     """A chain of layers as one graph, replayed with another token each time, against launches that wait for others."""
     torch.manual_seed(0)
     experts, k, hidden, size = 60, 4, 1024, 256
-    ops, patient = triton_kernels(), triton_kernels(dependent_launch=False)
+    ops, patient = (ExpertsKernels("plain", on_gpu(dependent_launch=early)) for early in (True, False))
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
     layers = []
     for _ in range(4):
@@ -345,12 +343,12 @@ def test_routers_that_start_early_see_what_was_written_before():
         product = torch.randn(hidden, hidden, device="cuda").bfloat16() * 0.03
         gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.03
         down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.06
-        layers.append((product, ops.early_router(router, norm, product), gate_up, down))
+        layers.append((ops.early_router(router, norm, product), experts_of(gate_up, down, k)))
 
     def chain(by, x):
-        for product, early, gate_up, down in layers:
-            attended = by.ops.rms_norm(x, norm, 1e-6)
-            x = by.o_proj_and_mixture(attended, product, x, early, gate_up, down, k, True, norm_weight=norm, eps=1e-6)
+        for early, weighted in layers:
+            attended = by.kernels.ops.rms_norm(x, norm, 1e-6)
+            x = by(attended, weighted, MixtureCall(norm_weight=norm, eps=1e-6, residual=x, early=early))
         return x
 
     x = torch.zeros(1, hidden, device="cuda").bfloat16()
@@ -367,16 +365,12 @@ def test_routers_that_start_early_see_what_was_written_before():
 
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
-    from minisgl_backend.kernels.moe.grouped import route
-    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
-    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.moe.softmax_router import route
 
     logits = torch.randn(300, experts, device="cuda")
     for renormalize in (True, False):
         ids, weights = route(logits, 8, renormalize)
-        expected_ids, expected_weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(
-            logits, 8, renormalize
-        )
+        expected_ids, expected_weights = TORCH.route(logits, 8, renormalize)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
     ids, _ = route(torch.full_like(logits, float("nan")), 8, True)
@@ -384,18 +378,14 @@ def test_route_matches_torch(experts):
 
 
 def test_choice_of_experts_matches_torch():
-    from minisgl_backend.kernels.moe.contract import ExpertChoice
-    from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+    from minisgl_backend.kernels.moe.router_config import RouterConfig
     from minisgl_backend.kernels.moe.score_router import choose_experts
-    from minisgl_backend.kernels.torch_ops import TorchOps
 
     groups = {"num_groups": 8, "groups_per_token": 4, "scaling": 2.5}
     for experts, more in ((256, groups), (160, groups), (384, {})):
-        choice = ExpertChoice(experts_per_token=8, scores="sigmoid", **more)
+        router = RouterConfig(scores="sigmoid", **more)
         logits, bias = torch.randn(300, experts, device="cuda"), torch.randn(experts, device="cuda")
-        ids, shares = choose_experts(logits, choice, bias)
-        expected_ids, expected_shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).choose_experts(
-            logits, choice, bias
-        )
+        ids, shares = choose_experts(logits, router, 8, bias)
+        expected_ids, expected_shares = TORCH.choose_experts(logits, router, 8, bias)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(shares, expected_shares)

@@ -20,10 +20,10 @@ import transformers
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels, has_grouped_gemm
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
+from minisgl_backend.kernels.moe.reference import has_grouped_gemm
 from minisgl_backend.step import Logprobs
+from tests.mixtures import by_torch, experts_of
 from tests.parity.captured import (
     CAPTURED,
     EAGER,
@@ -190,10 +190,8 @@ def test_lone_tokens_of_a_mixture_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
 def test_experts_in_bfloat16(num_tokens: int) -> None:
     arguments = _moe_arguments(num_tokens)
-    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(
-        *(t if t.dtype == torch.int64 else t.float() for t in arguments)
-    )
-    got = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*(t.cuda() for t in arguments)).float().cpu()
+    expected = _moe([t if t.dtype == torch.int64 else t.float() for t in arguments])
+    got = _moe([t.cuda() for t in arguments]).float().cpu()
     assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
@@ -202,15 +200,20 @@ def test_experts_under_a_cuda_graph() -> None:
     arguments = [t.cuda() for t in _moe_arguments(16)]
     if not has_grouped_gemm(arguments[0]):
         pytest.skip("this torch or GPU has no grouped products")
-    TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments)
+    _moe(arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments)
+        out = _moe(arguments)
     x, ids, *_ = arguments
     x.copy_(torch.randn_like(x))
     ids.copy_(ids.flip(0))
     graph.replay()
-    torch.testing.assert_close(out, TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(*arguments))
+    torch.testing.assert_close(out, _moe(arguments))
+
+
+def _moe(arguments: list[torch.Tensor]) -> torch.Tensor:
+    x, ids, weights, gate_up, down = arguments
+    return by_torch(x, experts_of(gate_up, down), MixtureCall(Picked(ids, weights)))
 
 
 def _moe_arguments(num_tokens: int) -> list[torch.Tensor]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.mxfp4_torch import Mxfp4Kernels, Weight
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.moe.call import MixtureCall
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
+from minisgl_backend.kernels.moe.mxfp4.weight import Mxfp4Weight
+from tests.mixtures import by_torch, experts_of, on_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,38 +23,40 @@ EXPERTS, HIDDEN, K = 32, 2880, 4
 LOW, HIGH = 118, 123  # scales of weights of a plausible size
 
 
-def weight(rows: int, columns: int) -> Weight:
+def weight(rows: int, columns: int) -> Mxfp4Weight:
     shape = (EXPERTS, rows, columns // 32)
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
-    return blocks, torch.randint(LOW, HIGH, shape, dtype=torch.uint8, device="cuda")
+    return Mxfp4Weight(blocks, torch.randint(LOW, HIGH, shape, dtype=torch.uint8, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2880, 1440, 704])
 def test_mixture(size: int, dtype: torch.dtype) -> None:
     """Every way of multiplying. Each token's experts stand far above the others: no rounding changes who is picked."""
-    from minisgl_backend.kernels.moe.mxfp4_gpu import TritonMxfp4Kernels
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.moe.mxfp4.grouped import pack
 
-    device = torch.device("cuda")
     torch.manual_seed(size)
-    kernels = TritonMxfp4Kernels(PlainKernels(GemmDevice(TritonOps(device), device)))
+    kernels: ExpertsKernels[Mxfp4Weight] = ExpertsKernels("mxfp4", on_gpu())
     gate_up, down = weight(2 * size, HIDDEN), weight(HIDDEN, size)
-    packed = kernels.pack(*gate_up), kernels.pack(*down)
+    more: dict[str, Any] = {
+        name: torch.randn(EXPERTS, rows, device="cuda").to(dtype)
+        for name, rows in (("gate_up_bias", 2 * size), ("down_bias", HIDDEN))
+    }
+    more["activation"] = "swiglu_oai"
+    experts, packed = experts_of(gate_up, down, K, **more), experts_of(pack(*gate_up), pack(*down), K, **more)
     router = torch.linalg.qr(torch.randn(HIDDEN, EXPERTS, device="cuda")).Q.t().contiguous()
-    biases = tuple(torch.randn(EXPERTS, rows, device="cuda").to(dtype) for rows in (2 * size, HIDDEN))
     for tokens in (1, 2, 3, 8, 9, 17, 64, 65, 300, 3000):
         levels = torch.zeros(tokens, EXPERTS, device="cuda")
         for line in levels:
             line[torch.randperm(EXPERTS, device="cuda")[:K]] = torch.linspace(10, 20, K, device="cuda")
         x, residual = (levels @ router).to(dtype), torch.randn(tokens, HIDDEN, device="cuda").to(dtype)
-        more: dict[str, Any] = {"norm_weight": torch.rand(HIDDEN, device="cuda").to(dtype) + 0.5, "eps": 1e-6}
-        more |= {"activation": "swiglu_oai", "biases": biases, "residual": residual}
-        more["router_bias"] = torch.rand(EXPERTS, device="cuda").to(dtype)
-        reference = Mxfp4Kernels(PlainKernels(GemmDevice(TorchOps())))
-        expected = reference.mixture(x, router.to(dtype), gate_up, down, K, True, **more).double()
+        call = MixtureCall(
+            router=router.to(dtype), router_bias=torch.rand(EXPERTS, device="cuda").to(dtype),
+            norm_weight=torch.rand(HIDDEN, device="cuda").to(dtype) + 0.5, eps=1e-6, residual=residual,
+        )  # fmt: skip
+        expected = by_torch(x, experts, call, "mxfp4").double()
         for _ in range(2):  # each launch may overlap the one before
-            found = kernels.mixture(x, router.to(dtype), *packed, K, True, **more).double()
+            found = kernels(x, packed, call).double()
             assert (found - expected).norm() / expected.norm() < 2e-2, tokens
 
 

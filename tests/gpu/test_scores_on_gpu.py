@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,12 @@ from minisgl_backend.attention.needs import AttentionNeeds, Scores
 from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.gpu.test_attention_backends import Cache, error
+from tests.mixtures import by_gpu, by_torch, experts_of
 from tests.specs import one_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -113,17 +116,10 @@ def test_activations(rows: int, activation: str) -> None:
         router = torch.randn(8, 1024, device="cuda").bfloat16()
         gate_up = torch.randn(8, 512, 1024, device="cuda").bfloat16() / 32
         down = torch.randn(8, 1024, 256, device="cuda").bfloat16() / 16
-        found = ops.mixture(x, router, gate_up, down, 2, True, activation=activation)
-        weights = (router.float(), gate_up.float(), down.float())
-        assert (
-            error(
-                found,
-                TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(
-                    x.float(), *weights, 2, True, activation=activation
-                ),
-            )
-            < 3e-2
-        )
+        experts = experts_of(gate_up, down, 2, activation=activation)
+        found = by_gpu(x, experts, MixtureCall(router=router))
+        experts = replace(experts, gate_up=gate_up.float(), down=down.float())
+        assert error(found, by_torch(x.float(), experts, MixtureCall(router=router.float()))) < 3e-2
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
-from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
-from minisgl_backend.weights.int8 import Int8ExpertsMethod, Int8LinearMethod
-from minisgl_backend.weights.method import ExpertsMethod, LinearMethod
+from minisgl_backend.weights.experts.method import ExpertsMethod
+from minisgl_backend.weights.experts.scaled import Fp8CheckpointExpertsMethod, Int8ExpertsMethod
+from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointLinearMethod
+from minisgl_backend.weights.int8 import Int8LinearMethod
+from minisgl_backend.weights.method import LinearMethod
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 from tests.parity.quantized import BLOCK, INPUT_SCALE, VARIANTS, write_fp8

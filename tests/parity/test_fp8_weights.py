@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
-from minisgl_backend.weights.fp8 import Fp8ExpertsMethod, Fp8LinearMethod
+from minisgl_backend.weights.experts.scaled import Fp8ConvertedExpertsMethod
+from minisgl_backend.weights.fp8 import Fp8LinearMethod
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
@@ -85,7 +86,7 @@ def test_logits_are_those_of_a_reference_that_quantizes_alike(name: str, tmp_pat
         differences.append((logits - expected).abs() / expected.abs().max())
 
     paged = PagedModel(tmp_path, page_size=16, quantization="fp8")
-    assert any(isinstance(one, (Fp8LinearMethod, Fp8ExpertsMethod)) for one in paged.model.modules())
+    assert any(isinstance(one, (Fp8LinearMethod, Fp8ConvertedExpertsMethod)) for one in paged.model.modules())
     prompt = tokens(60, 1)
     for begin, end in ((0, 33), (33, 34), (34, 60)):
         check(paged.step({1: prompt[begin:end]}, {})[1], prompt[:end])
@@ -108,7 +109,7 @@ def test_ranks_have_the_same_numbers_and_scales(name: str, tmp_path: Path) -> No
         return paged.step({0: prompt}, {})[0], {
             f"{name}.{kind}": value.detach().float()
             for name, module in paged.model.named_modules()
-            if isinstance(module, (Fp8LinearMethod, Fp8ExpertsMethod))
+            if isinstance(module, (Fp8LinearMethod, Fp8ConvertedExpertsMethod))
             for kind, value in module.named_parameters(recurse=False)
         }
 

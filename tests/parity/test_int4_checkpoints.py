@@ -12,7 +12,8 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.tensor_parallel import TensorParallel
-from minisgl_backend.weights.int4 import Int4ExpertsMethod, Int4LinearMethod
+from minisgl_backend.weights.experts.int4 import Int4ExpertsMethod
+from minisgl_backend.weights.int4 import Int4LinearMethod
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.int4_files import VARIANTS, Numbers, stored, write_int4
 from tests.parity.paged import PagedModel

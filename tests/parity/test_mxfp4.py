@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.moe.mxfp4_torch import dequantize
+from minisgl_backend.kernels.moe.mxfp4.weight import dequantize
 from minisgl_backend.tensor_parallel import TensorParallel
-from minisgl_backend.weights.method import ExpertsSpec
-from minisgl_backend.weights.mxfp4 import Mxfp4ExpertsMethod, whole_blocks
+from minisgl_backend.weights.experts.method import ExpertsSpec
+from minisgl_backend.weights.experts.mxfp4 import Mxfp4ExpertsMethod, whole_blocks
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 from tests.parity.quantized import write_mxfp4

@@ -37,8 +37,8 @@ class WeightKind(NamedTuple):
 
     @classmethod
     def of(cls, numbers: torch.Tensor, block: tuple[int, int] | None = None) -> WeightKind:
-        """Of numbers [size_out, size_in] that have scales."""
-        size_out, size_in = numbers.shape
+        """Of numbers [(num_experts,) size_out, size_in] that have scales."""
+        size_out, size_in = numbers.shape[-2:]
         return cls(size_out, size_in, numbers.nbytes, block)
 
 

@@ -5,13 +5,15 @@ It works like linear/choose.py, which also chooses the router's GEMM where no ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
+from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table, always, anywhere, on_gpu
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight
 
 MAX_FEW_TOKENS = 64  # for few_tokens.py
 MAX_EXPERTS = 256  # that one program can rank
@@ -37,27 +39,33 @@ class ExpertsKey(NamedTuple):
     unit_stride: bool = True  # the rows of x are contiguous
     aligned: bool = True  # weights are aligned to 16 bytes
 
+    @classmethod
+    def of(cls, x: torch.Tensor, experts: Experts[Weight], call: MixtureCall) -> ExpertsKey:
+        """Of a call."""
+        early, k = call.early, experts.experts_per_token
+        return cls(
+            len(x), experts.num_experts, k if call.picked is None else call.picked.ids.shape[1], experts.hidden_size,
+            experts.intermediate_size, x.dtype, call.picked is None, 0 if early is None else early.o_proj.shape[1],
+            experts.gate_up_bias is not None, experts.activation, x.stride(1) == 1, experts.aligned,
+        )  # fmt: skip
+
     @property
     def pairs(self) -> int:
         """Of tokens and experts."""
         return self.tokens * self.experts_per_token
 
 
-def _on_gpu(key: ExpertsKey, facts: DeviceFacts) -> bool:
-    return facts.kind == "cuda" and facts.own_kernels
-
-
-def _early_router(key: ExpertsKey, facts: DeviceFacts) -> bool:
+def _early(key: ExpertsKey, facts: DeviceFacts) -> bool:
     # Logits that are not yet divided by the RMS may overflow float16.
     fits = max(key.hidden_size, key.o_proj_inputs) <= MAX_EARLY_SIZE and key.num_experts <= MAX_EXPERTS
     one = key.tokens == 1 and key.o_proj_inputs > 0
-    return _on_gpu(key, facts) and one and key.dtype == torch.bfloat16 and fits
+    return one and key.dtype == torch.bfloat16 and fits
 
 
 def _ranks(key: ExpertsKey, facts: DeviceFacts) -> bool:
     """Tiles of one_token.py and few_tokens.py were chosen for numbers of two bytes."""
     fits = key.unit_stride and key.dtype.itemsize == 2 and key.num_experts <= MAX_EXPERTS
-    return _on_gpu(key, facts) and key.routed and not key.o_proj_inputs and fits
+    return key.routed and not key.o_proj_inputs and fits
 
 
 def _one_token(key: ExpertsKey, facts: DeviceFacts) -> bool:
@@ -77,42 +85,66 @@ def _grouped_tma(key: ExpertsKey, facts: DeviceFacts) -> bool:
     has_room = facts.tensor_memory and facts.shared_memory >= LARGEST_SHARED and key.dtype.itemsize == 2
     whole = key.hidden_size % WIDE_TILE_IN == 0 and key.intermediate_size % WIDE_TILE_IN == 0
     many = key.pairs > MIN_WIDE_PAIRS * key.num_experts
-    return _on_gpu(key, facts) and many and has_room and whole and key.unit_stride and key.aligned
+    return many and has_room and whole and key.unit_stride and key.aligned
 
 
-def _always(key: ExpertsKey, facts: DeviceFacts) -> bool:
-    return True
+Serves: TypeAlias = Callable[[ExpertsKey, DeviceFacts], bool]
 
 
-_Row = Candidate[ExpertsKey]
+def _row(kernel: str, why: str, run: str, serves: Serves = always) -> Candidate[ExpertsKey]:
+    """run: of this room. It takes `MixtureKernels`, x, `Experts` and a `MixtureCall`."""
+    on = anywhere if kernel == "torch" else on_gpu
+    return Candidate(kernel, why, serves, run=f"minisgl_backend.kernels.moe.{run}", on=on)
+
+
+_FEW = "an expert's weights are read once; the router plans the tiles"
 CANDIDATES: Table[ExpertsKey] = MappingProxyType(
     {
         PLAIN: (
-            _Row("early_router", "one token: the router runs in parallel with o_proj", _early_router),
-            _Row("one_token", "one token: bound by weights' bytes; router, norm and residual inside", _one_token),
-            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
-            _Row("grouped_tma", "many pairs per expert: compute-bound; tiles are loaded by TMA", _grouped_tma),
-            _Row("grouped", "pairs sorted by expert, two grouped GEMMs", _on_gpu),
-            _Row("torch", "torch's grouped GEMM, or one expert after the other", _always),
+            _row("early_router", "one token: the router runs in parallel with o_proj", "early_router:mixture", _early),
+            _row(
+                "one_token",
+                "one token: bound by weights' bytes; router, norm and residual inside",
+                "one_token:mixture",
+                _one_token,
+            ),
+            _row("few_tokens", _FEW, "few_tokens:mixture", _few_tokens),
+            _row(
+                "grouped_tma",
+                "many pairs per expert: compute-bound; tiles are loaded by TMA",
+                "grouped_tma:mixture",
+                _grouped_tma,
+            ),
+            _row("grouped", "pairs sorted by expert, two grouped GEMMs", "grouped:mixture"),
+            _row("torch", "torch's grouped GEMM, or one expert after the other", "reference:mixture"),
         ),
         "fp8": (
-            _Row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", _on_gpu),
-            _Row("torch", "one expert after the other, in float32", _always),
+            _row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", "fp8:mixture"),
+            _row("torch", "one expert after the other, in float32", "reference:mixture_fp8"),
         ),
         "int8": (
-            _Row("grouped", "torch quantizes tokens, pairs sorted by expert, two grouped GEMMs in INT8", _on_gpu),
-            _Row("torch", "one expert after the other, of integers", _always),
+            _row(
+                "grouped",
+                "torch quantizes tokens, pairs sorted by expert, two grouped GEMMs in INT8",
+                "fp8:mixture_int8",
+            ),
+            _row("torch", "one expert after the other, of integers", "reference:mixture_int8"),
         ),
         "int4": (
-            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _int4_few_tokens),
-            _Row("grouped", "pairs sorted by expert; weights become operands in registers", _on_gpu),
-            _Row("torch", "one expert after the other, dequantized", _always),
+            _row("few_tokens", _FEW, "int4:mixture_of_few", _int4_few_tokens),
+            _row("grouped", "pairs sorted by expert; weights become operands in registers", "int4:mixture"),
+            _row("torch", "one expert after the other, dequantized", "reference:mixture_int4"),
         ),
         "mxfp4": (
-            _Row("one_token", "one token: without matrix units; router, norm and residual inside", _one_token),
-            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
-            _Row("grouped", "pairs sorted by expert; weights become bfloat16 in registers", _on_gpu),
-            _Row("torch", "one picked expert after the other, dequantized", _always),
+            _row(
+                "one_token",
+                "one token: without matrix units; router, norm and residual inside",
+                "mxfp4.one_token:mixture",
+                _one_token,
+            ),
+            _row("few_tokens", _FEW, "mxfp4.grouped:mixture_of_few", _few_tokens),
+            _row("grouped", "pairs sorted by expert; weights become bfloat16 in registers", "mxfp4.grouped:mixture"),
+            _row("torch", "one picked expert after the other, dequantized", "reference:mixture_mxfp4"),
         ),
     }
 )

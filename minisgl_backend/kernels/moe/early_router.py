@@ -6,7 +6,8 @@ where n are the norm's weights. So with W n O multiplied out when the model is l
 o_proj and not after it: one kernel less on the critical path. The kernel that computes the experts' weights divides the
 logits.
 
-[W n O, W n] is rounded to the model's dtype, like the hidden states that the router would read otherwise.
+[W n O, W n] (`EarlyRouter.weight`) is rounded to the model's dtype, like the hidden states that the router would read
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,40 +18,40 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.moe import one_token
+from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
 NUMBERS = 8192  # weights of a program; a program of the router has one expert's
 NUM_WARPS = 4
 
 
-def early_router(router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor) -> torch.Tensor:
-    """[W n O, W n], bfloat16 [num_experts, size_in + hidden], of router [num_experts, hidden], norm_weight [hidden] and
-    o_proj [hidden, size_in], bfloat16 too."""
-    normed = router.float() * norm_weight.float()
-    return torch.cat([normed @ o_proj.float(), normed], 1).to(router.dtype)
+def mixture(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`; of one token with an early router."""
+    early, residual, pdl = call.early, call.residual, kernels.ops.pdl(x)
+    assert early is not None and residual is not None, "choose.py gives this file calls with them"  # noqa: PT018
+    hidden, logits = output_and_logits(x, early, residual, experts.experts_per_token, pdl=pdl)
+    return one_token.by_logits(hidden, logits, experts, call._replace(residual=hidden), divided=False, pdl=pdl)
 
 
 def output_and_logits(
-    x: torch.Tensor,
-    o_proj: torch.Tensor,
-    residual: torch.Tensor,
-    early: torch.Tensor,
-    experts_per_token: int,
-    *,
-    pdl: bool = False,
+    x: torch.Tensor, early: EarlyRouter, residual: torch.Tensor, experts_per_token: int, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + x @ o_proj.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each row:
-    x [1, size_in], o_proj [hidden, size_in], residual [1, hidden], early as above, all of one dtype.
+    x [1, size_in], residual [1, hidden], all of one dtype.
 
     pdl: programmatic dependent launch, whose rules are in linear/small_rows.py.
     """
-    (hidden, size_in), num_experts, k = o_proj.shape, len(early), experts_per_token
+    (hidden, size_in), num_experts, k = early.o_proj.shape, len(early.weight), experts_per_token
     out = torch.empty_like(residual)
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     padded = next_power_of_2(size_in)
     tile = max(1, NUMBERS // padded)
     _output_and_logits_kernel[(num_experts + cdiv(hidden, tile),)](
-        x, o_proj, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
+        x, early.o_proj, residual, early.weight, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
         OUT_PADDED=next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=next_power_of_2(k),
         TILE=tile, num_warps=NUM_WARPS, **pdl_options(pdl),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mixtures of experts with FP8 weights, in the Triton language: grouped.py's two GEMMs, of FP8 numbers.
+"""Mixtures of experts with FP8 weights, or of INT8, in the Triton language: grouped.py's two GEMMs, of such numbers.
 
 Separate kernels quantize the tokens once, and the activations between the GEMMs. With few pairs per expert the weights
 are the left operand of the tensor cores, whose tiles have at least 64 rows; with many pairs, the pairs are.
@@ -7,67 +7,56 @@ are the left operand of the tensor cores, whose tiles have at least 64 rows; wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import cdiv, pdl_options
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.moe.align import Tiles, align
-from minisgl_backend.kernels.moe.grouped import MoeShape
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight
+from minisgl_backend.kernels.linear.int8 import Int8Weight
+from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_int8
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked, Weight
+from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, Launch, MixtureShape, Pairs, by_sorted_pairs
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
 MANY_PAIRS = 64  # pairs of a tile from which on they are the left operand
-Cut = tuple[int, int, int, int]  # outputs per tile, inputs per step, warps, stages
-Block = tuple[int, int]
-Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x -> numbers, and a scale for each row
 
 
-def moe(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    x_scales: torch.Tensor | None = None,
-    blocks: tuple[Block, Block] | None = None,
-    *,
-    shape: MoeShape | None = None,
-    quantize: Quantize | None = None,
-    pdl: bool = False,
+def mixture(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Fp8Weight], call: MixtureCall
 ) -> torch.Tensor:
-    """See `Fp8MixtureKernels.moe`; nothing waits for the device.
-
-    quantize: quantizes activations, where weights have another one-byte dtype, with a scale for each output.
-    """
-    (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
-    if pairs == 0:
-        return torch.empty_like(x) if residual is None else residual.clone()
-    shape = shape or fp8_shape(pairs, num_experts, shared_memory(x.device))
-    tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
-    activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    before, between = (None, None) if x_scales is None else x_scales.unbind()
-    of_gate_up, of_down = blocks or (None, None)
-    shares = expert_weights.contiguous()
-    _gemm(x, gate_up, gate_up_scale, activated, tiles, shares, k, shape, shape.gate_up, before, of_gate_up, activation,
-          quantize, pdl)  # fmt: skip
-    _gemm(activated, down, down_scale, result, tiles, shares, k, shape, shape.down, between, of_down, None, quantize,
-          pdl)  # fmt: skip
-    return combine(result, k, residual, pdl)
+    """See `MixtureCall`."""
+    x, picked = kernels.picked(x, experts, call)
+    return _of_picked(x, experts, picked, call.residual, _gemm, kernels.ops.moe_pdl(x))
 
 
-def fp8_shape(pairs: int, num_experts: int, shared: int) -> MoeShape:
+def mixture_int8(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Int8Weight], call: MixtureCall
+) -> torch.Tensor:
+    """Of INT8 weights, by the same kernels: they load numbers of one byte and multiply each output by its scale;
+    integers are accumulated as integers within a tile. Not tuned: activations are quantized by torch."""
+    x, picked = kernels.picked(x, experts, call)
+    return _of_picked(x, experts, picked, call.residual, _int8_gemm, False)
+
+
+def _of_picked(
+    x: torch.Tensor,
+    experts: Experts[Weight],
+    picked: Picked,
+    residual: torch.Tensor | None,
+    gemm: Launch,
+    pdl: bool,
+) -> torch.Tensor:
+    shape = fp8_shape(picked.ids.numel(), experts.num_experts, shared_memory(x.device))
+    return by_sorted_pairs(x, experts, picked, residual, shape=shape, gemm=gemm, pdl=pdl)
+
+
+def fp8_shape(pairs: int, num_experts: int, shared: int) -> MixtureShape[GemmShape]:
     """The tiling by the pairs of an expert. Up to 64 pairs as measured on an H100 (128 experts of 2,048 x 768, 8 per
     token); for more, tiles whose accumulators fit into registers."""
     mean = pairs / num_experts
@@ -76,45 +65,36 @@ def fp8_shape(pairs: int, num_experts: int, shared: int) -> MoeShape:
     else:
         tile_pairs, gate_up_out, down_out, warps = (64, 64, 128, 4) if mean <= 96 else (128, 64, 128, 8)
 
-    def cut(tile_out: int, tiles: int) -> Cut:
-        return tile_out, 128, warps, stages_that_fit(4, 128 * (tile_pairs + tiles * tile_out), shared)
+    def cut(tile_out: int, tiles: int) -> GemmShape:
+        return GemmShape(tile_out, 128, warps, stages_that_fit(4, 128 * (tile_pairs + tiles * tile_out), shared))
 
-    return MoeShape(tile_pairs, cut(gate_up_out, 2), cut(down_out, 1))
+    return MixtureShape(tile_pairs, cut(gate_up_out, 2), cut(down_out, 1))
 
 
-def _gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    out: torch.Tensor,
-    tiles: Tiles,
-    shares: torch.Tensor,
-    k: int,
-    shape: MoeShape,
-    cut: Cut,
-    x_scale: torch.Tensor | None,
-    block: Block | None,
-    activation: str | None,
-    quantize: Quantize | None,
-    pdl: bool,
-) -> None:
-    """Quantizes x, then one of the two GEMMs: with an activation that with gate_up, else that with down."""
-    tile_out, tile_in, num_warps, num_stages = cut
-    block_out, block_in = block or (0, 0)
-    if quantize is not None:
-        numbers, scales = quantize(x)
-    elif block is None:
-        numbers, scales = quantize_tokens(x, pdl=pdl, x_scale=x_scale)
+def _gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
+    """Quantizes x, and multiplies."""
+    weight: Fp8Weight = gemm.weight
+    if weight.block is None:
+        _launch(gemm, pairs, quantize_tokens(gemm.x, pdl=pairs.pdl, x_scale=weight.x_scale), (0, 0))
     else:
-        numbers, scales = quantize_groups(x, block_in, pdl=pdl)
-        tile_in = min(tile_in, block_in)
-    kernel = _many_pairs_kernel if shape.tile_pairs >= MANY_PAIRS else _few_pairs_kernel
-    size_out, size_in = out.shape[1], x.shape[1]
-    kernel[(tiles.expert.numel(), cdiv(size_out, tile_out))](
-        numbers, scales, weight, scale, out, tiles.order, tiles.expert, tiles.first, tiles.end, shares, len(x), K=k,
-        SIZE_OUT=size_out, SIZE_IN=size_in, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
-        BLOCK_OUT=block_out, BLOCK_IN=block_in, GATED=activation is not None, ACTIVATION=activation,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(pdl),
+        _launch(gemm, pairs, quantize_groups(gemm.x, weight.block[1], pdl=pairs.pdl), weight.block)
+
+
+def _int8_gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
+    _launch(gemm, pairs, quantize_to_int8(gemm.x), (0, 0))
+
+
+def _launch(
+    gemm: ExpertsGemm, pairs: Pairs, quantized: tuple[torch.Tensor, torch.Tensor], block: tuple[int, int]
+) -> None:
+    """quantized: x, and its scales."""
+    weight, cut, (_, size_out), (block_out, block_in) = gemm.weight, gemm.cut, gemm.out.shape, block
+    tile_in = min(cut.tile_in, block_in) if block_in else cut.tile_in
+    kernel = _many_pairs_kernel if pairs.tile_pairs >= MANY_PAIRS else _few_pairs_kernel
+    kernel[(pairs.num_tiles, cdiv(size_out, cut.tile_out))](
+        *quantized, weight.numbers, weight.scale, gemm.out, *pairs.tiles, pairs.weights, len(gemm.x),
+        SIZE_OUT=size_out, SIZE_IN=gemm.x.shape[1], TILE_PAIRS=pairs.tile_pairs, TILE_OUT=cut.tile_out, TILE_IN=tile_in,
+        BLOCK_OUT=block_out, BLOCK_IN=block_in, **gemm.options(pairs),
     )  # fmt: skip
 
 

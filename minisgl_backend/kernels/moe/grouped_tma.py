@@ -9,7 +9,6 @@ sorted order until they are summed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,97 +20,51 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.moe.align import Tiles, align
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.choose import WIDE_TILE_IN
+from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, MixtureShape, Pairs, outputs_of_pairs
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.moe.tiles import store_pairs
 
 TILE_PAIRS = 128
 
 
-@dataclass(frozen=True)
-class WideShape:
-    """Tiling of one GEMM."""
-
-    tile_out: int  # of the GEMM with gate and up: after gating
-    tile_in: int
-    num_warps: int
-    num_stages: int
+SHAPE = MixtureShape(TILE_PAIRS, GemmShape(128, WIDE_TILE_IN, 8, 4), GemmShape(256, WIDE_TILE_IN, 8, 4))
 
 
-GATE_UP = WideShape(128, WIDE_TILE_IN, 8, 4)
-DOWN = WideShape(256, WIDE_TILE_IN, 8, 4)
-
-
-def moe(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    *,
-    biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+def mixture(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
 ) -> torch.Tensor:
-    """As `grouped.moe`, for the cases that moe/choose.py gives to this file."""
-    (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
-    activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # in sorted order
-    inner, outer = biases or (None, None)
-    tiles = align(expert_ids.contiguous(), num_experts, TILE_PAIRS)
-    gate_up_gemm(x, gate_up, activated, tiles, k, activation, bias=inner)
-    down_gemm(activated, down, result, tiles, bias=outer)
-    return combine(result, k, residual, place=tiles.place, weights=expert_weights.contiguous())
+    """See `MixtureCall`; for the cases that moe/choose.py gives to this file."""
+    x, (ids, weights) = kernels.picked(x, experts, call)
+    k, tiles = ids.shape[1], align(ids.contiguous(), experts.num_experts, TILE_PAIRS)
+    pairs = Pairs(tiles, weights.contiguous(), k, TILE_PAIRS, False)
+    result = outputs_of_pairs(x, experts, pairs, SHAPE, _gemm)  # in sorted order
+    return combine(result, k, call.residual, place=tiles.place, weights=pairs.weights)
 
 
-def gate_up_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    tiles: Tiles,
-    k: int,
-    activation: str = "silu",
-    cut: WideShape = GATE_UP,
-    *,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """out[i] = activation(gate @ x) * (up @ x) of the token and the expert of the i-th pair in sorted order.
-
-    x [num_tokens, hidden], weight [num_experts, 2 * size, hidden], out [num_tokens * k, size],
-    bias [num_experts, 2 * size].
-    """
-    num_experts, rows, hidden = weight.shape
-    size = rows // 2
-    descriptor = _descriptor(weight.view(num_experts * rows, hidden), cut.tile_out, cut.tile_in)
-    _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * cdiv(size, cut.tile_out)),)](
-        x, descriptor, out, out if bias is None else bias, tiles.order, tiles.expert, tiles.first, tiles.end,
-        tiles.used, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out,
-        TILE_IN=cut.tile_in, ACTIVATION=activation, BIAS=bias is not None, num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )  # fmt: skip
-
-
-def down_gemm(
-    activated: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    tiles: Tiles,
-    cut: WideShape = DOWN,
-    *,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """out = down @ activated, both in sorted order: looking up pairs and their weights here would take a tenth of the
-    time.
-
-    activated [num_pairs, size], weight [num_experts, hidden, size], out [num_pairs, hidden], bias [num_experts,
-    hidden].
-    """
-    num_experts, hidden, size = weight.shape
-    descriptor = _descriptor(weight.view(num_experts * hidden, size), cut.tile_out, cut.tile_in)
-    values = _descriptor(activated, TILE_PAIRS, cut.tile_in)
-    _down_kernel[(_programs(out.device, tiles.expert.numel() * cdiv(hidden, cut.tile_out)),)](
-        values, descriptor, out, out if bias is None else bias, tiles.expert, tiles.first, tiles.end, tiles.used,
-        SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
-        BIAS=bias is not None, num_warps=cut.num_warps, num_stages=cut.num_stages,
+def _gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
+    """Results are in sorted order, and so is the input of that with down: looking up pairs and their weights there
+    would take a tenth of the time."""
+    tiles, (_, size_out), cut, size_in = pairs.plan, gemm.out.shape, gemm.cut, gemm.x.shape[1]
+    assert isinstance(tiles, Tiles)
+    weight = _descriptor(gemm.weight.view(-1, size_in), cut.tile_out, cut.tile_in)
+    bias = gemm.out if gemm.bias is None else gemm.bias
+    programs = (_programs(gemm.out.device, pairs.num_tiles * cdiv(size_out, cut.tile_out)),)
+    sizes = {
+        "SIZE_OUT": size_out, "SIZE_IN": size_in, "TILE_PAIRS": TILE_PAIRS, "TILE_OUT": cut.tile_out,
+        "TILE_IN": cut.tile_in, "BIAS": gemm.bias is not None, "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
+    }  # fmt: skip
+    if gemm.is_gated:
+        _gate_up_kernel[programs](
+            gemm.x, weight, gemm.out, bias, *pairs.tiles, tiles.used, gemm.x.stride(0), K=pairs.experts_per_token,
+            ACTIVATION=gemm.activation, **sizes,
+        )  # fmt: skip
+        return
+    _down_kernel[programs](
+        _descriptor(gemm.x, TILE_PAIRS, cut.tile_in), weight, gemm.out, bias, tiles.expert, tiles.first, tiles.end,
+        tiles.used, **sizes,
     )  # fmt: skip
 
 

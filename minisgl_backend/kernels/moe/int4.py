@@ -6,7 +6,7 @@ The same plans say which pairs of (token, expert) a tile holds; a tile is comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
-from minisgl_backend.kernels.elementwise import combine
-from minisgl_backend.kernels.launch import cdiv, pdl_options
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.int4 import (
     planes_together,
     scales_of,
@@ -24,14 +23,14 @@ from minisgl_backend.kernels.linear.int4 import (
     words_of,
 )
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight
-from minisgl_backend.kernels.linear.workspace import LinearWorkspace
-from minisgl_backend.kernels.moe import few_tokens
-from minisgl_backend.kernels.moe.align import Tiles, align
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.few_plan import SLOTS, Plan, read_tile
+from minisgl_backend.kernels.moe.gemms import ExpertsGemm, MixtureShape, Pairs, by_plan, by_sorted_pairs
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.moe.tiles import store_pairs, weighted
 
 
-@dataclass(frozen=True)
-class Int4Cut:
+class Int4Cut(NamedTuple):
     """Tiling of one GEMM: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
 
     tile_out: int
@@ -42,112 +41,50 @@ class Int4Cut:
     step: int = 32
 
 
-@dataclass(frozen=True)
-class Int4MoeShape:
-    tile_pairs: int
-    gate_up: Int4Cut
-    down: Int4Cut
-
-
-ONE = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 4), Int4Cut(64, 2, 4))
-FEW = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 3), Int4Cut(64, 2, 3))
+ONE = MixtureShape(SLOTS, Int4Cut(32, 2, 4), Int4Cut(64, 2, 4))
+FEW = MixtureShape(SLOTS, Int4Cut(32, 2, 3), Int4Cut(64, 2, 3))
 _WIDE = (Int4Cut(64, 4, 2, scaled=True), Int4Cut(128, 4, 2, scaled=True))
 
 
-def moe_shape(pairs: int, num_experts: int) -> Int4MoeShape:
+def moe_shape(pairs: int, num_experts: int) -> MixtureShape[Int4Cut]:
     """The tiling that was best on an H100 (128 experts of 2,048 x 768), by the pairs per expert."""
     mean = pairs / num_experts
     if mean <= 12:
         return FEW
-    return Int4MoeShape(32 if mean <= 96 else 64, *_WIDE)
-
-
-def moe(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    gate_up: Int4Weight,
-    down: Int4Weight,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    *,
-    shape: Int4MoeShape | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """See `Int4MixtureKernels.moe`; nothing waits for the device."""
-    num_experts, k, pairs = len(down.words), expert_ids.shape[1], expert_ids.numel()
-    if pairs == 0:
-        return torch.empty_like(x) if residual is None else residual.clone()
-    shape = shape or moe_shape(pairs, num_experts)
-    tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
-    result = _gemms(x, tiles, expert_weights.contiguous(), gate_up, down, k, pairs, shape, activation, pdl)
-    return combine(result, k, residual, pdl)
+    return MixtureShape(32 if mean <= 96 else 64, *_WIDE)
 
 
 def mixture(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: Int4Weight,
-    down: Int4Weight,
-    experts_per_token: int,
-    renormalize: bool,
-    workspace: LinearWorkspace,
-    *,
-    router_bias: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    shape: Int4MoeShape | None = None,
-    pdl: bool = False,
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Int4Weight], call: MixtureCall
 ) -> torch.Tensor:
-    """See `MixtureKernels.mixture`; for up to MAX_FEW_TOKENS tokens."""
-    k = experts_per_token
-    normed, plan = few_tokens.route(
-        x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl
-    )
-    shape = shape or (ONE if len(x) == 1 else FEW)
-    result = _gemms(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
-    return combine(result, k, residual, pdl)
+    """See `MixtureCall`."""
+    x, picked = kernels.picked(x, experts, call)
+    shape = moe_shape(picked.ids.numel(), experts.num_experts)
+    pdl = kernels.ops.moe_pdl(x)
+    return by_sorted_pairs(x, experts, picked, call.residual, shape=shape, gemm=_gemm, pdl=pdl)
 
 
-def _gemms(
-    x: torch.Tensor,
-    plan: Tiles | few_tokens.Plan,
-    pair_weights: torch.Tensor,
-    gate_up: Int4Weight,
-    down: Int4Weight,
-    k: int,
-    pairs: int,
-    shape: Int4MoeShape,
-    activation: str,
-    pdl: bool,
+def mixture_of_few(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Int4Weight], call: MixtureCall
 ) -> torch.Tensor:
-    """Both GEMMs: the output of each pair [pairs, hidden], times the pair's weight."""
-    if isinstance(plan, Tiles):
-        count, arguments = plan.expert.numel(), (plan.order, plan.expert, plan.first, plan.end)
-        kind = "sorted"
+    """See `MixtureCall`; for up to MAX_FEW_TOKENS tokens."""
+    return by_plan(kernels, x, experts, call, ONE if len(x) == 1 else FEW, _gemm)
+
+
+def _gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
+    weight, cut, (_, size_out), plan = gemm.weight, gemm.cut, gemm.out.shape, pairs.plan
+    if isinstance(plan, Plan):
+        tiles, kind = (plan.tiles,) * 4, "packed" if plan.is_packed else "few"
     else:
-        count, arguments = plan.max_tiles, (plan.tiles,) * 4
-        kind = "packed" if plan.is_packed else "few"
-    activated = torch.empty((pairs, gate_up.size_out // 2), dtype=x.dtype, device=x.device)
-    result = torch.empty((pairs, down.size_out), dtype=x.dtype, device=x.device)
-    for source, weight, out, cut, gated in (
-        (x, gate_up, activated, shape.gate_up, True),
-        (activated, down, result, shape.down, False),
-    ):
-        size_out = out.shape[1]
-        _experts_kernel[(count, cdiv(size_out, cut.tile_out))](
-            source, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out,
-            *arguments, pair_weights, source.stride(0), K=k, PLAN=kind, SIZE_OUT=size_out, SIZE_IN=weight.size_in,
-            WORDS=weight.words.shape[-1], GROUPS=weight.scales.shape[-2], GROUP=weight.group, PLANE=weight.plane,
-            STEP=min(cut.step, weight.plane),
-            TOGETHER=planes_together(weight), ROWS=shape.tile_pairs, TILE_OUT=cut.tile_out, X_FIRST=cut.x_first,
-            SCALED=cut.scaled, ZEROS=weight.zeros is not None, MIDDLE=MIDDLE, GATED=gated,
-            ACTIVATION=activation if gated else None, ASM=uses_assembly(x), num_warps=cut.num_warps,
-            num_stages=cut.num_stages, **pdl_options(pdl),
-        )  # fmt: skip
-    return result
+        tiles, kind = pairs.tiles, "sorted"
+    _experts_kernel[(pairs.num_tiles, cdiv(size_out, cut.tile_out))](
+        gemm.x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, gemm.out, *tiles,
+        pairs.weights, gemm.x.stride(0), PLAN=kind, SIZE_OUT=size_out, SIZE_IN=weight.size_in,
+        WORDS=weight.words.shape[-1], GROUPS=weight.scales.shape[-2], GROUP=weight.group, PLANE=weight.plane,
+        STEP=min(cut.step, weight.plane), TOGETHER=planes_together(weight), ROWS=pairs.tile_pairs,
+        TILE_OUT=cut.tile_out, X_FIRST=cut.x_first, SCALED=cut.scaled, ZEROS=weight.zeros is not None, MIDDLE=MIDDLE,
+        ASM=uses_assembly(gemm.x), **gemm.options(pairs),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -155,7 +92,7 @@ def _pairs_of(
     order_ptr, expert_ptr, first_ptr, end_ptr, PLAN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """This program's tile: the expert (negative: none), its pairs [ROWS], which of them are valid, and the row of each
-    (sorted order, or number of the pair). See `few_tokens.Plan` and `align.Tiles`."""
+    (sorted order, or number of the pair). See `few_plan.Plan` and `align.Tiles`."""
     tile = tl.program_id(0)
     if PLAN == "sorted":
         s = tl.arange(0, ROWS)  # comes first, unlike in `pairs_of_tile`: otherwise the machine code would differ
@@ -164,7 +101,7 @@ def _pairs_of(
         ok = place < tl.load(end_ptr + tile)
         pair = tl.load(order_ptr + place, mask=ok, other=0)
     else:
-        expert, pair, ok = few_tokens.read_tile(order_ptr, tile, tl.num_programs(0), K, ROWS, PLAN == "packed")
+        expert, pair, ok = read_tile(order_ptr, tile, tl.num_programs(0), K, ROWS, PLAN == "packed")
         place = pair
     return expert, pair, ok, place
 

@@ -13,7 +13,7 @@ knows its experts, and loads weights while the second still runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +22,11 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 
 
-@dataclass(frozen=True)
-class GemmShape:
+class TokenShape(NamedTuple):
     """Tiling of one GEMM: outputs (after gating) per tile, inputs per step, warps."""
 
     tile_out: int
@@ -34,55 +35,36 @@ class GemmShape:
 
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
-GATE_UP, DOWN, ROUTE = GemmShape(4, 2048, 4), GemmShape(8, 256, 8), GemmShape(2, 2048, 8)
+GATE_UP, DOWN, ROUTE = TokenShape(4, 2048, 4), TokenShape(8, 256, 8), TokenShape(2, 2048, 8)
 # Largest number of programs over all experts, so that all run at once. Each picks its expert once, for two tiles.
 GATE_UP_PROGRAMS = 800
 
-Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `MixtureKernels.moe`
-
 
 def mixture(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    experts_per_token: int,
-    renormalize: bool,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    router_bias: torch.Tensor | None = None,
-    biases: Biases | None = None,
-    pdl: bool = False,
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
 ) -> torch.Tensor:
-    """See `MixtureKernels.mixture`; for one token."""
-    logits = route(x, router, experts_per_token, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl)
-    return experts(
-        x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
-        activation=activation, biases=biases, pdl=pdl,
-    )  # fmt: skip
+    """See `MixtureCall`; for one token."""
+    pdl = kernels.ops.pdl(x)
+    return by_logits(x, route(x, call, experts.experts_per_token, pdl=pdl), experts, call, pdl=pdl)
 
 
 def route(
     x: torch.Tensor,
-    router: torch.Tensor,
+    call: MixtureCall,
     experts_per_token: int,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """A token's logits [k, num_experts]: a copy for each choice. x [1, hidden], router [num_experts, hidden], bias
-    [num_experts]. normed [1, hidden] receives norm(x), where it is given."""
+    """A token's logits [k, num_experts]: a copy for each choice. normed [1, hidden] receives norm(x), where it is
+    given."""
+    router, bias, norm_weight = call.router, call.router_bias, call.norm_weight
+    assert router is not None, "choose.py gives this file calls with one"
     (num_experts, hidden), k = router.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     norm_or_x = norm_weight if norm_weight is not None else x
     _route_kernel[(cdiv(num_experts, ROUTE.tile_out),)](
-        x, norm_or_x, router, router if bias is None else bias, logits, logits if normed is None else normed, eps,
+        x, norm_or_x, router, router if bias is None else bias, logits, logits if normed is None else normed, call.eps,
         SIZE_IN=hidden, SIZE_PADDED=next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
         K_PADDED=next_power_of_2(k), NORM=norm_weight is not None, BIAS=bias is not None,
         STORE=normed is not None, num_warps=ROUTE.num_warps, **pdl_options(pdl),
@@ -90,24 +72,20 @@ def route(
     return logits
 
 
-def experts(
+def by_logits(
     x: torch.Tensor,
     logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    renormalize: bool,
+    experts: Experts[torch.Tensor],
+    call: MixtureCall,
     *,
     divided: bool = True,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`mixture` after the router: logits [k, num_experts] are k copies of a token's logits. `divided`: False where
     they still have to be divided by the RMS of x."""
-    (num_experts, hidden, size), k = down.shape, len(logits)
+    num_experts, hidden, size, k = experts.num_experts, experts.hidden_size, experts.intermediate_size, len(logits)
+    gate_up, down, inner, outer = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
+    norm_weight, residual = call.norm_weight, call.residual
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
@@ -117,16 +95,15 @@ def experts(
     ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": next_power_of_2(num_experts), "DIVIDED": divided}
     tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
     programs = min(max(1, GATE_UP_PROGRAMS // k), cdiv(size, tile_out))
-    inner, outer = biases or (None, None)
     _gate_up_kernel[(k, programs)](
-        x, norm_or_x, logits, gate_up, gate_up if inner is None else inner, activated, scale, eps, SIZE_OUT=size,
+        x, norm_or_x, logits, gate_up, gate_up if inner is None else inner, activated, scale, call.eps, SIZE_OUT=size,
         SIZE_IN=hidden, SIZE_PADDED=padded, TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps,
-        ACTIVATION=activation, BIAS=inner is not None, **ranked, **norm, num_warps=GATE_UP.num_warps,
+        ACTIVATION=experts.activation, BIAS=inner is not None, **ranked, **norm, num_warps=GATE_UP.num_warps,
         **pdl_options(pdl),
     )  # fmt: skip
     _down_kernel[(cdiv(hidden, DOWN.tile_out),)](
         activated, logits, down, down if outer is None else outer, residual if residual is not None else x, scale, out,
-        SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize,
+        SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=experts.renormalize,
         RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=DOWN.num_warps, **choices, **ranked,
         num_warps=DOWN.num_warps, **pdl_options(pdl),
     )  # fmt: skip

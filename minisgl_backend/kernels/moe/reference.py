@@ -1,92 +1,128 @@
-"""`MixtureKernels` in plain torch, for any device."""
+"""Mixtures of experts in plain torch: what CPUs run, and what the kernels for GPUs are tested against.
+
+Experts are computed one after the other, for which the host waits for the device; those of plain weights by torch's
+grouped GEMM where it has one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.moe.contract import BEST_OF_GROUP, ExpertChoice, MixtureKernels
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight, quantized_gemm
+from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.int4_torch import dequantize as dequantize_int4
+from minisgl_backend.kernels.linear.int8 import Int8Weight, int_gemm
+from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_int8
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight
+from minisgl_backend.kernels.moe.mixtures import MixtureKernels
+from minisgl_backend.kernels.moe.mxfp4.weight import Mxfp4Weight, dequantize
 from minisgl_backend.kernels.torch_ops import activate_mul
 
-
-class TorchMixtureKernels(MixtureKernels):
-    """See `MixtureKernels`. `moe` synchronises with the device unless `has_grouped_gemm`."""
-
-    def route(
-        self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = logits.float().softmax(dim=-1).topk(experts_per_token, dim=-1)
-        if renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights
-
-    def choose_experts(
-        self, logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits.float()
-        scores = logits.softmax(-1) if choice.scores == "softmax" else logits.sigmoid()
-        value = logits if choice.by_logits else scores
-        if correction_bias is not None:
-            value = value + correction_bias
-        if choice.num_groups > 1:
-            count = 1 if correction_bias is None else BEST_OF_GROUP
-            value = _of_best_groups(value, choice.num_groups, choice.groups_per_token, count)
-        ids = value.topk(choice.experts_per_token, dim=-1).indices
-        shares = scores.gather(-1, ids)
-        if choice.renormalize:
-            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return ids, shares * choice.scaling
-
-    def moe(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        activation: str = "silu",
-        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-    ) -> torch.Tensor:
-        num_tokens, experts_per_token = expert_ids.shape
-        grouped_ids, order = expert_ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
-        experts = torch.arange(gate_up.shape[0], device=x.device)
-        ends = torch.searchsorted(grouped_ids, experts, right=True)  # of each expert's pairs
-        grouped = x[torch.div(order, experts_per_token, rounding_mode="floor")]
-        out = torch.empty_like(grouped)
-        out[order] = _experts(grouped, grouped_ids, ends, gate_up, down, activation, biases or (None, None))
-        # Summed token by token, not accumulated expert by expert: the result does not depend on the order of arrival.
-        out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
-        summed = out.sum(dim=1)
-        return (summed if residual is None else summed + residual.float()).to(x.dtype)
+# Of tokens [num_tokens, inputs], all experts' weight and bias, and an expert's number: [num_tokens, outputs].
+Gemm = Callable[[torch.Tensor, Weight, "torch.Tensor | None", int], torch.Tensor]
 
 
-def _of_best_groups(value: torch.Tensor, num_groups: int, groups_per_token: int, count: int) -> torch.Tensor:
-    """value [num_tokens, num_experts] with -inf for all experts outside the best groups; a group's score is the sum of
-    its `count` best experts."""
-    groups = value.unflatten(-1, (num_groups, -1))
-    best = groups.topk(count, dim=-1).values.sum(-1).topk(groups_per_token, dim=-1).indices
-    chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=value.device).scatter_(-1, best, True)
-    return groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
-
-
-def _experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    ends: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+def mixture(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
 ) -> torch.Tensor:
+    """See `MixtureCall`. Synchronises with the device unless `has_grouped_gemm`."""
+    x, (ids, weights) = kernels.picked(x, experts, call)
+    num_tokens, k = ids.shape
+    grouped_ids, order = ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
+    ends = torch.searchsorted(grouped_ids, torch.arange(experts.num_experts, device=x.device), right=True)
+    grouped = x[torch.div(order, k, rounding_mode="floor")]
+    out = torch.empty_like(grouped)
+    out[order] = _outputs(experts, grouped, grouped_ids, ends)
+    return _sum(out.view(num_tokens, k, -1).float(), weights, call, x.dtype)
+
+
+def mixture_fp8(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[Fp8Weight], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`, of FP8 weights; synchronises with the device."""
+
+    def gemm(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        of_expert = Fp8Weight(weight.numbers[expert], weight.scale[expert], weight.x_scale, weight.block)
+        return quantized_gemm(x, of_expert)
+
+    return _one_by_one(kernels, x, experts, call, gemm)
+
+
+def mixture_int8(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[Int8Weight], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`, of INT8 weights; synchronises with the device."""
+
+    def gemm(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        numbers, x_scale = quantize_to_int8(x)
+        return int_gemm(numbers, weight.numbers[expert]).float() * x_scale.unsqueeze(1) * weight.scale[expert]
+
+    return _one_by_one(kernels, x, experts, call, gemm)
+
+
+def mixture_int4(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[Int4Weight], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`, of 4-bit weights; synchronises with the device."""
+
+    def gemm(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        return F.linear(x, dequantize_int4(weight.expert(expert), x.dtype))
+
+    return _one_by_one(kernels, x, experts, call, gemm)
+
+
+def mixture_mxfp4(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[Mxfp4Weight], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`, of MXFP4 weights as checkpoints have them; synchronises with the device."""
+
+    def gemm(x: torch.Tensor, weight: Mxfp4Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        plain = dequantize(weight.numbers[expert], weight.scales[expert], x.dtype)
+        return F.linear(x, plain, None if bias is None else bias[expert])
+
+    return _one_by_one(kernels, x, experts, call, gemm, by_turns=True)
+
+
+def _one_by_one(
+    kernels: MixtureKernels,
+    x: torch.Tensor,
+    experts: Experts[Weight],
+    call: MixtureCall,
+    gemm: Gemm[Weight],
+    by_turns: bool = False,
+) -> torch.Tensor:
+    """by_turns: rows of gate and up alternate."""
+    x, (ids, weights) = kernels.picked(x, experts, call)
+    out = torch.zeros((*ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        tokens, choices = torch.where(ids == expert)
+        gate_up = gemm(x[tokens], experts.gate_up, experts.gate_up_bias, expert)
+        if by_turns:
+            gate_up = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1)
+        activated = activate_mul(gate_up, experts.activation).to(x.dtype)
+        out[tokens, choices] = gemm(activated, experts.down, experts.down_bias, expert).float()
+    return _sum(out, weights, call, x.dtype)
+
+
+def _sum(out: torch.Tensor, weights: torch.Tensor, call: MixtureCall, dtype: torch.dtype) -> torch.Tensor:
+    """Of out float32 [num_tokens, k, hidden]. Token by token, not accumulated expert by expert: the result does not
+    depend on the order of arrival."""
+    summed = (out * weights.float().unsqueeze(-1)).sum(dim=1)
+    return (summed if call.residual is None else summed + call.residual.float()).to(dtype)
+
+
+def _outputs(experts: Experts[torch.Tensor], x: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Each expert's gated MLP over its rows of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]]. ids: expert
     of each row."""
-    inner, outer = biases
+    gate_up, down, inner, outer = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
     if has_grouped_gemm(x):
         offsets = ends.int()
         out = F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets)
-        gated = activate_mul(out if inner is None else out + inner[ids], activation)
+        gated = activate_mul(out if inner is None else out + inner[ids], experts.activation)
         out = F.grouped_mm(gated, down.transpose(1, 2), offs=offsets)
         return out if outer is None else out + outer[ids]
     out = torch.empty_like(x)
@@ -94,7 +130,7 @@ def _experts(
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             added = None if inner is None else inner[expert]
-            gated = activate_mul(F.linear(x[start:end], gate_up[expert], added), activation)
+            gated = activate_mul(F.linear(x[start:end], gate_up[expert], added), experts.activation)
             out[start:end] = F.linear(gated, down[expert], None if outer is None else outer[expert])
         start = end
     return out

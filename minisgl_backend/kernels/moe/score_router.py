@@ -12,30 +12,35 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
-from minisgl_backend.kernels.moe.contract import BEST_OF_GROUP, ExpertChoice
+from minisgl_backend.kernels.moe.call import Picked
+from minisgl_backend.kernels.moe.router_config import BEST_OF_GROUP, RouterConfig
 
 MAX_EXPERTS = 1024  # a warp holds their scores in registers
 
 
 def choose_experts(
-    logits: torch.Tensor, choice: ExpertChoice, correction_bias: torch.Tensor | None = None, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    router: RouterConfig,
+    experts_per_token: int,
+    correction_bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> Picked:
     """As `MixtureKernels.choose_experts`. Of equal scores the lower expert comes first; whatever the logits are, a
     token takes different experts."""
-    (num_tokens, num_experts), k = logits.shape, choice.experts_per_token
+    (num_tokens, num_experts), k = logits.shape, experts_per_token
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
     shares = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
     if num_tokens > 0:
-        size = num_experts // choice.num_groups
+        size = num_experts // router.num_groups
         _score_router_kernel[(num_tokens,)](
             logits, logits if correction_bias is None else correction_bias, ids, shares, logits.stride(0),
-            EXPERTS=num_experts, GROUPS=choice.num_groups, GROUPS_PADDED=next_power_of_2(choice.num_groups),
-            SIZE=size, SIZE_PADDED=next_power_of_2(size), BEST_GROUPS=choice.groups_per_token,
+            EXPERTS=num_experts, GROUPS=router.num_groups, GROUPS_PADDED=next_power_of_2(router.num_groups),
+            SIZE=size, SIZE_PADDED=next_power_of_2(size), BEST_GROUPS=router.groups_per_token,
             PAIRS=correction_bias is not None, K=k, K_PADDED=next_power_of_2(k),
-            SIGMOID=choice.scores == "sigmoid", BY_LOGITS=choice.by_logits, RENORMALIZE=choice.renormalize,
-            SCALING=choice.scaling, num_warps=1, **pdl_options(pdl),
+            SIGMOID=router.scores == "sigmoid", BY_LOGITS=router.by_logits, RENORMALIZE=router.renormalize,
+            SCALING=router.scaling, num_warps=1, **pdl_options(pdl),
         )  # fmt: skip
-    return ids, shares
+    return Picked(ids, shares)
 
 
 assert BEST_OF_GROUP == 2, "the kernel adds up a group's two best"

@@ -13,7 +13,9 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.integrations.moe import _default_apply_gate
 
-from minisgl_backend.kernels.moe.contract import MixtureKernels
+from minisgl_backend.kernels.candidate import PLAIN
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels, MixtureKernels
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.layers.config import Activation
 
@@ -102,14 +104,18 @@ class _Experts:
     def __init__(
         self, kernels: MixtureKernels, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation
     ) -> None:
-        self._kernels, self._gate_up, self._down, self._activation = kernels, gate_up, down, activation
+        num_experts, hidden_size, size = down.shape
+        self._kernels: ExpertsKernels[torch.Tensor] = ExpertsKernels(PLAIN, kernels)
+        self._experts = Experts(
+            gate_up=gate_up, down=down, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=size,
+            activation=activation,
+        )  # fmt: skip
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return self._kernels.moe(
-            hidden_states, top_k_index.long(), top_k_weights, self._gate_up, self._down, activation=self._activation
-        )
+        picked = Picked(top_k_index.long(), top_k_weights)
+        return self._kernels(hidden_states, self._experts, MixtureCall(picked))
 
 
 def _activation(act_fn: object) -> Activation | None:

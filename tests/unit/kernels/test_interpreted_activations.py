@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps, activate_mul
+from tests.mixtures import TORCH, by_torch, experts_of, interpreted
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -66,16 +67,11 @@ def test_mixtures(tokens: int) -> None:
     hidden, size, experts, k = 64, 32, 4, 2
     x, router = torch.randn(tokens, hidden), torch.randn(experts, hidden) / 8
     gate_up, down = torch.randn(experts, 2 * size, hidden) / 8, torch.randn(experts, hidden, size) / 8
-    arguments = (x, router, gate_up, down, k, True)
-    expected = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).mixture(*arguments, activation="gelu_tanh")
-    if tokens == 1:
-        found = one_token.mixture(*arguments, activation="gelu_tanh")
-    elif tokens == 3:
-        workspace = small_rows.LinearWorkspace(CPU, max_out=128, max_split=8)
-        found = few_tokens.mixture(*arguments, workspace, activation="gelu_tanh")
-    else:
-        ids, weights = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(x @ router.T, k, True)
-        found = grouped.moe(x, ids, weights, gate_up, down, activation="gelu_tanh")
+    weighted, call = experts_of(gate_up, down, k, activation="gelu_tanh"), MixtureCall(router=router)
+    expected = by_torch(x, weighted, call)
+    if tokens == 40:
+        call = MixtureCall(TORCH.route(x @ router.T, k, True))
+    found = {1: one_token, 3: few_tokens, 40: grouped}[tokens].mixture(interpreted(), x, weighted, call)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     gate, up = (x[0] @ gate_up.transpose(1, 2)).chunk(2, dim=-1)
     outputs = torch.einsum("eh,eoh->eo", F.gelu(gate, approximate="tanh") * up, down)

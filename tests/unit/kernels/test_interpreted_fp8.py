@@ -20,10 +20,10 @@ import torch
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
-from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
-from minisgl_backend.kernels.moe.fp8_torch import Fp8MixtureKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
+from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import TORCH, by_torch, experts_of, interpreted
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -38,8 +38,7 @@ from minisgl_backend.kernels.linear.choose import LinearKey
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
-from minisgl_backend.kernels.moe import int8 as moe_int8
-from minisgl_backend.kernels.moe.grouped import MoeShape
+from minisgl_backend.kernels.moe.gemms import GemmShape, MixtureShape
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
@@ -205,28 +204,29 @@ def test_tokens_are_quantized_as_by_torch() -> None:
         (64, "int8"),
     ],
 )
-def test_experts(tile_pairs: int, kind: str) -> None:
+def test_experts(tile_pairs: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights as the left operand of the matrix units, and with pairs."""
     torch.manual_seed(1)
     experts, k, hidden, size, tokens = 4, 2, 96, 40, 7
     gate_up, down = torch.randn(experts, 2 * size, hidden) / 10, torch.randn(experts, hidden, size) / 6
     tile_out, tile_in = (8, 16) if "tiles" in kind else (32, 32)
-    blocks = ((8, 32), (16, 16)) if "blocks" in kind else None
-    x_scales = torch.tensor([0.01, 0.02]) if kind == "static" else None
-    of_gate_up = quantize_outputs(gate_up) if blocks is None else in_blocks(gate_up, blocks[0])
-    of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
+    blocks = ((8, 32), (16, 16)) if "blocks" in kind else (None, None)
+    x_scales = torch.tensor([0.01, 0.02]) if kind == "static" else (None, None)
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    ids, shares = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).route(torch.randn(tokens, experts), k, True)
-    shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
+    call = MixtureCall(TORCH.route(torch.randn(tokens, experts), k, True), residual=residual)
+    cut = GemmShape(tile_out, tile_in, 4, 2)
+    monkeypatch.setattr(moe_fp8, "fp8_shape", lambda *args: MixtureShape(tile_pairs, cut, cut))
     if kind == "int8":
-        of_gate_up, of_down = quantize_int8(gate_up), quantize_int8(down)
-        given_int8 = (x, ids, shares, *of_gate_up, *of_down, residual)
-        found = moe_fp8.moe(*given_int8, shape=shape, quantize=int8.quantize_tokens)
-        assert relative(found, moe_int8.moe(*given_int8)) < 1e-5
+        weights = [int8.Int8Weight(*quantize_int8(weight)) for weight in (gate_up, down)]
+        given = x, experts_of(*weights), call
+        assert relative(moe_fp8.mixture_int8(interpreted(), *given), by_torch(*given, "int8")) < 1e-5
         return
-    given = (x, ids, shares, *of_gate_up, *of_down, residual, "silu", x_scales, blocks)
-    expected = Fp8MixtureKernels().moe(*given)
-    assert relative(moe_fp8.moe(*given, shape=shape), expected) < 2e-3
+    weights = [
+        Fp8Weight(*(quantize_outputs(weight) if block is None else in_blocks(weight, block)), x_scale, block)
+        for weight, block, x_scale in zip((gate_up, down), blocks, x_scales, strict=True)
+    ]
+    given = x, experts_of(*weights), call
+    assert relative(moe_fp8.mixture(interpreted(), *given), by_torch(*given, "fp8")) < 2e-3
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

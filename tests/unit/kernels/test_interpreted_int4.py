@@ -16,10 +16,10 @@ import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.int4_torch import dequantize, pack, unpack
-from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels, PlainKernels
-from minisgl_backend.kernels.moe.int4_torch import Int4MixtureKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
+from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import TORCH, by_torch, experts_of, interpreted
 from tests.unit.kernels.int4_weights import random_weight, relative
 
 if torch.cuda.is_available():
@@ -30,6 +30,8 @@ from minisgl_backend.kernels.linear import int4 as linear_int4
 from minisgl_backend.kernels.linear.int4_triton import dequantize_rows
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import int4 as moe_int4
+from minisgl_backend.kernels.moe.gemms import MixtureShape
+from minisgl_backend.kernels.moe.int4 import Int4Cut
 
 CPU = torch.device("cpu")
 
@@ -81,31 +83,30 @@ def test_rows_are_dequantized() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "group", "zeros"), [(1, 32, False), (9, 64, True)])
-def test_experts(tokens: int, group: int, zeros: bool) -> None:
+def test_experts(tokens: int, group: int, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ids, sorted; and by a router, with plans of both kinds."""
     torch.manual_seed(tokens)
-    experts, k, hidden, size = 3, 2, 128, 24
-    gate_up = random_weight(experts, 2 * size, hidden, group=group, zeros=zeros)
-    down = random_weight(experts, hidden, size, group=-1 if group < 0 else 16, zeros=zeros)
-    mixtures = TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))
+    num_experts, k, hidden, size = 3, 2, 128, 24
+    gate_up = random_weight(num_experts, 2 * size, hidden, group=group, zeros=zeros)
+    down = random_weight(num_experts, hidden, size, group=-1 if group < 0 else 16, zeros=zeros)
     x, residual, router, norm = (
         torch.randn(tokens, hidden),
         torch.randn(tokens, hidden),
-        torch.randn(experts, hidden),
+        torch.randn(num_experts, hidden),
         torch.rand(hidden) + 0.5,
     )
-    normed = mixtures.ops.rms_norm(x, norm, 1e-6)
-    ids, shares = mixtures.route(mixtures.plain.linear(normed, router), k, True)
-    expected = Int4MixtureKernels(mixtures).moe(normed, ids, shares, gate_up, down, residual)
-    cut = moe_int4.Int4Cut(16, 2, 2)
-    shape = moe_int4.Int4MoeShape(16, cut, cut)
-    assert relative(moe_int4.moe(normed, ids, shares, gate_up, down, residual, shape=shape), expected) < 1e-5
-    other = moe_int4.Int4MoeShape(16, moe_int4.Int4Cut(16, 4, 2, x_first=True), moe_int4.Int4Cut(32, 4, 2, scaled=True))
-    workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
-    found = moe_int4.mixture(
-        x, router, gate_up, down, k, True, workspace, norm_weight=norm, eps=1e-6, residual=residual, shape=other
-    )
-    assert relative(found, expected) < 1e-5
+    experts = experts_of(gate_up, down, k)
+    call = MixtureCall(router=router, norm_weight=norm, eps=1e-6, residual=residual)
+    normed, picked = TORCH.picked(x, experts, call)
+    sorted_call = MixtureCall(picked, residual=residual)
+    expected, kernels = by_torch(normed, experts, sorted_call, "int4"), interpreted(256, 4)
+    shape = MixtureShape(16, Int4Cut(16, 2, 2), Int4Cut(16, 2, 2))
+    monkeypatch.setattr(moe_int4, "moe_shape", lambda *args: shape)
+    assert relative(moe_int4.mixture(kernels, normed, experts, sorted_call), expected) < 1e-5
+    other = MixtureShape(16, Int4Cut(16, 4, 2, x_first=True), Int4Cut(32, 4, 2, scaled=True))
+    for name in ("ONE", "FEW"):
+        monkeypatch.setattr(moe_int4, name, other)
+    assert relative(moe_int4.mixture_of_few(kernels, x, experts, call), expected) < 1e-5
 
 
 COMPILED = """

@@ -84,7 +84,9 @@ JITFunction.run = record
 from minisgl_backend.kernels import triton_ops
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.layout import LayerKV
@@ -106,7 +108,7 @@ def make_ops():
     return PlainKernels(device)
 
 plain = make_ops()
-mixtures = TritonMixtureKernels(plain)
+mixtures = ExpertsKernels("plain", TritonMixtureKernels(plain))
 ops = plain.ops
 bf16 = dict(dtype=torch.bfloat16)
 norm = torch.ones(HIDDEN, **bf16)
@@ -127,12 +129,12 @@ def dense(tokens, kv_heads):
 
 def mixture(tokens, experts, k):
     x = torch.empty(tokens, HIDDEN, **bf16)
-    mixtures.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
-                k, True, norm_weight=norm, eps=1e-6, residual=x)
+    weights = Experts(gate_up=weight(experts, 2 * SIZE, HIDDEN), down=weight(experts, HIDDEN, SIZE),
+                      num_experts=experts, hidden_size=HIDDEN, intermediate_size=SIZE, experts_per_token=k)
+    call = MixtureCall(router=weight(experts, HIDDEN), norm_weight=norm, eps=1e-6, residual=x)
+    mixtures(x, weights, call)
     if tokens == 1:
-        mixtures.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
-                                weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE), k, True,
-                                norm_weight=norm, eps=1e-6)
+        mixtures(x, weights, call._replace(early=EarlyRouter(weight(HIDDEN, HIDDEN), weight(experts, 2 * HIDDEN))))
 
 def decode(batch, kv_heads, group, num_sms, can_share, workspace, alone):
     # Beside a prompt, and where that is slower, rotation is a kernel of its own.

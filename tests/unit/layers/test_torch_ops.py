@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.mixtures import by_torch, experts_of
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
@@ -26,12 +27,8 @@ def test_moe(num_tokens: int, experts_per_token: int) -> None:
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected[token] += weight * (down[expert] @ (F.silu(gate) * up))
-    torch.testing.assert_close(
-        TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps()))).moe(x, ids, weights, gate_up, down),
-        expected,
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    found = by_torch(x, experts_of(gate_up, down), MixtureCall(Picked(ids, weights)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from minisgl_backend.kernels.candidate import PLAIN, Candidate
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.moe.reference import TorchMixtureKernels
-from minisgl_backend.kernels.select import DeviceKernels
-from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.models import build
+from minisgl_backend.kernels.moe import choose, reference
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.choose import ExpertsKey
+from minisgl_backend.kernels.moe.mixtures import MixtureKernels
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 
-class EarlyKernels(TorchMixtureKernels):
-    """In plain torch, with a note of each call."""
-
-    def __init__(self) -> None:
-        super().__init__(PlainKernels(GemmDevice(TorchOps())))
-        self.calls = 0
-
-    def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
-    ) -> torch.Tensor | None:
-        normed = router * norm_weight
-        return torch.cat([normed @ product, normed], 1)
-
-    def o_proj_and_mixture(
-        self,
-        x: torch.Tensor,
-        product: torch.Tensor,
-        residual: torch.Tensor,
-        early: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        experts_per_token: int,
-        renormalize: bool,
-        *,
-        norm_weight: torch.Tensor,
-        eps: float,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        self.calls += 1
-        logits = torch.cat([x, residual], 1) @ early.t()
-        hidden = self.plain.linear(x, product, GemmCall(residual=residual))
-        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
-        ids, weights = self.route(logits * scale, experts_per_token, renormalize)
-        return self.moe(self.ops.rms_norm(hidden, norm_weight, eps), ids, weights, gate_up, down, hidden)
+def with_router(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
+) -> torch.Tensor:
+    """A mixture with an early router, in plain torch."""
+    early, residual = call.early, call.residual
+    assert early is not None
+    assert residual is not None
+    logits = torch.cat([x, residual], 1) @ early.weight.t()
+    hidden = kernels.plain.linear(x, early.o_proj, GemmCall(residual=residual))
+    scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + call.eps)
+    picked = kernels.route(logits * scale, experts.experts_per_token, experts.renormalize)
+    normed = kernels.ops.rms_norm(hidden, call.norm_weight, call.eps)
+    return reference.mixture(kernels, normed, experts, MixtureCall(picked, residual=hidden))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +44,7 @@ def test_a_lone_token_gets_the_same_logits(
     bias is never left."""
     save_checkpoint(name, tmp_path, **more)
 
-    def logits(mixtures: TorchMixtureKernels) -> list[torch.Tensor]:
-        kernels = DeviceKernels(mixtures.plain.device)
-        kernels.mixtures = mixtures
-        monkeypatch.setattr(build, "select_kernels", lambda *args: kernels)
+    def logits() -> list[torch.Tensor]:
         paged = PagedModel(tmp_path, page_size=16)
         steps = [
             paged.step({1: [3, 4, 5]}, {}, last_only=True),
@@ -76,10 +54,14 @@ def test_a_lone_token_gets_the_same_logits(
         ]
         return [rows for step in steps for rows in step.values()]
 
-    early = EarlyKernels()
-    for found, expected in zip(
-        logits(early), logits(TorchMixtureKernels(PlainKernels(GemmDevice(TorchOps())))), strict=True
-    ):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    expected = logits()
+    run = Mock(side_effect=with_router)
+    early = Candidate[ExpertsKey](
+        "early_router", "", lambda key, facts: key.o_proj_inputs > 0 and key.tokens == 1, run=f"{__name__}:run"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "run", run, raising=False)
+    monkeypatch.setattr(choose, "CANDIDATES", {PLAIN: (early, *choose.CANDIDATES[PLAIN])})
+    for found, each in zip(logits(), expected, strict=True):
+        torch.testing.assert_close(found, each, atol=1e-4, rtol=1e-4)
     mixtures = sum(type(module).__name__ == "MoeMLP" for module in PagedModel(tmp_path, page_size=16).model.modules())
-    assert early.calls == (0 if more else 2 * mixtures + 1)
+    assert run.call_count == (0 if more else 2 * mixtures + 1)

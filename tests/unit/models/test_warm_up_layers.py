@@ -12,6 +12,7 @@ import torch
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked
 from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
@@ -44,8 +45,10 @@ class Recorder:
 
 
 def _kind(argument: Any) -> object:
-    if isinstance(argument, GemmCall):
+    if isinstance(argument, (GemmCall, MixtureCall, Picked)):
         return tuple(map(_kind, argument))
+    if isinstance(argument, Experts):
+        return tuple(_kind(getattr(argument, each.name)) for each in dataclasses.fields(argument))
     return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else type(argument)
 
 

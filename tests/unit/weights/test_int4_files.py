@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.select import select_kernels
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.int4 import Int4Factory
 from minisgl_backend.weights.int4_checkpoint import groups_in_order
 from minisgl_backend.weights.layer import WeightedLayer
 from minisgl_backend.weights.loader import load_weights
-from minisgl_backend.weights.method import ExpertsSpec, LinearOutput, LinearSpec
+from minisgl_backend.weights.method import LinearOutput, LinearSpec
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.quantization_config import read_quantization_config
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
@@ -99,7 +101,7 @@ def test_experts_are_served_in_order_alone(said: str, tmp_path: Path) -> None:
     method.process_weights_after_loading()
     x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(9))
     for expert in range(2):
-        found = method.apply_experts(x, torch.full((3, 1), expert), torch.ones(3, 1))
+        found = method.apply_weights(x, MixtureCall(Picked(torch.full((3, 1), expert), torch.ones(3, 1))))
         gate, up, down = wholes[expert::2]
         expected = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

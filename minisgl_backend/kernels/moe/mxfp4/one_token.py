@@ -5,12 +5,12 @@ expert themselves, and one with down that sums the experts in a fixed order. Ten
 thread has the 16 bytes of a block and multiplies them with 32 inputs. Moving bits makes a float32 of 2^-126 times the
 number, which may be subnormal; so inputs are multiplied by a large power of two.
 
-Weights are those of `mxfp4.pack`. `pdl`: as in one_token.py.
+Weights are those of `grouped.pack`. `pdl`: as in one_token.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,13 +20,14 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe import one_token
-from minisgl_backend.kernels.moe.mxfp4_gemm import spread_bits
-from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Weight
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.mxfp4.gemm import spread_bits
+from minisgl_backend.kernels.moe.mxfp4.weight import Mxfp4Weight
 from minisgl_backend.kernels.moe.one_token import expert_of_key, keys, logit_of_key, pick, pick_all, shares_of_picked
 
 
-@dataclass(frozen=True)
-class OneTokenShape:
+class OneTokenShape(NamedTuple):
     """Tiling of a GEMM: rows of the weight per tile, blocks of 32 inputs per step, warps per program."""
 
     tile_out: int
@@ -42,48 +43,41 @@ EXACT = tl.constexpr(2.0**66)  # factor of sums: 126 - 60
 
 
 def mixture(
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Mxfp4Weight], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`; for one token, with weights of `grouped.pack`."""
+    return in_tiles(x, experts, call, GATE_UP, DOWN, kernels.ops.pdl(x))
+
+
+def in_tiles(
     x: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-    experts_per_token: int,
-    renormalize: bool,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    activation: str = "silu",
-    router_bias: torch.Tensor | None = None,
-    biases: Biases | None = None,
-    shapes: tuple[OneTokenShape, OneTokenShape] = (GATE_UP, DOWN),
-    most_programs: int = GATE_UP_PROGRAMS,
+    experts: Experts[Mxfp4Weight],
+    call: MixtureCall,
+    first: OneTokenShape,
+    second: OneTokenShape,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `Mxfp4Kernels.mixture`; for one token, with weights of `mxfp4.pack`."""
-    (num_experts, hidden, quarter), k = down[0].shape, experts_per_token
-    normed = x if norm_weight is None else torch.empty_like(x)
-    logits = one_token.route(
-        x, router, k, norm_weight=norm_weight, eps=eps, bias=router_bias, normed=None if normed is x else normed,
-        pdl=pdl,
-    )  # fmt: skip
-    size, (first, second) = 4 * quarter, shapes
+    """`mixture` in tiles of these shapes."""
+    hidden, size, k = experts.hidden_size, experts.intermediate_size, experts.experts_per_token
+    gate_up, down, inner, outer = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
+    residual, normed = call.residual, x if call.norm_weight is None else torch.empty_like(x)
+    logits = one_token.route(x, call, k, normed=None if normed is x else normed, pdl=pdl)
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
-    inner, outer = biases or (None, None)
-    words = [weight.view(torch.int32) for weight in (gate_up[0], down[0])]
-    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": next_power_of_2(num_experts)}
-    programs = min(max(1, most_programs // k), cdiv(2 * size, first.tile_out))
+    ranked = {"EXPERTS": experts.num_experts, "EXPERTS_PADDED": next_power_of_2(experts.num_experts)}
+    programs = min(max(1, GATE_UP_PROGRAMS // k), cdiv(2 * size, first.tile_out))
     _gate_up_kernel[(k, programs)](
-        normed, logits, words[0], gate_up[1], x if inner is None else inner, activated, SIZE_OUT=size, SIZE_IN=hidden,
-        SCALES=gate_up[1].shape[-1], BLOCKS=first.blocks, TILE_OUT=first.tile_out, PROGRAMS=programs,
-        BIAS=inner is not None, ACTIVATION=activation, WARPS=first.num_warps, **ranked, num_warps=first.num_warps,
-        **pdl_options(pdl),
+        normed, logits, gate_up.numbers.view(torch.int32), gate_up.scales, x if inner is None else inner, activated,
+        SIZE_OUT=size, SIZE_IN=hidden, SCALES=gate_up.scales.shape[-1], BLOCKS=first.blocks, TILE_OUT=first.tile_out,
+        PROGRAMS=programs, BIAS=inner is not None, ACTIVATION=experts.activation, WARPS=first.num_warps, **ranked,
+        num_warps=first.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     _down_kernel[(cdiv(hidden, second.tile_out),)](
-        activated, logits, words[1], down[1], x if outer is None else outer, x if residual is None else residual, out,
-        SIZE_OUT=hidden, SIZE_IN=size, SCALES=down[1].shape[-1], BLOCKS=second.blocks, TILE_OUT=second.tile_out, K=k,
-        K_PADDED=next_power_of_2(k), RENORMALIZE=renormalize, RESIDUAL=residual is not None,
-        BIAS=outer is not None, WARPS=second.num_warps, **ranked, num_warps=second.num_warps, **pdl_options(pdl),
+        activated, logits, down.numbers.view(torch.int32), down.scales, x if outer is None else outer,
+        x if residual is None else residual, out, SIZE_OUT=hidden, SIZE_IN=size, SCALES=down.scales.shape[-1],
+        BLOCKS=second.blocks, TILE_OUT=second.tile_out, K=k, K_PADDED=next_power_of_2(k),
+        RENORMALIZE=experts.renormalize, RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=second.num_warps,
+        **ranked, num_warps=second.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
 

@@ -9,7 +9,7 @@ So that weights become operands without an exchange between threads and with few
 them, those of the next two are 3 and 6 bits lower, and the last takes the remaining bits.
 
 The inputs with one index in four blocks are not adjacent: 16 bytes each, half of a memory transaction. With many tokens
-that matters, so inputs are rearranged first (`mxfp4.py`), and the first GEMM writes its outputs in that order.
+that matters, so inputs are rearranged first (`grouped.py`), and the first GEMM writes its outputs in that order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.moe import few_tokens
+from minisgl_backend.kernels.moe.few_plan import read_tile
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile
 
 # Two 16-bit words to their eight numbers as packed bfloat16: sign in bit 15, the other bits in bits 8 to 6, multiplied
@@ -206,7 +206,7 @@ def few_kernel(
         if GATED:
             tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    expert, pair, pair_ok = few_tokens.read_tile(tiles_ptr, tl.program_id(1), tl.num_programs(1), K, PAIRS, PACKED)
+    expert, pair, pair_ok = read_tile(tiles_ptr, tl.program_id(1), tl.num_programs(1), K, PAIRS, PACKED)
     if expert < 0:
         return
     row = tl.program_id(0) * TILE_OUT
