@@ -48,7 +48,7 @@ def create_app(settings: EndpointSettings, families: Sequence[Family] = FAMILIES
     if settings.ignore_unknown_fields:
         app.add_middleware(IgnoreUnknownFields)
     limits = ChainMap(*(dict(family.body_limits) for family in families))
-    app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes, by_path=limits)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, by_path=limits)
     if settings.api_keys:
         open_paths = [path for family in families for path in family.open_paths]
         app.add_middleware(ApiKeys, keys=settings.api_keys, open_paths=open_paths)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 ENCODINGS = ("gzip", "deflate")
 _SAME = {"x-gzip": "gzip"}
-_MOST_AT_ONCE = 1 << 20  # bytes: a small body may decode to a large one, and other requests wait for each piece
-_MOST_MEMBERS = 1000  # of gzip data; each may be empty
+_MAX_AT_ONCE = 1 << 20  # bytes: a small body may decode to a large one, and other requests wait for each piece
+_MAX_MEMBERS = 1000  # of gzip data; each may be empty
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
@@ -45,14 +45,14 @@ class Decoder:
             self._decompressor = zlib.decompressobj(_ZLIB if is_zlib else _RAW)
             data = self._head
         piece = b""
-        while data or len(piece) == _MOST_AT_ONCE:  # a full piece: more of it may be waiting inside
+        while data or len(piece) == _MAX_AT_ONCE:  # a full piece: more of it may be waiting inside
             if self._decompressor.eof and data:
-                if self._encoding != "gzip" or self._num_members == _MOST_MEMBERS:
+                if self._encoding != "gzip" or self._num_members == _MAX_MEMBERS:
                     raise DecodeError(f"there is something behind its {self._encoding} data")
                 self._decompressor = zlib.decompressobj(_GZIP)  # several members are one body
                 self._num_members += 1
             try:
-                piece = self._decompressor.decompress(data, _MOST_AT_ONCE)
+                piece = self._decompressor.decompress(data, _MAX_AT_ONCE)
             except zlib.error:
                 raise DecodeError(f"it is no {self._encoding} data") from None
             yield piece

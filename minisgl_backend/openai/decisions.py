@@ -22,7 +22,7 @@ from minisgl_backend.openai.requests.decisions import (
 from minisgl_backend.openai.vectors import Vectors, numbers
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MOST_TEXT = 32_000_000  # of the input, which every prompt repeats on its way to the tokenizer
+MAX_TEXT = 32_000_000  # of the input, which every prompt repeats on its way to the tokenizer
 _SYSTEM = "You judge an input. Answer each question with one of its options alone."
 
 
@@ -95,8 +95,8 @@ class LetteredQuestion:
 def to_fields(body: DecisionRequest, questions: Sequence[LetteredQuestion]) -> dict[str, Any]:
     """The request to the model `embedding`. Raises ApiError if it would be too large."""
     text, count = body.text, sum(len(one.suffixes) for one in questions)
-    if len(text) * count > MOST_TEXT:
-        allowed = f"{MOST_TEXT:,} characters in all prompts together"
+    if len(text) * count > MAX_TEXT:
+        allowed = f"{MAX_TEXT:,} characters in all prompts together"
         raise invalid("input", f"input has {len(text):,} characters, in {count} prompts; allowed: {allowed}")
     prompts = [
         (one.messages(text), suffix, words)

@@ -32,21 +32,21 @@ class BodyLimit:
     Compressed bodies are decoded, and the limit is that of the decoded body.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int, by_path: Mapping[str, int]) -> None:
-        """`by_path`: limits other than `most_bytes`."""
+    def __init__(self, app: ASGIApp, max_bytes: int, by_path: Mapping[str, int]) -> None:
+        """`by_path`: limits other than `max_bytes`."""
         self._app = app
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._by_path = by_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        most = self._by_path.get(scope["path"], self._most_bytes)
+        max_bytes = self._by_path.get(scope["path"], self._max_bytes)
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
-            await refuse(_too_large(most), scope, receive, send, close=True)
+        if length.isdecimal() and int(length) > max_bytes:
+            await refuse(_too_large(max_bytes), scope, receive, send, close=True)
             return
         encodings = encodings_of(",".join(headers.getlist("content-encoding")))
         if len(encodings) > 1 or (encodings and encodings[0] not in ENCODINGS):
@@ -54,16 +54,16 @@ class BodyLimit:
             error = ApiError(415, f"Content-Encoding is {named}; allowed: one of {allowed}, or none", code=UNSUPPORTED)
             await refuse(error, scope, receive, send, close=True)
             return
-        body = _Body(receive, most, Decoder(encodings[0]) if encodings else None)
+        body = _Body(receive, max_bytes, Decoder(encodings[0]) if encodings else None)
         await self._app(scope, body.receive, send)
 
 
 class _Body:
     """The body of one request as the application reads it: decoded and bounded."""
 
-    def __init__(self, receive: Receive, most: int, decoder: Decoder | None) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, decoder: Decoder | None) -> None:
         self._receive = receive
-        self._most = most
+        self._max_bytes = max_bytes
         self._decoder = decoder
         self._length = 0  # as it is read
         self._received = 0  # bytes, which may be more: compressed data may stand for nothing
@@ -103,12 +103,12 @@ class _Body:
         return message
 
     def _check(self, length: int) -> None:
-        if length > self._most:
-            raise HTTPException(413, _too_large(self._most).message, {"connection": "close"})
+        if length > self._max_bytes:
+            raise HTTPException(413, _too_large(self._max_bytes).message, {"connection": "close"})
 
 
-def _too_large(most: int) -> ApiError:
-    message = f"the body is longer than {most} bytes, all that this server reads"
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is longer than {max_bytes} bytes, all that this server reads"
     return ApiError(413, message, code=TOO_LARGE)
 
 

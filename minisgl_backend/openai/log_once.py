@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_MOST_NAMES = 256  # clients can invent any number
-_MOST_CHARACTERS = 60  # characters of a name that are compared
+_MAX_NAMES = 256  # clients can invent any number
+_MAX_CHARACTERS = 60  # characters of a name that are compared
 
 
 class LogOnce:
@@ -14,8 +14,8 @@ class LogOnce:
 
     def is_new(self, name: str) -> bool:
         """True once for each name."""
-        start = name[:_MOST_CHARACTERS]
-        if start in self._logged or len(self._logged) >= _MOST_NAMES:
+        start = name[:_MAX_CHARACTERS]
+        if start in self._logged or len(self._logged) >= _MAX_NAMES:
             return False
         self._logged.add(start)
         return True

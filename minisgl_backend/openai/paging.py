@@ -12,13 +12,13 @@ from minisgl_backend.openai.errors import invalid
 Items = Sequence[dict[str, Any]]
 
 
-def page(items: Items, request: Request, *, most: int, default: int) -> dict[str, Any]:
+def page(items: Items, request: Request, *, max_limit: int, default: int) -> dict[str, Any]:
     """The page that `limit`, `after` and `order` of the query ask for; newest first. `items`: oldest first. Raises
     ApiError, also for an item behind which the page would begin and that is not there."""
     query = request.query_params
     text, after = query.get("limit", str(default)), query.get("after")
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
-        raise invalid("limit", f"limit is {text[:60]!r}; allowed: 1 to {most}")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= max_limit:
+        raise invalid("limit", f"limit is {text[:60]!r}; allowed: 1 to {max_limit}")
     check_order(order := query.get("order", "desc"))
     if after is not None and all(item["id"] != after for item in items):
         raise invalid("after", f"after is {after[:100]!r}, which is not in the list")

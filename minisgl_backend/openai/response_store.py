@@ -22,7 +22,7 @@ import msgspec
 
 _Result = TypeVar("_Result")
 _WAIT_SECONDS = 10.0  # for another worker's write
-_MOST_EVENTS = 1000  # read at a time
+_MAX_EVENTS = 1000  # read at a time
 # Columns that are queried often are separate from the JSON, since SQLite reads and writes whole rows. Triggers sum the
 # sizes.
 _TABLES = """
@@ -64,11 +64,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Up to `most_bytes` of JSON. Methods are for one event loop; files are accessed on other threads."""
+    """Up to `max_bytes` of JSON. Methods are for one event loop; files are accessed on other threads."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
 
@@ -79,7 +79,7 @@ class ResponseStore:
         stored before, and stays deleted if it was deleted since."""
         encoded, conversation = msgspec.json.encode(response), msgspec.json.encode(items)
         size = len(encoded) + len(conversation)
-        if size > self._most_bytes:
+        if size > self._max_bytes:
             return False
         owner = os.getpid() if running else 0
         named = [(item["id"], response["id"]) for item in (*items, *response["output"]) if _is_named(item)]
@@ -168,9 +168,9 @@ class ResponseStore:
         """(the kept events from `number` on, whether more may come)."""
         goes_on = self._mark(response_id).exists()  # before the look at the events, of which the last is kept earlier
         query = "SELECT data FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT ?"
-        values = (response_id, number, _MOST_EVENTS)
+        values = (response_id, number, _MAX_EVENTS)
         rows = await self._do(lambda database: database.execute(query, values).fetchall())
-        return [data for (data,) in rows], goes_on or len(rows) == _MOST_EVENTS
+        return [data for (data,) in rows], goes_on or len(rows) == _MAX_EVENTS
 
     async def cancel(self, response_id: str) -> None:
         """Asks the process that computes it to end it."""
@@ -206,7 +206,7 @@ class ResponseStore:
         return self._path.with_name(f"{self._path.name}.{response_id}.running")
 
     def _make_room(self, database: sqlite3.Connection) -> None:
-        while database.execute("SELECT bytes FROM total").fetchone()[0] > self._most_bytes:
+        while database.execute("SELECT bytes FROM total").fetchone()[0] > self._max_bytes:
             oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
             if not database.execute(f"DELETE FROM responses WHERE id = ({oldest})").rowcount:
                 break

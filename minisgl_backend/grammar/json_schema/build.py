@@ -17,7 +17,6 @@ from minisgl_backend.grammar.json_schema.containers import (
     object_choice,
 )
 from minisgl_backend.grammar.json_schema.document import Document, Node, SchemaError
-from minisgl_backend.grammar.json_schema.emptiness import terms_of_item, terms_of_property
 from minisgl_backend.grammar.json_schema.formula import (
     FALSE,
     KINDS,
@@ -41,6 +40,8 @@ from minisgl_backend.grammar.json_schema.formula import (
     branches,
     evaluate,
     regex_of,
+    terms_of_item,
+    terms_of_property,
 )
 from minisgl_backend.grammar.json_schema.keywords import KEYWORDS
 from minisgl_backend.grammar.json_schema.notation import ARGUMENT, Notation

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from minisgl_backend.grammar.json_schema import regex as rx
 from minisgl_backend.grammar.json_schema.automaton import TooManyStatesError, automaton
 from minisgl_backend.grammar.json_schema.constraints import Constraints
 from minisgl_backend.grammar.json_schema.document import SchemaError
 from minisgl_backend.grammar.json_schema.formula import (
     KINDS,
     Branch,
-    Item,
-    Items,
     Kind,
-    Properties,
-    Property,
     Required,
     Size,
     Term,
@@ -22,6 +17,8 @@ from minisgl_backend.grammar.json_schema.formula import (
     branches,
     evaluate,
     regex_of,
+    terms_of_item,
+    terms_of_property,
 )
 
 DEPTH = 3  # levels of nesting that are examined
@@ -54,18 +51,6 @@ def _lacks_property(constraints: Constraints, branch: Branch, depth: int) -> boo
     return False
 
 
-def terms_of_property(branch: Branch, name: str) -> list[Term]:
-    """What the value of the property `name` must match."""
-    own = [fact.term for fact in branch if isinstance(fact, Property) and fact.name == name]
-    return own + [fact.term for fact in branch if isinstance(fact, Properties) and rx.matches(fact.names, name)]
-
-
 def _lacks_item(constraints: Constraints, branch: Branch, depth: int) -> bool:
     least = max((fact.least for fact in branch if isinstance(fact, Size)), default=0)
     return any(_nothing(constraints, terms_of_item(branch, number), depth) for number in range(min(least, ITEMS)))
-
-
-def terms_of_item(branch: Branch, number: int) -> list[Term]:
-    """What the item at index `number` must match."""
-    own = [fact.term for fact in branch if isinstance(fact, Item) and fact.number == number]
-    return own + [fact.term for fact in branch if isinstance(fact, Items) and fact.first <= number]

@@ -371,3 +371,15 @@ def regex_of(formula: Formula) -> Regex:
         assert isinstance(formula, Text)
         return formula.regex
     return formula.regex
+
+
+def terms_of_property(branch: Branch, name: str) -> list[Term]:
+    """What the value of the property `name` must match."""
+    own = [fact.term for fact in branch if isinstance(fact, Property) and fact.name == name]
+    return own + [fact.term for fact in branch if isinstance(fact, Properties) and rx.matches(fact.names, name)]
+
+
+def terms_of_item(branch: Branch, number: int) -> list[Term]:
+    """What the item at index `number` must match."""
+    own = [fact.term for fact in branch if isinstance(fact, Item) and fact.number == number]
+    return own + [fact.term for fact in branch if isinstance(fact, Items) and fact.first <= number]

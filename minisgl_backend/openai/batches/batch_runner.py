@@ -54,13 +54,13 @@ class BatchRunner:
     """For one event loop; `run` goes on until it is cancelled."""
 
     def __init__(
-        self, batches: BatchStore, files: FileStore, post: Post, most_at_once: int, most_line_bytes: int
+        self, batches: BatchStore, files: FileStore, post: Post, max_at_once: int, max_line_bytes: int
     ) -> None:
         self._batches = batches
         self._files = files
         self._post = post
-        self._most_at_once = most_at_once
-        self._most_line_bytes = most_line_bytes
+        self._max_at_once = max_at_once
+        self._max_line_bytes = max_line_bytes
         self._ended: set[str] = set()  # names of files that need no further check
         self._tidied_at = -math.inf
 
@@ -130,15 +130,15 @@ class BatchRunner:
     async def _compute(self, batch: Batch) -> None:
         if batch["status"] == "validating":
             source = self._files.data(batch["input_file_id"])
-            count, errors = await off_loop(validate_lines, source, batch["endpoint"], self._most_line_bytes)
+            count, errors = await off_loop(validate_lines, source, batch["endpoint"], self._max_line_bytes)
             if errors:
                 await self._fail(batch, errors)
                 return
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
             batch["request_counts"]["total"] = count
             await until_written(_named(batch), self._batches.write, batch)
-        work = BatchWork(batch, self._batches, self._files, self._post, self._most_line_bytes)
-        ended = await work.run(self._most_at_once)
+        work = BatchWork(batch, self._batches, self._files, self._post, self._max_line_bytes)
+        ended = await work.run(self._max_at_once)
         await self._end(batch, ended)
 
     async def _end(self, batch: Batch, status: str) -> None:
@@ -173,28 +173,28 @@ class BatchRunner:
 class BatchWork:
     """The lines of one batch."""
 
-    def __init__(self, batch: Batch, batches: BatchStore, files: FileStore, post: Post, most_line_bytes: int) -> None:
+    def __init__(self, batch: Batch, batches: BatchStore, files: FileStore, post: Post, max_line_bytes: int) -> None:
         self._batch = batch
         self._batches = batches
         self._files = files
         self._post = post
-        self._most_line_bytes = most_line_bytes
+        self._max_line_bytes = max_line_bytes
         self._told_at = -math.inf
         self._writing = asyncio.Lock()  # so that one waits for a full disk, and all others for that one
 
-    async def run(self, most_at_once: int) -> str:
+    async def run(self, max_at_once: int) -> str:
         """Returns the batch's final status."""
         output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
         done = [await off_loop(custom_ids_in, path) for path in (output, errors)]
         self._counts.update(completed=len(done[0]), failed=len(done[1]))
         source = self._files.data(self._batch["input_file_id"])
-        lines = _Lines(lines_left(source, self._batch["endpoint"], done[0] | done[1], self._most_line_bytes))
+        lines = _Lines(lines_left(source, self._batch["endpoint"], done[0] | done[1], self._max_line_bytes))
         with contextlib.ExitStack() as opened:
             opened.callback(lines.close)
             self._output = opened.enter_context(await until_written(_named(self._batch), _Records, output))
             self._errors = opened.enter_context(await until_written(_named(self._batch), _Records, errors))
             async with _TaskGroup() as group:
-                for _ in range(most_at_once):
+                for _ in range(max_at_once):
                     group.create_task(self._take(lines))
             while self._end() == "expired" and (line := await off_loop(lines.next)) is not None:
                 await self._keep(self._errors, line, None)

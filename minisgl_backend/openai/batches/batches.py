@@ -20,7 +20,7 @@ from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest
 WINDOW_SECONDS = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
 _ID = re.compile(r"batch_[0-9a-f]{32}")
-_MOST_BATCHES = 10_000  # kept at most; the oldest ones that have ended make room
+_MAX_BATCHES = 10_000  # kept at most; the oldest ones that have ended make room
 _KEYS = {"status", "endpoint", "input_file_id", "created_at", "expires_at", "request_counts", "_output", "_errors"}
 _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
@@ -121,7 +121,7 @@ class BatchStore:
 
     def _make_room(self) -> None:
         batches = self.all()
-        if len(batches) < _MOST_BATCHES:
+        if len(batches) < _MAX_BATCHES:
             return
         ended = next((batch for batch in batches if batch["status"] in ENDED), None)
         if ended is None:

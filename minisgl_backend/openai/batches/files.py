@@ -34,12 +34,12 @@ _ORPHAN_SECONDS = 3600.0  # since the last write to a file that clients do not s
 
 
 class FileStore:
-    """Stores up to `most_bytes` of files. Methods that access the disk may take long and belong on another thread."""
+    """Stores up to `max_bytes` of files. Methods that access the disk may take long and belong on another thread."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         """`folder`: created with the first file."""
         self._folder = folder
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._expected = 0  # bytes of uploads in progress
 
     def add(self, source: IO[bytes], size: int, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class FileStore:
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError if `size` more bytes would exceed the limit."""
         used = sum(map(_size, paths_in(self._folder, "file-*"))) + self._expected
-        if used + size > self._most_bytes and (gone := self.remove_expired()):
+        if used + size > self._max_bytes and (gone := self.remove_expired()):
             used -= gone
-        if used + size > self._most_bytes:
-            allowed = f"{self._most_bytes} in all (--max-files-bytes); delete files that are not needed"
+        if used + size > self._max_bytes:
+            allowed = f"{self._max_bytes} in all (--max-files-bytes); delete files that are not needed"
             raise ApiError(
                 413, f"files of {used} bytes are kept, and {size} more; allowed: {allowed}", code="storage_full"
             )
@@ -84,7 +84,7 @@ class FileStore:
     @contextlib.contextmanager
     def expect(self, size: int | None) -> Iterator[None]:
         """Inside, an upload of `size` bytes (None: unknown) is received into its own temporary file."""
-        size = min(MAX_FILE_BYTES, self._most_bytes // 4) if size is None else size
+        size = min(MAX_FILE_BYTES, self._max_bytes // 4) if size is None else size
         self._expected += size
         try:
             yield

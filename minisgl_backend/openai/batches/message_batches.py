@@ -16,20 +16,20 @@ from minisgl_backend.openai.requests.batches import MESSAGES, BatchRequest, mess
 
 PATH = f"{MESSAGES}/batches"
 _PREFIX = "msg"  # before the id that the batch is kept by
-_MOST_LISTED = 1000
+_MAX_LISTED = 1000
 
 
 class MessageBatches:
     """The batches of messages among all batches. Methods access the disk and belong on another thread."""
 
-    def __init__(self, batches: BatchStore, files: FileStore, most_line_bytes: int) -> None:
+    def __init__(self, batches: BatchStore, files: FileStore, max_line_bytes: int) -> None:
         self._batches = batches
         self._files = files
-        self._most_line_bytes = most_line_bytes
+        self._max_line_bytes = max_line_bytes
 
     def create(self, body: bytes) -> Batch:
         try:
-            lines = message_lines(body, self._most_line_bytes)
+            lines = message_lines(body, self._max_line_bytes)
         except ValueError as error:
             raise invalid("requests", str(error)) from None
         request = BatchRequest.model_construct(
@@ -53,8 +53,8 @@ class MessageBatches:
 
     def page(self, limit: int, after: str | None, before: str | None) -> dict[str, Any]:
         """Anthropic's list: newest first; behind `after`, or just before `before`."""
-        if not 1 <= limit <= _MOST_LISTED:
-            raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MOST_LISTED}")
+        if not 1 <= limit <= _MAX_LISTED:
+            raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MAX_LISTED}")
         if after and before:
             raise invalid("before_id", "before_id is given together with after_id; allowed: one of them")
         found = [batch for batch in self._batches.all() if is_of_messages(batch)][::-1]

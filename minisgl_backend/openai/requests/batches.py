@@ -96,8 +96,8 @@ _decode_body = msgspec.json.Decoder(MessageBatchBody).decode
 _decode_params = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def message_lines(body: bytes, most_bytes: int) -> list[bytes]:
-    """The requests of a batch of messages as lines of a batch's file, each of at most `most_bytes`. Raises ValueError
+def message_lines(body: bytes, max_bytes: int) -> list[bytes]:
+    """The requests of a batch of messages as lines of a batch's file, each of at most `max_bytes`. Raises ValueError
     with what is wrong."""
     try:
         requests = _decode_body(body).requests
@@ -105,10 +105,10 @@ def message_lines(body: bytes, most_bytes: int) -> list[bytes]:
         raise ValueError(f"requests: {error}") from None
     if not 1 <= len(requests) <= MAX_MESSAGE_LINES:
         raise ValueError(f"requests has {len(requests)} entries; allowed: 1 to {MAX_MESSAGE_LINES}")
-    return list(_message_lines(requests, most_bytes))
+    return list(_message_lines(requests, max_bytes))
 
 
-def _message_lines(requests: list[MessageEntry], most_bytes: int) -> Iterator[bytes]:
+def _message_lines(requests: list[MessageEntry], max_bytes: int) -> Iterator[bytes]:
     seen: set[str] = set()
     for number, entry in enumerate(requests):
         name = f"requests[{number}]"
@@ -124,6 +124,6 @@ def _message_lines(requests: list[MessageEntry], most_bytes: int) -> Iterator[by
         # In JSON, ends of lines stand between values alone.
         params = msgspec.Raw(bytes(entry.params).replace(b"\n", b" ").replace(b"\r", b" "))
         line = {"custom_id": entry.custom_id, "method": "POST", "url": MESSAGES, "body": params}
-        if len(encoded := msgspec.json.encode(line)) >= most_bytes:
-            raise ValueError(f"{name} is longer than {most_bytes} bytes, all that one may have (--max-body-bytes)")
+        if len(encoded := msgspec.json.encode(line)) >= max_bytes:
+            raise ValueError(f"{name} is longer than {max_bytes} bytes, all that one may have (--max-body-bytes)")
         yield encoded + b"\n"

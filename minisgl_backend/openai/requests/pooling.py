@@ -12,12 +12,12 @@ from minisgl_backend.openai.requests.base import Model, Named, TokenIds, check_u
 from minisgl_backend.request import MAX_PRIORITY
 
 MAX_INPUTS = 2048
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 Inputs = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 EmbeddingInput = str | Inputs | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY)]
-Truncation = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
-Dimensions = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+Truncation = Annotated[int, Field(ge=-1, le=_MAX_TOKENS)]
+Dimensions = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 
 
 class Pooled(Named):
@@ -77,7 +77,7 @@ class RerankRequest(Pooled):
     documents: Documents
     top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as in vLLM
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
     instruction: str | None = None  # the task, for models that judge by yes and no
     use_activation: bool | None = None  # vLLM's; false: scores as they are before the logistic function
 

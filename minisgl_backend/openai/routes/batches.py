@@ -16,7 +16,7 @@ from minisgl_backend.openai.paging import page
 from minisgl_backend.openai.requests.batches import BatchRequest
 from minisgl_backend.openai.storage import StorageRoute
 
-_MOST_LISTED = 100
+_MAX_LISTED = 100
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
@@ -36,7 +36,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     async def listed(request: Request) -> Response:
         found = await asyncio.to_thread(batches.all)
         shown = [batches.shown(batch) for batch in found if not is_of_messages(batch)]
-        return json_response(page(shown, request, most=_MOST_LISTED, default=20))
+        return json_response(page(shown, request, max_limit=_MAX_LISTED, default=20))
 
     @router.get("/v1/batches/{batch_id}")
     async def find(batch_id: str) -> Response:

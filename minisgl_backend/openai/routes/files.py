@@ -22,7 +22,7 @@ PATH = "/v1/files"
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # form fields
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
 _PURPOSES = ("batch",)
-_MOST_LISTED = 10_000
+_MAX_LISTED = 10_000
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
@@ -48,7 +48,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         purpose = request.query_params.get("purpose")
         found = await asyncio.to_thread(files.all)
         found = [file for file in found if purpose in (None, file["purpose"])]
-        return json_response(page(found, request, most=_MOST_LISTED, default=_MOST_LISTED))
+        return json_response(page(found, request, max_limit=_MAX_LISTED, default=_MAX_LISTED))
 
     @router.get(PATH + "/{file_id}")
     async def find(file_id: str) -> Response:

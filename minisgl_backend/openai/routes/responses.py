@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.25  # interval at which a background response checks whether it was cancelled
 _REFUSAL_SECONDS = 2.0  # within which a server says that it does not take a request
 _OFF = "this server keeps no responses (--response-store-bytes 0)"
-_MOST_LISTED = 100
+_MAX_LISTED = 100
 
 
 class Responses:
@@ -307,8 +307,8 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str, limit: int = 20, order: str = "desc", after: str = "") -> Response:
-        if not 1 <= limit <= _MOST_LISTED:
-            raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MOST_LISTED}")
+        if not 1 <= limit <= _MAX_LISTED:
+            raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MAX_LISTED}")
         check_order(order)
         found = (await responses.find(response_id)).items
         return json_response(page_behind(found if order == "asc" else found[::-1], after, limit))

@@ -28,8 +28,8 @@ MOST_LINE_BYTES = 1000
 class Folder:
     """What a server keeps, and a runner over it."""
 
-    def __init__(self, path: Path, most_bytes: int = 1 << 20) -> None:
-        self.files = FileStore(path / "files", most_bytes)
+    def __init__(self, path: Path, max_bytes: int = 1 << 20) -> None:
+        self.files = FileStore(path / "files", max_bytes)
         self.batches = BatchStore(path / "batches")
 
     def add(self, *lines: Any) -> Batch:
@@ -39,9 +39,9 @@ class Folder:
             BatchRequest(input_file_id=file["id"], endpoint="/v1/chat/completions", completion_window="24h")
         )
 
-    async def run(self, batch: Batch, post: Post, most_at_once: int = 2) -> Batch:
+    async def run(self, batch: Batch, post: Post, max_at_once: int = 2) -> Batch:
         """Until the batch has ended."""
-        task = asyncio.get_running_loop().create_task(runner(self, post, most_at_once).run())
+        task = asyncio.get_running_loop().create_task(runner(self, post, max_at_once).run())
         try:
             while (found := self.batches.get(batch["id"]))["status"] not in ENDED and not task.done():
                 await asyncio.sleep(0.005)
@@ -58,8 +58,8 @@ class Folder:
         return {line["custom_id"]: line for line in lines}
 
 
-def runner(folder: Folder, post: Post, most_at_once: int = 2) -> BatchRunner:
-    return BatchRunner(folder.batches, folder.files, post, most_at_once, MOST_LINE_BYTES)
+def runner(folder: Folder, post: Post, max_at_once: int = 2) -> BatchRunner:
+    return BatchRunner(folder.batches, folder.files, post, max_at_once, MOST_LINE_BYTES)
 
 
 def line(custom_id: str, **body: Any) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_never_more_than_so_many_at_once(tmp_path: Path) -> None:
 
 
 def test_files_have_a_bound(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, most_bytes=1000)
+    folder = Folder(tmp_path, max_bytes=1000)
     file = folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch")
     with pytest.raises(ApiError) as full:
         folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch")
@@ -282,7 +282,7 @@ def test_files_have_a_bound(tmp_path: Path) -> None:
 
 
 def test_files_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(tmp_path, most_bytes=1500)
+    folder = Folder(tmp_path, max_bytes=1500)
     kept = folder.files.add(io.BytesIO(b"x"), 1, "x", "batch")
     file = folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch", 3600)
     assert folder.files.get(file["id"])["expires_at"] == file["created_at"] + 3600
@@ -306,7 +306,7 @@ def test_results_expire_when_the_batch_says_so(tmp_path: Path) -> None:
 
 def test_uploads_that_are_being_read_count(tmp_path: Path) -> None:
     """They are on the disk already, wherever that is."""
-    folder = Folder(tmp_path, most_bytes=1000)
+    folder = Folder(tmp_path, max_bytes=1000)
     with folder.files.expect(600), folder.files.expect(None):  # which counts as a quarter
         folder.files.check_room(150)
         with pytest.raises(ApiError, match="850 bytes are kept"):

@@ -47,7 +47,7 @@ def post(
     """(status, JSON, headers) for a body that comes in pieces of `size` bytes, and declares its length or not."""
     app = FastAPI()
     add_error_answers(app)
-    app.add_middleware(BodyLimit, most_bytes=MOST, by_path={})
+    app.add_middleware(BodyLimit, max_bytes=MOST, by_path={})
 
     @app.post("/read")
     async def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from minisgl_backend.openai.decisions import MOST_TEXT, LetteredQuestion, answers_of, to_fields
+from minisgl_backend.openai.decisions import MAX_TEXT, LetteredQuestion, answers_of, to_fields
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.decisions import DecisionRequest
 
@@ -36,7 +36,7 @@ def test_questions_have_the_input_in_common() -> None:
 
 
 def test_a_long_input_is_not_repeated_without_bound() -> None:
-    body = request(*[PREDICATE] * 10, text="x" * (MOST_TEXT // 10 + 1))
+    body = request(*[PREDICATE] * 10, text="x" * (MAX_TEXT // 10 + 1))
     with pytest.raises(ApiError, match="10 prompts"):
         to_fields(body, [LetteredQuestion(one) for one in body.questions])
 
