@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from minisgl_backend.openai.requests.messages import shown, text_of, wrong
+from minisgl_backend.openai.requests.messages import shown, text_at, text_of, wrong
 
 # Lines that Claude Code writes for Anthropic's own servers, as `x-anthropic-billing-header: cc_version=...; cch=...;`.
 # They change with each request, so no prompt with one would be found in the prefix cache. No model is to read them.
@@ -37,7 +37,7 @@ def messages_of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, 
             content = _result_text(block.get("content"), f"{path}.content")
             if _is_error(block, path):  # chat templates have no field for it
                 content = f"Error: {content}"
-            found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", path), "content": content})
+            found.append({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": content})
             continue
         text = _block_text(block, path, _USER_BLOCKS)
         if found and found[-1]["role"] == "user":
@@ -52,15 +52,15 @@ def message_of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, A
     for number, block in enumerate(blocks):
         path, kind = f"{name}[{number}]", block.get("type")
         if kind == "text":
-            texts.append(_text(block, "text", path))
+            texts.append(text_at(block, "text", path))
         elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", path))
+            thoughts.append(text_at(block, "thinking", path))
         elif kind == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
                 raise wrong(f"{path}.input", f"is {shown(given)}; allowed: an object")
-            function = {"name": _text(block, "name", path), "arguments": json.dumps(given)}
-            calls.append({"id": _text(block, "id", path), "type": "function", "function": function})
+            function = {"name": text_at(block, "name", path), "arguments": json.dumps(given)}
+            calls.append({"id": text_at(block, "id", path), "type": "function", "function": function})
         elif kind != "redacted_thinking":  # only Anthropic can read it
             raise wrong(f"{path}.type", f"is {shown(kind)}; allowed: {', '.join(_ASSISTANT_BLOCKS)}")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -81,7 +81,7 @@ def _system_block(block: Any, name: str) -> str:
         raise wrong(
             f"{name}.type", f"is {shown(block.get('type') if isinstance(block, dict) else block)}; allowed: text"
         )
-    return _text(block, "text", name)
+    return text_at(block, "text", name)
 
 
 def _result_text(content: Any, name: str) -> str:
@@ -100,13 +100,13 @@ def _block_text(block: Any, name: str, allowed: tuple[str, ...]) -> str:
             f"{name}.type", f"is {shown(kind)}; allowed: {', '.join(allowed)} (this server has no other inputs)"
         )
     if kind == "text":
-        return _text(block, "text", name)
+        return text_at(block, "text", name)
     if kind == "tool_reference":
-        return _text(block, "tool_name", name)
+        return text_at(block, "tool_name", name)
     if kind == "search_result":
-        heads = [_text(block, key, name) for key in ("title", "source")]
+        heads = [text_at(block, key, name) for key in ("title", "source")]
         return "\n".join((*heads, text_of(block.get("content"), f"{name}.content")))
-    heads = [_text(block, key, name) for key in ("title", "context") if block.get(key) is not None]
+    heads = [text_at(block, key, name) for key in ("title", "context") if block.get(key) is not None]
     return "\n".join((*heads, _document_text(block.get("source"), f"{name}.source")))
 
 
@@ -114,7 +114,7 @@ def _document_text(source: Any, name: str) -> str:
     kind = source.get("type") if isinstance(source, dict) else source
     if not isinstance(source, dict) or kind not in _SOURCES:
         raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: {', '.join(_SOURCES)} (documents that are text)")
-    return _text(source, "data", name) if kind == "text" else text_of(source.get("content"), f"{name}.content")
+    return text_at(source, "data", name) if kind == "text" else text_of(source.get("content"), f"{name}.content")
 
 
 def _is_error(block: dict[str, Any], name: str) -> bool:
@@ -122,10 +122,3 @@ def _is_error(block: dict[str, Any], name: str) -> bool:
     if not isinstance(value, bool | None):
         raise wrong(f"{name}.is_error", f"is {shown(value)}; allowed: true, false")
     return bool(value)
-
-
-def _text(block: dict[str, Any], key: str, name: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
-    return value

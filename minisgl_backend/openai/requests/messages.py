@@ -46,6 +46,14 @@ def text_of(content: Any, name: str) -> str:
     return "\n".join(_part_text(part, f"{name}[{number}]") for number, part in enumerate(content))
 
 
+def text_at(item: dict[str, Any], key: str, name: str) -> str:
+    """The text that the item called `name` must have there. Raises ApiError."""
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
+    return value
+
+
 def wrong(name: str, reason: str) -> ApiError:
     """The error for a nested value: `messages[3].content` belongs to the field `messages`."""
     return invalid(name.partition("[")[0], f"{name} {reason}")

@@ -11,7 +11,7 @@ from pydantic import Field
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, check_unicode
 from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest, OpenRouterReasoning
-from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_at, text_of, wrong
 from minisgl_backend.openai.requests.response_tools import (
     AllowedFunctions,
     CallableTools,
@@ -130,7 +130,7 @@ class ResponsesRequest(Sampling):
         if isinstance(self.input, str):
             return {}
         return {
-            number: _text(item, "id", f"input[{number}]")
+            number: text_at(item, "id", f"input[{number}]")
             for number, item in enumerate(self.input)
             if item.get("type") == "item_reference" or (item and item.keys() <= {"id", "type"} and not item.get("type"))
         }
@@ -202,10 +202,10 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
         else:
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
-        function = {key: _text(item, key, name) for key in ("name", "arguments")}
+        function = {key: text_at(item, key, name) for key in ("name", "arguments")}
         if isinstance(namespace := item.get("namespace"), str):
             function["name"] = flat_name(function["name"], namespace)
-        call = {"id": _text(item, "call_id", name), "type": "function", "function": function}
+        call = {"id": text_at(item, "call_id", name), "type": "function", "function": function}
         begun = _turn(messages)
         if begun is None:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -213,7 +213,7 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
             begun.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = text_of(item.get("output"), f"{name}.output")
-        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", name), "content": output})
+        messages.append({"role": "tool", "tool_call_id": text_at(item, "call_id", name), "content": output})
     elif kind == "reasoning":
         reasoning = _reasoning_text(item, name)
         if reasoning:
@@ -225,13 +225,6 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The message of the model's current turn, which no other message follows yet."""
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-
-
-def _text(item: dict[str, Any], key: str, name: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
-    return value
 
 
 def _reasoning_text(item: dict[str, Any], name: str) -> str:
