@@ -21,7 +21,7 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.sampling.launch import SamplingKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
 from minisgl_backend.kv.layout import LayerKV
@@ -108,7 +108,9 @@ class Chain:
             if rotation_pays(self.batch, self.shape.kv_heads):
                 attended = rotating_decode_attention(qkv, rotation, kept, where)
             else:
-                q = ops.rope_store(qkv, rotation, self.positions, self.slots, LayerKV(k, v), self.shape.heads)
+                q = ops.rope_store(
+                    qkv, rotation, TokenPlaces(self.positions, self.slots), LayerKV(k, v), self.shape.heads
+                )
                 attended = decode_attention(q, kept, where)
             x = plain.linear(attended.flatten(1), o_weight, GemmCall(residual=x))
             gated = plain.linear(x, gate_up_weight, GemmCall(self.norm, 1e-6, activation="silu"))

@@ -13,7 +13,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kv.layout import LayerKV
 
 
@@ -167,13 +167,7 @@ def _combine_kernel(
 
 
 def rope_store(
-    qkv: torch.Tensor,
-    rotation: QKNormRope,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv: LayerKV,
-    num_q_heads: int,
-    pdl: bool = False,
+    qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int, pdl: bool = False
 ) -> torch.Tensor:
     """See `Ops.rope_store`: the q part of qkv is overwritten, and a view of it is returned."""
     num_tokens, k = qkv.shape[0], kv.k
@@ -184,7 +178,7 @@ def rope_store(
         tile = 1 if num_tokens <= 32 else 8
         _rope_store_kernel[(num_tokens, cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
-            rotation.cos_sin, positions, slots, k, kv.v, qkv.stride(0), k.stride(0), k.stride(1), k.stride(2),
+            rotation.cos_sin, at.positions, at.slots, k, kv.v, qkv.stride(0), k.stride(0), k.stride(1), k.stride(2),
             rotation.eps, 1.0 / kv.scales.k, 1.0 / kv.scales.v,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=next_power_of_2(half),
             HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None, LARGEST=largest_number(k.dtype),

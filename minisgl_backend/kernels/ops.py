@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,13 @@ class QKNormRope:
     k_norm: torch.Tensor | None
     cos_sin: torch.Tensor  # float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines
     eps: float  # of the norms
+
+
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a step are."""
+
+    positions: torch.Tensor  # int [num_tokens], in `cos_sin`
+    slots: torch.Tensor  # int [num_tokens], in the KV pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,37 +68,25 @@ class Ops(ABC):
 
     @abstractmethod
     def rope_store(
-        self,
-        qkv: torch.Tensor,
-        rotation: QKNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
-        num_q_heads: int,
+        self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:
         """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
 
         qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. A head's first half pairs with
-        its second half. positions and slots int [num_tokens]; kv in any number format: keys and values are divided by
+        its second half. kv in any number format: keys and values are divided by
         its scales and saturate at the format's largest number.
         Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
         """
 
     @abstractmethod
     def latent_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        rotation: LatentNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
+        self, q: torch.Tensor, latents: torch.Tensor, rotation: LatentNormRope, at: TokenPlaces, kv: LayerKV
     ) -> torch.Tensor:
         """Norm of latents, rotary embedding, and the store into the KV pool (MLA).
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim] is rotated in place in its last rope_dim dimensions, and
         returned. latents [num_tokens, rank + rope_dim]: the first rank numbers are normed and stored, the others
-        rotated and stored. positions and slots int [num_tokens]; kv.k [num_pages, 1, page_size, rank + rope_dim], in
+        rotated and stored. kv.k [num_pages, 1, page_size, rank + rope_dim], in
         the dtype of latents or in FP8, for which numbers are divided by its scale and saturate. Rows of q and latents
         may be strided.
         """

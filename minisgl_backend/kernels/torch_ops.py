@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.ops import LatentNormRope, Ops, QKNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, Ops, QKNormRope, TokenPlaces
 from minisgl_backend.kv.layout import LayerKV
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
@@ -26,13 +26,7 @@ class TorchOps(Ops):
         return (hidden.float() + multiplier * _rms_norm(x, weight, eps)).to(hidden.dtype)
 
     def rope_store(
-        self,
-        qkv: torch.Tensor,
-        rotation: QKNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
-        num_q_heads: int,
+        self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:
         _, num_kv_heads, _, head_dim = kv.k.shape
         heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -43,27 +37,21 @@ class TorchOps(Ops):
             # q and k heads are normed together; only their weights differ.
             weight = torch.cat([q_norm.expand(num_q_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)]).float()
             qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + rotation.eps) * weight
-        rotated = _rotated(qk, rotation.cos_sin[positions].unsqueeze(1)).to(qkv.dtype)
+        rotated = _rotated(qk, rotation.cos_sin[at.positions].unsqueeze(1)).to(qkv.dtype)
         q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
-        store_tokens(kv.k, k, slots, kv.scales.k)
-        store_tokens(kv.v, v, slots, kv.scales.v)
+        store_tokens(kv.k, k, at.slots, kv.scales.k)
+        store_tokens(kv.v, v, at.slots, kv.scales.v)
         return q
 
     def latent_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        rotation: LatentNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
+        self, q: torch.Tensor, latents: torch.Tensor, rotation: LatentNormRope, at: TokenPlaces, kv: LayerKV
     ) -> torch.Tensor:
         rank = len(rotation.norm)
         latent, key = latents.split([rank, latents.shape[1] - rank], dim=1)
-        angles = rotation.cos_sin[positions]
+        angles = rotation.cos_sin[at.positions]
         normed = _rms_norm(latent, rotation.norm, rotation.eps).to(latents.dtype)
         stored = torch.cat([normed, _rotated(key, angles)], dim=1)
-        store_tokens(kv.k, stored.unsqueeze(1), slots, kv.scales.k)
+        store_tokens(kv.k, stored.unsqueeze(1), at.slots, kv.scales.k)
         turned = q[..., q.shape[-1] - key.shape[1] :]
         turned.copy_(_rotated(turned, angles.unsqueeze(1)))
         return q

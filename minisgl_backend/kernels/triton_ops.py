@@ -10,7 +10,7 @@ from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memor
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import MAX_PDL_TOKENS
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS
-from minisgl_backend.kernels.ops import LatentNormRope, QKNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 
@@ -51,23 +51,11 @@ class TritonOps(TorchOps):
         return fused.add_norm(hidden, x, weight, eps, multiplier, self.pdl(x))
 
     def rope_store(
-        self,
-        qkv: torch.Tensor,
-        rotation: QKNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
-        num_q_heads: int,
+        self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:
-        return fused.rope_store(qkv, rotation, positions, slots, kv, num_q_heads, self.pdl(qkv))
+        return fused.rope_store(qkv, rotation, at, kv, num_q_heads, self.pdl(qkv))
 
     def latent_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        rotation: LatentNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
+        self, q: torch.Tensor, latents: torch.Tensor, rotation: LatentNormRope, at: TokenPlaces, kv: LayerKV
     ) -> torch.Tensor:
-        return latent_store(q, latents, rotation, positions, slots, kv, self.pdl(q))
+        return latent_store(q, latents, rotation, at, kv, self.pdl(q))

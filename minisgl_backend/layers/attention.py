@@ -11,7 +11,7 @@ from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -119,7 +119,7 @@ class SelfAttention(Mixer):
         if tokens.rotation is not None:
             cos_sin, positions = tokens.rotation.by(self._rope)
             rotation = replace(rotation, cos_sin=cos_sin)
-        return self._ops.rope_store(qkv, rotation, positions, slots, layer.kv, layer.num_q_heads)
+        return self._ops.rope_store(qkv, rotation, TokenPlaces(positions, slots), layer.kv, layer.num_q_heads)
 
     def weight_parts(self) -> list[WeightPart]:
         if self.sinks is None:

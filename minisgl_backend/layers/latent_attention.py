@@ -12,7 +12,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.ops import LatentNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, TokenPlaces
 from minisgl_backend.kv.latent import LatentLayout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -118,7 +118,7 @@ class LatentAttention(Mixer):
         if tokens.rotation is not None:
             cos_sin, positions = tokens.rotation.by(self._rope)
             rotation = replace(rotation, cos_sin=cos_sin)
-        return self._ops.latent_store(q, kept, rotation, positions, slots, self._layer.kv)
+        return self._ops.latent_store(q, kept, rotation, TokenPlaces(positions, slots), self._layer.kv)
 
     def weight_parts(self) -> list[WeightPart]:
         return []

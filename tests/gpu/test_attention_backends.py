@@ -12,7 +12,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
 from minisgl_backend.attention.mha import BACKENDS
 from minisgl_backend.attention.registry import create_attention, import_failure
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.specs import one_group
@@ -140,7 +140,7 @@ def test_rotating_decode_eager_and_captured(page_size, shape, normed):
         slots = cache.table[inputs.rows, positions // page_size] * page_size + positions % page_size
         qkv = torch.randn(len(kv_lens), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
         k, v = cache.kv.k.clone(), cache.kv.v.clone()
-        q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k, v), heads)
+        q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(k, v), heads)
         ref = reference.attend(reference.spec.layer(0, LayerKV(k, v)), q, reference.plan(None, inputs))
         plan = backend.plan_capture(inputs)
         assert error(backend.attend_with_rope(backend.spec.layer(0, cache.kv), qkv, rotation, plan), ref) < 1e-2

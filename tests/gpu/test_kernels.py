@@ -184,7 +184,7 @@ def test_gated_products_of_many_rows(rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
-    from minisgl_backend.kernels.ops import QKNormRope
+    from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
     from minisgl_backend.kernels.torch_ops import TorchOps
     from minisgl_backend.kernels.triton_ops import TritonOps
     from minisgl_backend.kv.layout import LayerKV
@@ -209,7 +209,7 @@ def test_fused_chains_match_torch(rows):
     outputs = []
     for ops in (triton_ops, torch_ops):
         pool = torch.zeros(2, rows * 2 // page_size + 1, kv_heads, page_size, dim, device=device).bfloat16()
-        q = ops.rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1]), heads)
+        q = ops.rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(pool[0], pool[1]), heads)
         outputs.append((q, pool))
     assert relative(outputs[0][0], outputs[1][0]) < 4e-3
     assert relative(outputs[0][1], outputs[1][1]) < 4e-3

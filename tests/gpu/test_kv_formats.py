@@ -12,7 +12,7 @@ from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.mha import BACKENDS
 from minisgl_backend.attention.needs import AttentionNeeds
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.gpu.test_attention_backends import Cache, error
@@ -70,7 +70,9 @@ def test_what_is_stored(rows: int, normed: bool) -> None:
     for ops in (TritonOps(torch.device("cuda")), TorchOps()):
         pool = torch.zeros(2, rows * 2 // page_size + 1, kv_heads, page_size, dim, device="cuda").to(FP8)
         rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
-        ops.rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1], KVScales(0.5, 0.25)), heads)
+        ops.rope_store(
+            qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(pool[0], pool[1], KVScales(0.5, 0.25)), heads
+        )
         pools.append(pool)
     found, expected = (pool.float() for pool in pools)
     assert torch.equal(found.isnan(), expected.isnan())
@@ -152,7 +154,7 @@ def test_rotating_decode(page_size: int, batch: int) -> None:
     slots = cache.table[inputs.rows, positions // page_size] * page_size + positions % page_size
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
     stored = LayerKV(kv.k.clone(), kv.v.clone(), SCALES)
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, heads)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), stored, heads)
     plan = backend.plan_capture(inputs)
     out = backend.attend_with_rope(backend.spec.layer(0, kv), qkv, rotation, plan)
     assert (kv.k.float() != stored.k.float()).float().mean() < 1e-3

@@ -14,7 +14,7 @@ from minisgl_backend.attention.registry import create_attention, import_failure
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.call import MixtureCall
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.gpu.test_attention_backends import Cache, error
@@ -91,7 +91,7 @@ def test_decode_with_rope(batch: int, dim: int, soft_cap: float | None, sinks: b
     slots = cache.table[inputs.rows, positions // PAGE] * PAGE + positions % PAGE
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * dim, device="cuda").bfloat16()
     stored = LayerKV(cache.kv.k.clone(), cache.kv.v.clone())
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, HEADS)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), stored, HEADS)
     expected = reference.attend(spec.layer(0, stored, weights), q, reference.plan(None, inputs))
     layer = spec.layer(0, cache.kv, weights)
     assert error(backend.attend_with_rope(layer, qkv, rotation, backend.plan(None, inputs)), expected) < 1e-2

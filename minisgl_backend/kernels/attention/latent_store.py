@@ -9,20 +9,14 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
-from minisgl_backend.kernels.ops import LatentNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, TokenPlaces
 from minisgl_backend.kv.layout import FP8, LayerKV
 
 _HEADS = 8  # query heads of a program
 
 
 def latent_store(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    rotation: LatentNormRope,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    kv: LayerKV,
-    pdl: bool = False,
+    q: torch.Tensor, latents: torch.Tensor, rotation: LatentNormRope, at: TokenPlaces, kv: LayerKV, pdl: bool = False
 ) -> torch.Tensor:
     """As `Ops.latent_store`."""
     num_tokens, num_heads, qk_dim = q.shape
@@ -32,7 +26,7 @@ def latent_store(
     if num_tokens > 0:
         # The first program of a token has its latent, the others some of the query heads each.
         _latent_store_kernel[(num_tokens, 1 + cdiv(num_heads, _HEADS))](
-            q, latents, norm, rotation.cos_sin, positions, slots, cache,
+            q, latents, norm, rotation.cos_sin, at.positions, at.slots, cache,
             q.stride(0), q.stride(1), latents.stride(0), cache.stride(0), cache.stride(2),
             rotation.eps, 1.0 / kv.scales.k,
             NUM_HEADS=num_heads, NOPE=qk_dim - rope, RANK=rank, RANK_PADDED=next_power_of_2(rank), HALF=half,

@@ -12,7 +12,7 @@ from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_LANES
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.linear.plain import reference
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
@@ -36,19 +36,13 @@ class CpuOps(TorchOps):
         return out
 
     def rope_store(
-        self,
-        qkv: torch.Tensor,
-        rotation: QKNormRope,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        kv: LayerKV,
-        num_q_heads: int,
+        self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:
         _, num_kv_heads, page_size, head_dim = kv.k.shape
         r = rotation
         if head_dim % CPU_LANES or not _are_plain(qkv, r.q_norm, r.k_norm, kv.k, kv.v) or kv.scales != ONE:
-            return super().rope_store(qkv, rotation, positions, slots, kv, num_q_heads)
-        positions, slots = positions.int().contiguous(), slots.int().contiguous()
+            return super().rope_store(qkv, rotation, at, kv, num_q_heads)
+        positions, slots = at.positions.int().contiguous(), at.slots.int().contiguous()
         self.library.minisgl_rope_store(
             qkv.data_ptr(),
             _pointer(r.q_norm),

@@ -377,8 +377,8 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
 class LinearChooser(Chooser[LinearKey]):
     """The choices for weights of one format on one device: the table's, and the measured ones that override it."""
 
-    def __init__(self, weight_format: str, facts: DeviceFacts) -> None:
-        super().__init__(CANDIDATES, weight_format, facts)
+    def __init__(self, weight_format: str, facts: DeviceFacts, table: Table[LinearKey] = CANDIDATES) -> None:
+        super().__init__(table, weight_format, facts)
         self._asked: dict[LinearKey, None] = {}  # keys with rows=0
         self._measured: dict[LinearKey, str] = {}  # by `representative`
 

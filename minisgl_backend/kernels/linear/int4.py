@@ -8,8 +8,9 @@ hold. For many rows the weight is dequantized in parts that stay in the L2 cache
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -17,15 +18,16 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
+from minisgl_backend.kernels.candidate import REMEMBERED
 from minisgl_backend.kernels.launch import cdiv, pdl_options
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.linear.small_rows import LEAST_ROWS
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
-from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
+from minisgl_backend.kernels.shared_memory import LARGEST
 
 
 @dataclass(frozen=True)
@@ -86,42 +88,52 @@ def stage_bytes(tile: int, rows: int, step: int) -> int:
 def run(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
     if call.norm_weight is not None:
         x = device.ops.rms_norm(x, call.norm_weight, call.eps)
-    num_sms = device.facts.multiprocessors
-    return linear(x, weight, device.workspace, call, num_sms=num_sms, pdl=device.pdl(x))
+    facts, gated = device.facts, call.activation is not None
+    size_out = weight.kind.size_out // 2 if gated else weight.kind.size_out
+    shape = int4_shape(len(x), size_out, weight.size_in, gated, facts.multiprocessors, facts.shared_memory)
+    return linear(x, weight, device.workspace, call, shape, device.pdl(x))
 
 
 def linear(
     x: torch.Tensor,
     weight: Int4Weight,
     workspace: LinearWorkspace,
-    call: GemmCall = BARE,
-    *,
-    shape: Int4Shape | None = None,
-    num_sms: int = 132,
+    call: GemmCall,
+    shape: Int4Shape,
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `GemmCall`, without a norm; rows of x are contiguous."""
     _, _, bias, residual, activation, _ = call
     gated, (rows, size_in) = activation is not None, x.shape
-    size_out = weight.size_out // 2 if gated else weight.size_out
-    shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
+    size_out = weight.kind.size_out // 2 if gated else weight.kind.size_out
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    step, block = min(shape.step, weight.plane), PLANES * weight.plane
-    row_tiles = cdiv(rows, shape.rows)
-    split = 1 if row_tiles > 1 else min(shape.split, workspace.max_split)
-    part = cdiv(cdiv(size_in, split), block) * block
-    split = cdiv(size_in, part)
-    _linear_kernel[(row_tiles, cdiv(size_out, shape.tile_out), split)](
+    grid, constants = _launch(shape, rows, size_out, size_in, weight.group, weight.plane, workspace.max_split, pdl)
+    _linear_kernel[grid](
         x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
         x if bias is None else bias, x if residual is None else residual, out, workspace.partial, workspace.counters,
-        rows, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,
-        PLANE=weight.plane, STEP=step, TOGETHER=planes_together(weight), PART=part // PLANES, SPLIT=split,
-        ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
-        EARLY=min(shape.early, part // (PLANES * step)), ZEROS=weight.zeros is not None, MIDDLE=MIDDLE,
-        BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,
-        ASM=uses_assembly(x), num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
+        rows, x.stride(0), WORDS=weight.words.shape[-1], ZEROS=weight.zeros is not None, BIAS=bias is not None,
+        RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation, ASM=uses_assembly(x), **constants,
     )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _launch(
+    shape: Int4Shape, rows: int, size_out: int, size_in: int, group: int, plane: int, max_split: int, pdl: bool
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid and constants of a launch; computed once, since that takes as long as a small kernel."""
+    step, block = min(shape.step, plane), PLANES * plane
+    row_tiles = cdiv(rows, shape.rows)
+    split = 1 if row_tiles > 1 else min(shape.split, max_split)
+    part = cdiv(cdiv(size_in, split), block) * block
+    split = cdiv(size_in, part)
+    constants = dict(
+        SIZE_OUT=size_out, SIZE_IN=size_in, GROUP=group, PLANE=plane, STEP=step, TOGETHER=gcd(group // plane, PLANES),
+        PART=part // PLANES, SPLIT=split, ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first,
+        SCALED=shape.scaled, EARLY=min(shape.early, part // (PLANES * step)), MIDDLE=MIDDLE, num_warps=shape.num_warps,
+        num_stages=shape.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return (row_tiles, cdiv(size_out, shape.tile_out), split), constants
 
 
 def planes_together(weight: Int4Weight) -> int:

@@ -21,7 +21,7 @@ from minisgl_backend.kernels.cpu.ops import CpuOps
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.ops import Ops, QKNormRope
+from minisgl_backend.kernels.ops import Ops, QKNormRope, TokenPlaces
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
@@ -100,7 +100,7 @@ def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_s
     def results(of: Ops) -> list[torch.Tensor]:
         caches = [torch.zeros(pages, kv_heads, page_size, head_dim, dtype=torch.bfloat16) for _ in range(2)]
         rotation = QKNormRope(q_norm=weights[0], k_norm=weights[1], cos_sin=table, eps=EPS)
-        q = of.rope_store(qkv.clone(), rotation, positions, slots, LayerKV(*caches), q_heads)
+        q = of.rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(*caches), q_heads)
         return [q, *caches]
 
     for found, expected in zip(results(ops), results(TorchOps()), strict=True):

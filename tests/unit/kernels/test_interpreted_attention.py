@@ -15,7 +15,7 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.specs import one_group
@@ -211,7 +211,7 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
     )  # fmt: skip
     k, v = case.k.clone(), case.v.clone()
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k, v), heads)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(k, v), heads)
     expected = case.reference.decode(case.layer(LayerKV(k, v)), q, case.reference.plan_decode(inputs))
     workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     )  # fmt: skip
     stored = LayerKV(kv.k.clone(), kv.v.clone(), kv.scales)
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, heads)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), stored, heads)
     for _ in range(2):
         out = rotating_decode_attention(qkv, rotation, case.layer(kv), case.batch(workspace, shape))
         assert_close_in_fp8(kv.k, stored.k)
@@ -344,7 +344,7 @@ def test_rope_store_saturates(cache):
     for rope_store in (fused.rope_store, TorchOps().rope_store):
         pool = torch.zeros(2, 4, kv_heads, page_size, dim).to(cache)
         rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
-        rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1], scales), heads)
+        rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(pool[0], pool[1], scales), heads)
         pools.append(pool)
     if cache == FP8:
         assert_close_in_fp8(*pools)
@@ -368,7 +368,7 @@ def test_rope_store(num_tokens, normed):
     for rope_store in (fused.rope_store, TorchOps().rope_store):
         pool = torch.zeros(2, 4, kv_heads, page_size, dim)
         rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
-        q = rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1]), heads)
+        q = rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(pool[0], pool[1]), heads)
         results.append((q.clone(), pool))
     for out, expected in zip(*results, strict=True):
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

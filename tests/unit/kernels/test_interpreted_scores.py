@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.specs import one_group
@@ -86,7 +86,7 @@ def test_decode_with_rope(
     slots = case.table[case.rows.long(), (positions // PAGE).long()] * PAGE + positions % PAGE
     found = LayerKV(case.kv.k.clone(), case.kv.v.clone())
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, case.kv, HEADS)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), case.kv, HEADS)
     out = rotating_decode_attention(qkv, rotation, replace(case.layer, kv=found), case.batch(shape))
     torch.testing.assert_close(found.k, case.kv.k, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, case.decoded(q), atol=2e-5, rtol=2e-5)

@@ -88,7 +88,7 @@ from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.kernels.attention import choose as attention_choice, decode as decode_attention
 from minisgl_backend.kernels.attention.calls import CachedLayer
@@ -123,7 +123,7 @@ def dense(tokens, kv_heads):
     cache = weight(4, kv_heads, PAGE, DIM)
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.empty(64, DIM), eps=1e-6)
     ints = torch.empty(tokens, dtype=torch.int32)
-    ops.rope_store(qkv, rotation, ints, torch.empty_like(ints), LayerKV(cache, cache), HEADS)
+    ops.rope_store(qkv, rotation, TokenPlaces(ints, torch.empty_like(ints)), LayerKV(cache, cache), HEADS)
     gated = plain.linear(x, weight(2 * SIZE, HIDDEN), GemmCall(norm, 1e-6, activation="silu"))
     return plain.linear(gated, weight(HIDDEN, SIZE), GemmCall(residual=x))
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.layers.mixer_config import RopeConfig
@@ -91,7 +91,7 @@ def test_rotation_is_a_complex_product() -> None:
     k_cache, v_cache = torch.zeros(3, 1, 4, head_dim), torch.zeros(3, 1, 4, head_dim)
     slots = torch.tensor([4, 7, 9, 2])
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=table, eps=1e-6)
-    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k_cache, v_cache), 1)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(k_cache, v_cache), 1)
     turn = torch.polar(torch.ones(4, head_dim // 2), torch.outer(positions.float(), default_frequencies(head_dim, 100)))
     for given, rotated in ((qkv[:, :8], q[:, 0]), (qkv[:, 8:16], k_cache[slots // 4, 0, slots % 4])):
         pairs = torch.complex(given[:, :4], given[:, 4:]) * turn
