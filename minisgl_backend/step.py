@@ -40,7 +40,7 @@ class Wants:
     POOLED: Final = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
 
 
-class AdmittedRow(msgspec.Struct, frozen=True):
+class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that takes a row with this step (first admission, or resumption after preemption).
 
     The runner resets all state of the row: sampling parameters, penalty counts, history.
@@ -62,7 +62,7 @@ class AdmittedRow(msgspec.Struct, frozen=True):
         )
 
 
-class PrefillChunk(msgspec.Struct, frozen=True):
+class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens `start` to `start + len(token_ids)` of one row, to be computed in this step."""
 
     row: int
@@ -85,7 +85,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
         return bool(self.wants & Wants.POOLED)
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step: a prefill part and a decode part, either of which may be empty.
 
     Row order is data: prefill chunks come first, then decode rows, both in the order given. The result lists
@@ -195,7 +195,7 @@ class PromptLogprobsRequest:
     top: int
 
 
-class StepDecisions(msgspec.Struct, frozen=True):
+class StepDecisions(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's decisions about a step in addition to its plan: all that determines the step's collectives.
 
     They depend on more than the plan, such as grammars and each row's options, and are made in one function
