@@ -63,7 +63,8 @@ class ColumnParallelLinear(nn.Module):
     def of(self, x: torch.Tensor, *, norm: RMSNorm | None = None, activation: str | None = None) -> torch.Tensor:
         """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return self.method.apply_weights(x, GemmCall(weight, eps, activation=activation))
+        method = self.method
+        return method.multiply(x, method.operand, GemmCall(weight, eps, method.added_bias, activation=activation))
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
         """Uninitialised tensor for `into`, [num_tokens, local outputs]."""
@@ -102,4 +103,5 @@ class RowParallelLinear(nn.Module):
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
         rank's partial sum of x @ weight.T."""
-        return self.method.apply_weights(x, GemmCall(residual=added_to))
+        method = self.method
+        return method.multiply(x, method.operand, GemmCall(bias=method.added_bias, residual=added_to))

@@ -135,6 +135,8 @@ class _At:
         self.notes.path = self.path
         return self.kernels.linear(x, weight, call)
 
+    direct = linear
+
     def prepare(self, weights: Sequence[Any], rows: Sequence[int], longest: int = 0) -> None:
         """Nothing is measured."""
 

@@ -21,6 +21,8 @@ class DequantizedLinearMethod(LinearMethod):
         super().__init__(stored.spec)
         self._plain, self._dtype = kernels, dtype
         self.stored: LinearMethod | None = stored  # whose parts are those of this weight
+        self.operand = self.added_bias = None
+        self.multiply = lambda x, _, call: self._loaded().apply_weights(x, call)
         self.plain: PlainLinearMethod | None = None  # a module of the model: its kernels are prepared by themselves
 
     def process_weights_after_loading(self) -> None:

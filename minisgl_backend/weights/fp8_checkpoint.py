@@ -33,6 +33,8 @@ class _WeightOnly:
         numbers = dequantize(weight.numbers, weight.scale, weight.block)
         return self._plain.linear(x, numbers.to(self._dtype), call)
 
+    direct = linear
+
     def prepare(self, weights: Sequence[Fp8Weight], rows: Sequence[int], longest: int = 0) -> None:
         """The numbers are made in every step."""
 

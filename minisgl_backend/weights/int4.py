@@ -59,6 +59,8 @@ class _Reordered:
             x, call = self._kernels.ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
         return self._kernels.linear(x.index_select(1, self._order), weight, call)
 
+    direct = linear
+
 
 class Int4LinearMethod(LinearMethod):
     def __init__(

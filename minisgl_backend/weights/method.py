@@ -8,7 +8,7 @@ arguments of the multiplication, so that a method may have one kernel for all, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,12 +63,18 @@ class LinearSpec:
             row += output.local
 
 
+Multiply = Callable[[torch.Tensor, Any, GemmCall], torch.Tensor]  # x, the weight, the call
+
+
 class Multiplies(Protocol):
     """What multiplies by the weights of a format: see `LinearKernels`."""
 
     def linear(self, x: torch.Tensor, weight: Any, call: GemmCall = BARE) -> torch.Tensor: ...
 
     def prepare(self, weights: Sequence[Any], rows: Sequence[int], longest: int = 0) -> None: ...
+
+    @property
+    def direct(self) -> Multiply: ...
 
 
 class LinearMethod(WeightedLayer, ABC):
@@ -78,8 +84,9 @@ class LinearMethod(WeightedLayer, ABC):
 
     spec: LinearSpec
     operand: Any  # see `multiply_by`
+    multiply: Multiply  # as `apply_weights`, with the operand, and a call that has `added_bias` and no `out`
+    added_bias: torch.Tensor | None
     _kernels: Multiplies
-    _added_bias: torch.Tensor | None
     bias: torch.Tensor | None
 
     def __init__(self, spec: LinearSpec) -> None:
@@ -95,7 +102,7 @@ class LinearMethod(WeightedLayer, ABC):
         """From now on, `apply_weights` is `kernels.linear` with this operand: the weight as its format has it."""
         # Plain attributes: a module's own look-up takes longer, and a tensor here is no parameter of its own.
         bias = self.bias if self.spec.adds_bias else None
-        self.__dict__.update(_kernels=kernels, operand=operand, _added_bias=bias)
+        self.__dict__.update(_kernels=kernels, multiply=kernels.direct, operand=operand, added_bias=bias)
 
     def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
         """epilogue(norm(x) @ weight.T + bias), x [num_tokens, local inputs] -> [num_tokens, local outputs].
@@ -103,8 +110,8 @@ class LinearMethod(WeightedLayer, ABC):
         call: see `GemmCall`; its bias is the weight's own, and not the caller's to give. With an activation the
         weight holds gate rows, then as many up rows, and the result is half as wide.
         """
-        if self._added_bias is not None:
-            call = GemmCall(call.norm_weight, call.eps, self._added_bias, *call[3:])
+        if self.added_bias is not None:
+            call = GemmCall(call.norm_weight, call.eps, self.added_bias, *call[3:])
         return self._kernels.linear(x, self.operand, call)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:

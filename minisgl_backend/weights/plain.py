@@ -44,8 +44,8 @@ class PlainLinearMethod(LinearMethod):
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._kernels.linear(x, self.operand, GemmCall(out=out))
-        if self._added_bias is not None:
-            out += self._added_bias
+        if self.added_bias is not None:
+            out += self.added_bias
 
     def dequantized(self) -> torch.Tensor:
         return self.weight

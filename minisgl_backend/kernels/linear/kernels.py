@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, on_gpu
+from minisgl_backend.kernels.candidate import PLAIN, Run, on_gpu
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import BARE, GemmCall, WeightKind
 from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
@@ -75,7 +75,9 @@ class LinearKernels(Generic[Weight]):
         """facts: of the device, where a trial found others than it has."""
         self.device, self.ops = device, device.ops
         self.chooser = device.chooser(weight_format, facts or device.facts)
-        self._only = self.chooser.only
+        self._only = only = self.chooser.only
+        # `linear` for calls without `out`: of the one row that serves this device at all, without a detour.
+        self.direct: Run = self.linear if only is None else partial(only, device)
 
     def linear(self, x: torch.Tensor, weight: Weight, call: GemmCall = BARE) -> torch.Tensor:
         """See `GemmCall`. Does not synchronise with the device."""
