@@ -25,7 +25,7 @@ from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.remote_errors import from_message
 from minisgl_backend.request import NO_SAMPLING
 from minisgl_backend.serving.fields import coerce
-from minisgl_backend.serving.responses import ResponseSender, error_response
+from minisgl_backend.serving.responses import error_response
 
 MAX_CONCURRENT_REQUESTS = 32  # requests; the Python backend has that many threads that wait for calls between models
 POLL_EVERY_S = 0.1  # for clients that have left
@@ -57,7 +57,7 @@ class _Failed(MinisglError):
 
 
 class _Call:
-    """One request."""
+    """One request. Once answered, its sender is never asked for cancellation: tritonserver 2.51 would crash."""
 
     def __init__(self, request: Any) -> None:
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -65,12 +65,23 @@ class _Call:
         self.timeout = request.timeout()
         # An id of its own: a stop by this id must not hit another request.
         self.request_id = f"{request.request_id() or 'embedding'}#{uuid.uuid4().hex[:12]}"
-        self.sender = ResponseSender(request.get_response_sender())
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._ended = False
         self.is_asked = False  # whether the request was sent to the engine, or is being sent
+
+    def answer(self, response: Any) -> None:
+        with self._lock:
+            self._ended = True
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def has_left(self) -> bool:
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
 
     def check(self) -> None:
         """Raises _LeftError if the client has left, so that no further step begins for it."""
-        if self.sender.is_cancelled():
+        if self.has_left():
             raise _LeftError
 
 
@@ -115,7 +126,7 @@ class TritonPythonModel:
             _LOGGER.exception("request %r failed", call.request_id)
             response = error_response("INTERNAL", f"the request could not be answered ({type(error).__name__})")
         self._open.discard(call)
-        call.sender.end(response)
+        call.answer(response)
 
     def _tensors(self, call: _Call) -> list[Any]:
         call.check()
@@ -162,7 +173,7 @@ class TritonPythonModel:
         while not self._stopping.wait(POLL_EVERY_S):
             for call in [one for one in set(self._open) if one.is_asked]:
                 try:
-                    if call.sender.is_cancelled():  # repeated until it ends: the engine may not have it yet
+                    if call.has_left():  # repeated until it ends: the engine may not have it yet
                         self._stop(call.request_id)
                 except Exception:  # the watcher must go on
                     _LOGGER.exception("request %r cannot be stopped", call.request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
 from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.metrics import MetricsReporter
-from minisgl_backend.serving.responses import ResponseSender
+from minisgl_backend.serving.responses import error_response
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 DRAIN_S = 20.0  # tritonserver's own exit timeout is 30 s
@@ -104,16 +105,35 @@ class TritonPythonModel:
         ).exec()
 
 
-class _TritonSender(ResponseSender):
-    """The answers of one request."""
+class _TritonSender:
+    """The responses of one request, sent by one thread; any thread may call `is_cancelled`.
 
-    __slots__ = ("_codec",)
+    tritonserver 2.51 crashes (SIGSEGV in TRITONBACKEND_ResponseFactoryIsCancelled) when asked about a request that has
+    had its last response, so the two calls never overlap.
+    """
+
+    __slots__ = ("_codec", "_ended", "_lock", "_sender")
 
     def __init__(self, response_sender: Any, codec: Codec) -> None:
-        super().__init__(response_sender)
+        self._sender = response_sender
         self._codec = codec
+        self._lock = threading.Lock()
+        self._ended = False
 
     def send(self, chunk: Chunk, details: Arrays, final: bool) -> None:
         tensors = [pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))]
         tensors += [pb_utils.Tensor(name, array) for name, array in details.items()]
         (self.end if final else self._sender.send)(pb_utils.InferenceResponse(tensors))
+
+    def fail(self, status: str, message: str) -> None:
+        self.end(error_response(status, message))
+
+    def end(self, response: Any = None) -> None:
+        """Ends the request, with its last response or without any."""
+        with self._lock:
+            self._ended = True
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
