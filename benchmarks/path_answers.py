@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.path_client import Exchange
 from benchmarks.path_http_client import HttpExchange
-from minisgl_backend.engine.build import NULL_ANSWER
+from minisgl_backend.engine.null_start import NULL_ANSWER
 from minisgl_backend.text.tokenizer import Tokenizer
 from minisgl_backend.text.vocabulary import load_vocabulary
 

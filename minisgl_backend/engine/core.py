@@ -13,13 +13,14 @@ import numpy as np
 
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.engine.partial_steps import failed_result, masks_of, rows_of, with_left_out
-from minisgl_backend.engine.stages import PendingStep, StepRunner, StepScheduler
+from minisgl_backend.engine.stages import PendingStep, StepRunner
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.fairness import TenantStats
 from minisgl_backend.scheduler.outputs import SequenceOutputs
+from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: StepScheduler,
+        scheduler: Scheduler,
         runner: StepRunner,
         *,
         overlap: bool,

@@ -1,15 +1,11 @@
-"""The interfaces that the core needs of a scheduler and of a runner."""
+"""The interfaces that the core needs of a runner."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.cache.changes import CacheChange
-from minisgl_backend.request import FinishReason, Request
-from minisgl_backend.scheduler.fairness import TenantStats
-from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import SequenceDetail, StepPlan, StepResult, StepStats
+from minisgl_backend.step import StepPlan, StepResult
 
 
 class PendingStep(Protocol):
@@ -40,23 +36,3 @@ class StepRunner(Protocol):
         """Pinned buffer for `count` grammar bitmask rows, int32 [count, ceil(vocab_size / 32)], which `sample` need not
         copy. Valid until it has been given to `sample`, or the next call."""
         ...
-
-
-class StepScheduler(Protocol):
-    """Makes plans."""
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, uid: int, reason: FinishReason, detail: SequenceDetail | None = None) -> None: ...
-
-    def plan(self) -> StepPlan | None: ...
-
-    def commit(self, plan: StepPlan, result: StepResult) -> None: ...
-
-    def drain_outputs(self) -> SequenceOutputs | None: ...
-
-    def take_cache_changes(self) -> list[CacheChange]: ...
-
-    def stats(self) -> StepStats: ...
-
-    def tenant_stats(self) -> dict[str, TenantStats]: ...

@@ -85,7 +85,7 @@ def test_a_start_that_fails_late_leaves_no_thread(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any) -> Any:
         raise ConfigError("there is no room")
 
-    monkeypatch.setattr("minisgl_backend.engine.build._limits", refuse)
+    monkeypatch.setattr("minisgl_backend.engine.model_start._limits", refuse)
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no room"):
         LLM("demo", tp=2, **OPTIONS)

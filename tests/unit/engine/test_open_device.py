@@ -158,8 +158,14 @@ def load_and_tell(first_device):
     facts = dataclasses.replace(MachineFacts.detect(), count=4, **FACTS)
     MachineFacts.detect = lambda: facts
     return opened
-build._load_torch = load_and_tell
-runtime, _ = build._resolve(config, Environment.read(), 3, folder, model)
+opened = load_and_tell(3)
+from minisgl_backend.engine.model_start import resolve_here
+from minisgl_backend.engine.start import Start
+start = Start(
+    config=config, environment=Environment.read(), model_dir=folder, model=model, dp_rank=3, owns_process=False,
+    on_loss=print, heartbeat=None, phases=None,
+)
+runtime, _ = resolve_here(start, opened)
 assert told == [13]
 assert driver.opened == ([] if runtime.device == "cpu" else [13])
 """
