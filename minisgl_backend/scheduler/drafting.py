@@ -99,7 +99,7 @@ class Drafting:
             return False
         if not (self._control.is_on or (self._steps is not None and self._steps.is_due)):
             return self._forced_pay()
-        return self._any_may_draft()
+        return bool(self._running.rows.may_draft.take(self._running.decode_index).any())
 
     def note_plan(self, plan: StepPlan, *, behind_another: bool) -> None:
         """A step has been planned; `behind_another`: while another was in flight."""
@@ -266,9 +266,6 @@ class Drafting:
         rows = index[state.may_draft.take(index) & state.has_grammar.take(index)].tolist()
         counts = [len(forced) - 1 for row in rows if len(forced := self._forced.of(row)) > 1]
         return bool(counts) and self._control.forced_pay(counts, len(index), room)
-
-    def _any_may_draft(self) -> bool:
-        return bool(self._running.rows.may_draft.take(self._running.decode_index).any())
 
     def _shadow(self, rows: list[int], uids: list[int]) -> None:
         """Compares earlier proposals with the tokens that came, and asks for new proposals."""

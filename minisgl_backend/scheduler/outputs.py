@@ -57,10 +57,6 @@ class OutputCollector:
         self._count += len(uids)
         return first
 
-    def add_detail(self, index: int, detail: SequenceDetail) -> None:
-        """Attaches a detail to a record that `add_run` added."""
-        self._details[index] = detail
-
     def add_logprobs(self, logprobs: Mapping[int, Logprobs], first: int, start: int, kept: IndexArray | None) -> None:
         """Attaches log-probabilities to decode entries; `logprobs` is keyed by result index.
 
@@ -76,7 +72,7 @@ class OutputCollector:
                 if at == len(kept) or kept[at] != record:
                     continue
                 record = at
-            self.add_detail(start + record, SequenceDetail(logprobs=found))
+            self._details[start + record] = SequenceDetail(logprobs=found)
 
     def records_from(self, first: int) -> list[int]:
         """The uids of all records from index `first` on, added by `add_run` or `add`."""

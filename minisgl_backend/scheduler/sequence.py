@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from minisgl_backend.arrays import Float32Array, IdArray, Int32Array
 from minisgl_backend.cache.content_ids import content_ids
@@ -31,72 +32,38 @@ class SequenceState(enum.Enum):
     ENDED = enum.auto()  # its reason is recorded; keeps row and lease until no step in flight includes it
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """The scheduler's record of one answer. `arrival` orders requests, `admission` orders running sequences."""
 
-    __slots__ = (
-        "accepted_draft_tokens",
-        "admission",
-        "admissions_before",
-        "arrival",
-        "cached_tokens",
-        "contents",
-        "deadline",
-        "draft_tokens",
-        "failed",
-        "first_planned",
-        "group",
-        "lease",
-        "level",
-        "params",
-        "pooled",
-        "pooling",
-        "prompt_len",
-        "prompt_logprobs",
-        "reports_prompt",
-        "row",
-        "state",
-        "tenant",
-        "token_ids",
-        "uid",
-    )
+    uid: int
+    token_ids: Int32Array  # while waiting: all tokens so far; while running: those it was admitted with
+    params: SamplingParams  # seed is never None
+    level: int  # 1 is the most urgent
+    arrival: int
+    deadline: float | None  # by the scheduler's clock
+    admissions_before: int = 0  # admissions of all sequences before this one arrived
+    pooling: PoolingParams | None = None  # not None: the sequence ends with its prompt, which becomes a vector
+    tenant: int = 0  # the tenant's number, where shares are fair
+    contents: tuple[Content, ...] = ()  # images and the like in its prompt
 
-    def __init__(
-        self,
-        uid: int,
-        token_ids: Int32Array,
-        params: SamplingParams,
-        level: int,
-        arrival: int,
-        deadline: float | None,
-        admissions_before: int = 0,
-        pooling: PoolingParams | None = None,
-        tenant: int = 0,
-        contents: tuple[Content, ...] = (),
-    ) -> None:
-        self.uid = uid
-        self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
-        self.params = params  # seed is never None
-        self.pooling = pooling  # not None: the sequence ends with its prompt, which becomes a vector
-        self.prompt_len = len(token_ids)
-        self.contents = contents  # images and the like in its prompt
-        self.level = level  # 1 is the most urgent
-        self.arrival = arrival
-        self.deadline = deadline  # by the scheduler's clock
-        self.admissions_before = admissions_before  # admissions of all sequences before this one arrived
-        self.first_planned = 0.0  # by the scheduler's clock; 0: not yet
-        self.state = SequenceState.WAITING
-        self.row = -1  # -1: none
-        self.lease: PageLease | None = None
-        self.admission = -1  # -1: not running
-        self.group: Group | None = None
-        self.tenant = tenant  # the tenant's number, where shares are fair
-        self.failed = False  # one of its steps has failed: its pages may hold NaN
-        self.reports_prompt = False  # it reports the prompt's details for all sequences of its request
-        self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
-        self.prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
-        self.pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
-        self.draft_tokens = self.accepted_draft_tokens = 0  # verified, and accepted
+    prompt_len: int = field(init=False)
+    first_planned: float = 0.0  # by the scheduler's clock; 0: not yet
+    state: SequenceState = SequenceState.WAITING
+    row: int = -1  # -1: none
+    lease: PageLease | None = None
+    admission: int = -1  # -1: not running
+    group: Group | None = None
+    failed: bool = False  # one of its steps has failed: its pages may hold NaN
+    reports_prompt: bool = False  # it reports the prompt's details for all sequences of its request
+    cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
+    prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
+    pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
+    draft_tokens: int = 0  # verified
+    accepted_draft_tokens: int = 0  # and accepted
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.token_ids)
 
     @property
     def resumed(self) -> bool:

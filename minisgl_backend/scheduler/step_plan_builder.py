@@ -8,42 +8,35 @@ from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
+NO_ENTRIES = TableEntries(NO_INT32, NO_INT32, NO_INT32, NO_INT32)
+
 
 class StepPlanBuilder:
     """Collects the parts of one step, in the order in which they are decided."""
 
     __slots__ = (
         "_admitted",
-        "_columns",
         "_decode_lengths",
         "_decode_rows",
         "_decode_uids",
         "_draft_tokens",
-        "_groups",
-        "_num_groups",
+        "_entries",
+        "_num_pages",
         "_num_proposed",
         "_num_proposing",
-        "_page_ids",
         "_pages_to_zero",
         "_prefill",
-        "_rows",
     )
 
-    def __init__(self, num_groups: int = 1) -> None:
-        """`num_groups`: number of the model's cache groups."""
-        self._num_groups = num_groups
+    def __init__(self, num_pages: int = 1) -> None:
+        """`num_pages`: of a column (`kv.groups`)."""
+        self._num_pages = num_pages
         self._admitted: list[AdmittedRow] = []
         self._prefill: list[PrefillChunk] = []
-        self._decode_rows: Int32Array = NO_INT32
-        self._decode_lengths: Int32Array = NO_INT32
+        self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
-        self._draft_tokens: Int32Array = NO_INT32
         self._num_proposed = self._num_proposing = 0
-        self._pages_to_zero: Int32Array = NO_INT32
-        self._groups: list[Int32Array] = []  # where there are several groups
-        self._rows: list[Int32Array] = []
-        self._columns: list[Int32Array] = []
-        self._page_ids: list[Int32Array] = []
+        self._entries: list[TableEntries] = []
 
     @property
     def empty(self) -> bool:
@@ -83,48 +76,39 @@ class StepPlanBuilder:
         self._pages_to_zero = pages
 
     def write_pages(self, rows: Int32Array, columns: Int32Array, page_ids: Int32Array) -> None:
-        """Adds new page-table entries of all groups: rows and columns [num_entries], and pages group by group,
-        [num_groups * num_entries]."""
-        if self._num_groups > 1:
-            self._groups.append(np.repeat(np.arange(self._num_groups, dtype=np.int32), len(rows)))
-            rows, columns = np.tile(rows, self._num_groups), np.tile(columns, self._num_groups)
-        self._rows.append(rows)
-        self._columns.append(columns)
-        self._page_ids.append(page_ids)
+        """Adds new page-table entries of whole columns: rows and columns [num_entries], and pages place by place,
+        [num_pages * num_entries]."""
+        groups = np.zeros(len(rows), dtype=np.int32)
+        if self._num_pages > 1:
+            groups = np.repeat(np.arange(self._num_pages, dtype=np.int32), len(rows))
+            rows, columns = np.tile(rows, self._num_pages), np.tile(columns, self._num_pages)
+        self._entries.append(TableEntries(groups, rows, columns, page_ids))
 
     def write_entries(self, entries: TableEntries) -> None:
-        """Adds new page-table entries of some groups."""
-        if self._num_groups > 1:
-            self._groups.append(entries.groups)
-        self._rows.append(entries.rows)
-        self._columns.append(entries.columns)
-        self._page_ids.append(entries.pages)
+        """Adds new page-table entries of some places."""
+        self._entries.append(entries)
 
     def write_older_entries(self, entries: list[TableEntries]) -> None:
         """Adds entries that precede all others of the step, in order; later values of an entry win."""
-        decided = [*entries, self.entries]
-        groups, rows, columns, pages = (
-            np.concatenate([getattr(one, name) for one in decided]) for name in ("groups", "rows", "columns", "pages")
-        )
-        key = (groups.astype(np.int64) << 48) | (rows.astype(np.int64) << 24) | columns
+        decided = _joined([*entries, *self._entries])
+        key = (decided.groups.astype(np.int64) << 48) | (decided.rows.astype(np.int64) << 24) | decided.columns
         last = len(key) - 1 - np.unique(key[::-1], return_index=True)[1]
-        self._groups = [groups[last]] if self._num_groups > 1 else []
-        self._rows, self._columns, self._page_ids = [rows[last]], [columns[last]], [pages[last]]
+        self._entries = [TableEntries(*(values[last] for values in decided))]
 
     @property
     def entries(self) -> TableEntries:
         """All page-table entries written so far."""
-        groups = self._groups if self._num_groups > 1 else [np.zeros(len(rows), dtype=np.int32) for rows in self._rows]
-        return TableEntries(*(_joined(parts) for parts in (groups, self._rows, self._columns, self._page_ids)))
+        return _joined(self._entries)
 
     def build(self, step: int) -> StepPlan:
+        entries = _joined(self._entries)
         return StepPlan(
             step=step,
             admitted=tuple(self._admitted),
-            page_groups=_joined(self._groups),
-            page_rows=_joined(self._rows),
-            page_columns=_joined(self._columns),
-            page_ids=_joined(self._page_ids),
+            page_groups=entries.groups if self._num_pages > 1 else NO_INT32,
+            page_rows=entries.rows,
+            page_columns=entries.columns,
+            page_ids=entries.pages,
             prefill=tuple(self._prefill),
             decode_rows=self._decode_rows,
             decode_lengths=self._decode_lengths,
@@ -136,7 +120,7 @@ class StepPlanBuilder:
         )
 
 
-def _joined(parts: list[Int32Array]) -> Int32Array:
-    if not parts:
-        return NO_INT32
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _joined(parts: list[TableEntries]) -> TableEntries:
+    if len(parts) < 2:
+        return parts[0] if parts else NO_ENTRIES
+    return TableEntries(*map(np.concatenate, zip(*parts, strict=True)))
