@@ -41,6 +41,7 @@ class BatchBuilder:
     def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
         self._table = table
         self._sampling = sampling
+        self._splits_pages = table.columns.kernel_pages > 1
         self._poolings: dict[int, PoolingParams] = {}  # by row, for pooling requests
         self._needs_penalty_recount: set[int] = (
             set()
@@ -61,7 +62,8 @@ class BatchBuilder:
         prompts that have one, ascending; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
         RowError where a request cannot be served after all, before anything happens on the device or another rank.
         """
-        plan = self._in_kernel_pages(plan)
+        if self._splits_pages and len(plan.page_ids):
+            plan = self._in_kernel_pages(plan)
         if plan.num_proposed:
             return self._build_proposing(plan, graph_sizes)
         for admitted in plan.admitted:
@@ -122,7 +124,8 @@ class BatchBuilder:
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
         """`build_host` on other ranks: they follow rank 0's decisions, and need nothing for sampling."""
-        plan = self._in_kernel_pages(plan)
+        if self._splits_pages and len(plan.page_ids):
+            plan = self._in_kernel_pages(plan)
         if decisions.prompt_size:
             return self._stage_prompt(plan, decisions, NOTHING, ())
         prefill = prefill_arrays(plan) if plan.prefill else None
@@ -131,8 +134,6 @@ class BatchBuilder:
     def _in_kernel_pages(self, plan: StepPlan) -> StepPlan:
         """With the entries of attention's page tables instead of the pages of rows' columns."""
         columns = self._table.columns
-        if columns.kernel_pages == 1 or not len(plan.page_ids):
-            return plan
         groups, rows, places, pages = columns.kernel_entries(
             plan.page_groups, plan.page_rows, plan.page_columns, plan.page_ids
         )

@@ -136,22 +136,24 @@ class Planner:
             keep &= ~background | (np.cumsum(background) <= max_background)
         if False in keep:
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-        short = (lengths > running.kv.covered.take(index)).nonzero()[0]
-        if len(short) and not running.kv.keeps_all:
-            # Where a row's next token begins a page, its windows have left other pages behind, for the token before,
-            # too. Rows whose last prompt chunk is in flight are left out: their pages are published first.
-            ready = short[state.sampled.take(index[short])]
-            if (gone := running.kv.free_out_of_window(index[ready], lengths[ready] - 1)) is not None:
-                builder.write_entries(gone)
-        if len(short) and len(short) > running.kv.num_extendable:
-            if self._drafting is not None and running.committed == step - 1:
-                running.give_back(index)  # pages kept for drafts
-            keep = self.preemption.for_pages(index, short)
-            index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-            short = np.flatnonzero(lengths > running.kv.covered.take(index))
+        kv = running.kv
+        short = (lengths > kv.covered.take(index)).nonzero()[0]
         if len(short):
-            columns, pages = running.kv.extend(index[short])
-            builder.write_pages(rows[short], columns, pages)
+            if not kv.keeps_all:
+                # Where a row's next token begins a page, its windows have left other pages behind, for the token
+                # before, too. Rows whose last prompt chunk is in flight are left out: their pages are published first.
+                ready = short[state.sampled.take(index[short])]
+                if (gone := kv.free_out_of_window(index[ready], lengths[ready] - 1)) is not None:
+                    builder.write_entries(gone)
+            if len(short) > kv.num_extendable:
+                if self._drafting is not None and running.committed == step - 1:
+                    running.give_back(index)  # pages kept for drafts
+                keep = self.preemption.for_pages(index, short)
+                index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
+                short = np.flatnonzero(lengths > kv.covered.take(index))
+            if len(short):
+                columns, pages = kv.extend(index[short])
+                builder.write_pages(rows[short], columns, pages)
         if self._drafting is not None and not self.prompts_wait:
             self._plan_drafts(self._drafting, builder, step, index, (rows, uids, lengths))
             return

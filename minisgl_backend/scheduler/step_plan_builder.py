@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
-NO_ENTRIES = TableEntries(NO_INT32, NO_INT32, NO_INT32, NO_INT32)
+_Entries = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
+_NO_ENTRIES: _Entries = (NO_INT32, NO_INT32, NO_INT32, NO_INT32)
 
 
 class StepPlanBuilder:
@@ -36,7 +39,7 @@ class StepPlanBuilder:
         self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._num_proposed = self._num_proposing = 0
-        self._entries: list[TableEntries] = []
+        self._entries: list[_Entries] = []  # made in every step: plain tuples of the fields of TableEntries
 
     @property
     def empty(self) -> bool:
@@ -78,11 +81,11 @@ class StepPlanBuilder:
     def write_pages(self, rows: Int32Array, columns: Int32Array, page_ids: Int32Array) -> None:
         """Adds new page-table entries of whole columns: rows and columns [num_entries], and pages place by place,
         [num_pages * num_entries]."""
-        groups = np.zeros(len(rows), dtype=np.int32)
+        groups = NO_INT32  # they are all 0
         if self._num_pages > 1:
             groups = np.repeat(np.arange(self._num_pages, dtype=np.int32), len(rows))
             rows, columns = np.tile(rows, self._num_pages), np.tile(columns, self._num_pages)
-        self._entries.append(TableEntries(groups, rows, columns, page_ids))
+        self._entries.append((groups, rows, columns, page_ids))
 
     def write_entries(self, entries: TableEntries) -> None:
         """Adds new page-table entries of some places."""
@@ -90,7 +93,7 @@ class StepPlanBuilder:
 
     def write_older_entries(self, entries: list[TableEntries]) -> None:
         """Adds entries that precede all others of the step, in order; later values of an entry win."""
-        decided = _joined([*entries, *self._entries])
+        decided = TableEntries(*_joined([*entries, self.entries]))
         key = (decided.groups.astype(np.int64) << 48) | (decided.rows.astype(np.int64) << 24) | decided.columns
         last = len(key) - 1 - np.unique(key[::-1], return_index=True)[1]
         self._entries = [TableEntries(*(values[last] for values in decided))]
@@ -98,17 +101,20 @@ class StepPlanBuilder:
     @property
     def entries(self) -> TableEntries:
         """All page-table entries written so far."""
-        return _joined(self._entries)
+        entries = TableEntries(*_joined(self._entries))
+        if self._num_pages == 1:
+            return entries._replace(groups=np.zeros(len(entries.rows), dtype=np.int32))
+        return entries
 
     def build(self, step: int) -> StepPlan:
-        entries = _joined(self._entries)
+        groups, rows, columns, pages = _joined(self._entries)
         return StepPlan(
             step=step,
             admitted=tuple(self._admitted),
-            page_groups=entries.groups if self._num_pages > 1 else NO_INT32,
-            page_rows=entries.rows,
-            page_columns=entries.columns,
-            page_ids=entries.pages,
+            page_groups=groups if self._num_pages > 1 else NO_INT32,
+            page_rows=rows,
+            page_columns=columns,
+            page_ids=pages,
             prefill=tuple(self._prefill),
             decode_rows=self._decode_rows,
             decode_lengths=self._decode_lengths,
@@ -120,7 +126,8 @@ class StepPlanBuilder:
         )
 
 
-def _joined(parts: list[TableEntries]) -> TableEntries:
+def _joined(parts: Sequence[_Entries]) -> _Entries:
     if len(parts) < 2:
-        return parts[0] if parts else NO_ENTRIES
-    return TableEntries(*map(np.concatenate, zip(*parts, strict=True)))
+        return parts[0] if parts else _NO_ENTRIES
+    groups, rows, columns, pages = map(np.concatenate, zip(*parts, strict=True))
+    return groups, rows, columns, pages
