@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
 from minisgl_backend.kv.layout import CacheLayout, LayerKV
 from minisgl_backend.kv.pool import LayerPlace
 
+Inputs = TypeVar("Inputs", bound="PagedInputs")
 Plan = Any  # a backend's metadata for one step; opaque to callers
 
 # Tokens, including cached ones, up to which the attention of a single prompt is inside a captured pass. For longer ones
@@ -150,7 +151,19 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillInputs:
+class PagedInputs:
+    """Where the tokens of sequences are in the pool."""
+
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device; live, shared by all steps
+    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, where there are several; `page_table` is one of them
+
+    def of(self: Inputs, cache_group: int) -> Inputs:
+        """The same inputs with the page table of this group."""
+        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillInputs(PagedInputs):
     """The prefill part of one step: ragged queries of sequences that may have cached tokens before them.
 
     Sequence i has query tokens cu_seqlens_q[i] to cu_seqlens_q[i+1]; they are the last of its kv_lens[i] tokens
@@ -160,40 +173,28 @@ class PrefillInputs:
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], device
     kv_lens: torch.Tensor  # int32 [num_seqs], device; cached and new tokens
     rows: torch.Tensor  # int32 [num_seqs], device; rows of page_table
-    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device; live, shared by all steps
     cu_seqlens_q_host: Int32Array
     kv_lens_host: Int32Array
     rows_host: Int32Array
-    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, where there are several; `page_table` is one of them
 
     @property
     def max_q_len(self) -> int:
         """Query tokens of the sequence that has the most."""
         return int((self.cu_seqlens_q_host[1:] - self.cu_seqlens_q_host[:-1]).max())
 
-    def of(self, cache_group: int) -> PrefillInputs:
-        """The same inputs with the page table of this group."""
-        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
-
 
 @dataclass(frozen=True, kw_only=True)
-class PromptInputs:
+class PromptInputs(PagedInputs):
     """A single prompt, in buffers on the device that are filled before each replay of a captured pass. Its query tokens
-    are the last of its kv_lens tokens, as in PrefillInputs."""
+    are the last of its kv_lens tokens, as in PrefillInputs; tables have one row, for PROMPT_GRAPH_CONTEXT tokens."""
 
     num_tokens: int  # largest number of query tokens
     cu_seqlens_q: torch.Tensor  # int32 [2]; 0 and the number of query tokens
     kv_lens: torch.Tensor  # int32 [1]; at most PROMPT_GRAPH_CONTEXT
-    page_table: torch.Tensor  # int32 [1, pages for PROMPT_GRAPH_CONTEXT tokens]
-    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, as in PrefillInputs
-
-    def of(self, cache_group: int) -> PromptInputs:
-        """With the page table of this group."""
-        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeInputs:
+class DecodeInputs(PagedInputs):
     """The decode part of one step: one query token per sequence, the last of its kv_lens tokens.
 
     For graph replay the batch is padded: padding entries have the padding row (max_rows - 1, whose pages are all the
@@ -202,16 +203,10 @@ class DecodeInputs:
 
     kv_lens: torch.Tensor  # int32 [batch], device
     rows: torch.Tensor  # int32 [batch], device; with drafts a row has several entries, one after the other
-    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device
     kv_lens_host: Int32Array
     rows_host: Int32Array
     # Some entries see keys of others: all keys are stored before attention, and `decode_with_rope` cannot be used.
     has_drafts: bool = False
-    page_tables: tuple[torch.Tensor, ...] = ()  # by cache group, as in PrefillInputs
-
-    def of(self, cache_group: int) -> DecodeInputs:
-        """With the page table of this group."""
-        return replace(self, page_table=self.page_tables[cache_group]) if self.page_tables else self
 
     @property
     def batch_size(self) -> int:

@@ -23,6 +23,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.upload import to_device
 
 _WORKSPACE_BYTES = 256 << 20
 _PREBUILT = "flashinfer_jit_cache"  # a package with its compiled kernels
@@ -75,9 +76,7 @@ class Pages:
         indptr = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=indptr[1:])
         # One upload for both; with `output_size`, repeat_interleave does not synchronise.
-        both = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32))
-        uploaded = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
-        counts_device, starts = uploaded.chunk(2)
+        counts_device, starts = to_device(np.concatenate([counts, indptr[:-1]]).astype(np.int32), device).chunk(2)
         total = int(indptr[-1])
         sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), counts_device, output_size=total)
         self._columns = torch.arange(total, device=device, dtype=torch.int32) - starts[sequence]

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttention
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.row_table import RowTable
 
 
-class Forward(Protocol):
+class Model(Protocol):
+    """What the runner needs of a model."""
+
     def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None: ...
+
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None: ...
+
+    def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
 class ModelPass:
     """Of the model, or of a draft model, with an attention of its own; both have the same rows."""
 
-    def __init__(self, model: Forward, attention: AttentionPair, table: RowTable) -> None:
+    def __init__(self, model: Model, attention: AttentionPair, table: RowTable) -> None:
         self._model, self._attention, self._table = model, attention, table
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, plan: PairPlan, **fields: Any) -> torch.Tensor:

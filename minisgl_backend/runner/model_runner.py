@@ -7,27 +7,26 @@ others take its tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
+from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.groups import ColumnLayout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import AuxStates, ForwardContext
+from minisgl_backend.layers.context import AuxStates
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
-from minisgl_backend.runner.model_pass import ModelPass
+from minisgl_backend.runner.model_pass import Model, ModelPass
 from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
@@ -38,24 +37,6 @@ from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs
 from minisgl_backend.step import StepDecisions, StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    def forward(self, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None: ...
-
-    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None: ...
-
-    def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
 @dataclass(frozen=True)

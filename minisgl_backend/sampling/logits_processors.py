@@ -15,6 +15,7 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.upload import to_device
 from minisgl_backend.request import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORDS_TOKENS,
@@ -62,7 +63,7 @@ class TokenRules:
             count, num_prefix = rules.columns.shape[1], len(rules.prefixes)
             head = np.array([rules.num_simple, count], dtype=np.int32)
             packed = np.concatenate([head, rules.columns.reshape(-1), rules.prefixes])
-            source = _to_device(packed, self.rules.device)
+            source = to_device(packed, self.rules.device)
             self.counts[row] = source[:2]
             self.rules[row, :, :count] = source[2 : 2 + rules.columns.size].view(layout.NUM_RULE_COLUMNS, count)
             self.prefixes[row, :num_prefix] = source[2 + rules.columns.size :]
@@ -116,9 +117,3 @@ def compile_rules(
     columns[layout.RULE_PREFIX_LEN, len(simple) :] = lengths
     prefixes = np.array([token for word in words for token in word[:-1]], dtype=np.int32)
     return RowRules(len(simple), columns, prefixes)
-
-
-def _to_device(array: Int32Array, device: torch.device) -> torch.Tensor:
-    """Through pinned memory: a copy from pageable memory would wait for the step."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -16,9 +16,9 @@ class ObservingProposer(DeviceProposer):
 
     def __init__(self, context: ProposerContext) -> None:
         super().__init__()
-        self._table, self._model = context.table, context.target
+        self._table, self._model = context.rows.table, context.target
         self._config = context.target.config  # type: ignore[attr-defined]
-        self._noted = torch.zeros_like(context.table.tokens)  # by row and position
+        self._noted = torch.zeros_like(context.rows.table.tokens)  # by row and position
 
     def aux_states(self, num_tokens: int) -> AuxStates:
         out = torch.zeros(num_tokens, self._config.hidden_size, device=self._table.device)

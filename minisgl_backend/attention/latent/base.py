@@ -21,6 +21,7 @@ from minisgl_backend.attention.base import AttentionSpec, LayerGroup, Plan, Pref
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.attention.calls import Expanded
 from minisgl_backend.kernels.torch_ops import as_bits
+from minisgl_backend.kernels.upload import to_device
 from minisgl_backend.kv.layout import FP8, LayerKV
 
 _PIECE_BYTES_GPU, _PIECE_BYTES_CPU = 256 << 20, 32 << 20  # of expanded keys and values
@@ -131,7 +132,8 @@ class LatentBackend(WritingBackend):
         ends[0, 1:], ends[1, 1:] = table[:, 3] - table[0, 2], table[:, 5]
         # Segments first: a kernel is recompiled for an address that is not aligned to 16 bytes.
         parts = (table[:, 2:].reshape(-1), ends.reshape(-1), np.repeat(table[:, 0], counts), positions)
-        flat, ends_there, rows, positions_there = self._upload(np.concatenate(parts)).split([len(one) for one in parts])
+        uploaded = to_device(np.concatenate(parts), self.spec.device)
+        flat, ends_there, rows, positions_there = uploaded.split([len(one) for one in parts])
         page_size = self.spec.page_size
         pages = page_table[rows, positions_there // page_size].long()
         return Piece(
@@ -143,13 +145,6 @@ class LatentBackend(WritingBackend):
             max_kv_len=int(counts.max()),
             is_whole=bool((counts == table[:, 6] + table[:, 3] - table[:, 2]).all() and not table[:, 7].any()),
         )
-
-    def _upload(self, values: Int32Array) -> torch.Tensor:
-        """Uploads from pinned memory, since a copy from pageable memory would wait for the device."""
-        there = torch.from_numpy(values)
-        if self.spec.device.type == "cpu":
-            return there
-        return there.pin_memory().to(self.spec.device, non_blocking=True)
 
 
 def numbers_of(stored: torch.Tensor, kv: LayerKV, dtype: torch.dtype) -> torch.Tensor:

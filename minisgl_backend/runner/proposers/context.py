@@ -9,9 +9,8 @@ import torch
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.load_config import LoadConfig
-from minisgl_backend.runner.model_runner import Model
+from minisgl_backend.runner.model_pass import Model
 from minisgl_backend.runner.row_state import RowState
-from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import draft_spec
 from minisgl_backend.runner.start.runtime_config import DraftSettings, RuntimeConfig
 
@@ -24,10 +23,6 @@ class ProposerContext:
     rows: RowState  # the target's
     target: Model
     load: LoadConfig  # for its own model; the ranks lack the target's shared memory, which has the sizes of its passes
-
-    @property
-    def table(self) -> RowTable:
-        return self.rows.table
 
     @property
     def draft(self) -> DraftSettings:

@@ -9,7 +9,6 @@ left to the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,28 @@ from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import PairPlan
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.json_files import read_json_if_there
-from minisgl_backend.runner.batch import BatchBuilder, graph_size
-from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.batch import graph_size
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps
 from minisgl_backend.runner.model_pass import ModelPass
 from minisgl_backend.runner.proposers.context import ProposerContext
-from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.proposers.layered import LayeredProposer
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.runner.step_tensors import StepTensors
 
 
-class DraftModelProposer(DeviceProposer):
+class DraftModelProposer(LayeredProposer):
     """A step is a pass over the proposing rows' last tokens and all tokens that it has not seen, then one pass for each
     further token. Passes that only decode are captured."""
 
     def __init__(self, context: ProposerContext) -> None:
         draft = context.draft
         self._model = build_model(draft.model, draft.model_dir, context.load)
-        self._attention = context.draft_attention()
-        super().__init__(self._attention.spec)
-        self._table, self._sample = context.table, context.sample
-        self._pass = ModelPass(self._model, self._attention, context.table)
+        super().__init__(context, self._model)
+        self._pass = ModelPass(self._model, self._attention, self._table)
         self._last_token = draft.model.vocab_size - 1
 
     @classmethod
@@ -54,16 +50,8 @@ class DraftModelProposer(DeviceProposer):
         _check_vocabulary(folder, model, target, target_dir)
         return model
 
-    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
-        self._builder = builder
-        self._model.bind_attention(self._attention.spec, pool)
-
-    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
-        self._model.prepare(() if graphs is None else graphs.sizes, longest_prefill)
-        if graphs is not None:
-            steps = DecodeSteps(self._decode, partial(self._decode, is_warm_up=True), None)
-            graphs.capture(steps, self._builder, self._attention)
-            self._graphs = graphs
+    def _passes(self) -> DecodeSteps:
+        return DecodeSteps(self._decode, partial(self._decode, is_warm_up=True), None)
 
     def propose(self, step: StepTensors) -> torch.Tensor:
         plan, decode, count = step.plan, step.decode, step.plan.num_proposing
@@ -86,9 +74,6 @@ class DraftModelProposer(DeviceProposer):
             tokens = torch.clamp(token_ids[0, :count], 0, self._last_token, out=proposed[position, :count])
             self._table.write_tokens(rows, lengths, tokens)
         return proposed
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        return self._model.parameters()
 
     def _first_pass(self, step: StepTensors, decode: DecodeInputs) -> torch.Tensor:
         """The tokens after the rows' last ones, int32 [2, num_proposing or more]."""

@@ -12,7 +12,6 @@ It samples as the model will, with the row's temperature and the noise of the po
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import PairPlan, StepAttention
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.config import ModelConfig
@@ -33,10 +31,9 @@ from minisgl_backend.models.eagle3 import Eagle3Config
 from minisgl_backend.models.eagle3_head import build_eagle3_head
 from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.models.mtp_head import build_mtp_head
-from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps
 from minisgl_backend.runner.proposers.context import ProposerContext
-from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.proposers.layered import LayeredProposer
 from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.speculative_config import MOST_DRAFTS
 from minisgl_backend.weights.files import Checkpoint
@@ -44,17 +41,15 @@ from minisgl_backend.weights.files import Checkpoint
 KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: any of a step's may be the last accepted one
 
 
-class HeadProposer(DeviceProposer):
+class HeadProposer(LayeredProposer):
     """A step is one pass for each proposed token. All passes are replays of one captured graph, which follow each other
     without the host."""
 
     def __init__(self, context: ProposerContext, head: DraftHead, aux_layers: tuple[int, ...]) -> None:
         """`aux_layers`: of the target, see `AuxStates`."""
+        super().__init__(context, head)
         self._head, self._aux_layers = head, aux_layers
-        self._attention = context.draft_attention()
-        super().__init__(self._attention.spec)
-        self._table, self._sample = context.table, context.sample
-        table, spec, size = context.table, self._attention.spec, head.config.hidden_size
+        table, spec, size = self._table, self._attention.spec, head.config.hidden_size
         # For the last tokens of each row, by position modulo KEPT: combined states, and their slots. The slot tells
         # whether a state belongs to this row's sequence, whose cached prefix other sequences have computed.
         self._states = torch.zeros(table.max_rows, KEPT, size, dtype=spec.dtype, device=spec.device)
@@ -62,15 +57,8 @@ class HeadProposer(DeviceProposer):
         self._chain = torch.zeros(table.max_rows, size, dtype=spec.dtype, device=spec.device)  # previous pass
         self._offsets = torch.arange(MOST_DRAFTS, dtype=torch.int32, device=spec.device)[:, None]
 
-    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
-        self._builder = builder
-        self._head.bind_attention(self._attention.spec, pool)
-
-    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
-        self._head.prepare(() if graphs is None else graphs.sizes, longest_prefill)
-        if graphs is not None:
-            graphs.capture(DecodeSteps(self._pass, self._pass, None), self._builder, self._attention)
-            self._graphs = graphs
+    def _passes(self) -> DecodeSteps:
+        return DecodeSteps(self._pass, self._pass, None)
 
     def aux_states(self, num_tokens: int) -> AuxStates:
         spec = self._attention.spec
@@ -114,9 +102,6 @@ class HeadProposer(DeviceProposer):
         # All passes are launched before the first has ended; their tokens are read from the table together.
         first = lengths + (1 - plan.num_proposed)
         return self._table.tokens[rows, first + self._offsets[: plan.num_proposed]]
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        return self._head.parameters()
 
     def _next_pass(self, rows: Int32Array, lengths: Int32Array) -> None:
         """One draft for each of these entries, including padding; rows and lengths as in the staging buffer."""

@@ -18,7 +18,8 @@ from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.process.progress import Progress, no_progress
-from minisgl_backend.runner.model_runner import Captures, Model, ModelRunner
+from minisgl_backend.runner.model_pass import Model
+from minisgl_backend.runner.model_runner import Captures, ModelRunner
 from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_state import RowState
