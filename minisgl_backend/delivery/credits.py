@@ -14,34 +14,35 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 
+@dataclass(eq=False, slots=True)
 class _Sender:
     """One sender thread. Positions count its responses over all its streams."""
 
-    __slots__ = ("acknowledged", "heard", "in_flight", "sent")
+    sent: int = 0
+    acknowledged: int = -1  # the highest acknowledged position
+    heard: float | None = None  # time of that; None: nothing was sent yet
+    in_flight: deque[tuple[Credit, int, float]] = field(
+        default_factory=deque
+    )  # number and time; used by the thread only
 
-    def __init__(self) -> None:
-        self.sent = 0
-        self.acknowledged = -1  # the highest acknowledged position
-        self.heard: float | None = None  # time of that; None: nothing was sent yet
-        self.in_flight: deque[tuple[Credit, int, float]] = deque()  # number and time; used by the thread itself only
 
-
+@dataclass(eq=False, slots=True)
 class Credit:
     """One stream's counts. Only its StreamCredits writes them; any thread may read them."""
 
-    __slots__ = ("_gap_position", "_gap_since", "_sender", "_waiting", "acknowledged", "closed", "sent", "uid")
-
-    def __init__(self, uid: int, sender: _Sender) -> None:
-        self.uid = uid
-        self.sent = 0  # number of responses; they are numbered from 1
-        self.acknowledged = 0  # the highest number that the detokenizer has handled
-        self.closed = False
-        self._sender = sender
-        self._waiting: deque[tuple[int, int, float]] = deque()  # number, position, time; the unacknowledged ones
-        self._gap_position = -1
-        self._gap_since = 0.0
+    uid: int
+    _sender: _Sender
+    sent: int = 0  # number of responses; they are numbered from 1
+    acknowledged: int = 0  # the highest number that the detokenizer has handled
+    closed: bool = False
+    _waiting: deque[tuple[int, int, float]] = field(
+        default_factory=deque
+    )  # number, position, time; unacknowledged ones
+    _gap_position: int = -1
+    _gap_since: float = 0.0
 
 
 class StreamCredits:

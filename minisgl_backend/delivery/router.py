@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from minisgl_backend.request import Content
 
@@ -20,18 +22,16 @@ MARGIN_SEQUENCES = 16
 MARGIN_SHARE = 0.25
 
 
+@dataclass(slots=True)
 class _Core:
     """One engine core as the router sees it."""
 
-    __slots__ = ("block_bytes", "blocks", "capacity", "chosen_at", "is_up", "load")
-
-    def __init__(self) -> None:
-        self.is_up = False
-        self.load = 0  # sequences that were sent there and have not ended
-        self.chosen_at = 0  # serial number of its last request among all requests
-        self.block_bytes = BLOCK_TOKENS * TOKEN_BYTES
-        self.capacity = 0  # blocks that fit into its cache
-        self.blocks: OrderedDict[int, None] = OrderedDict()  # hashes; the least recently used first
+    is_up: bool = False
+    load: int = 0  # sequences that were sent there and have not ended
+    chosen_at: int = 0  # serial number of its last request among all requests
+    block_bytes: int = BLOCK_TOKENS * TOKEN_BYTES
+    capacity: int = 0  # blocks that fit into its cache
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes; the least recently used first
 
     def come_up(self, page_size: int, num_pages: int) -> None:
         block = max(page_size, BLOCK_TOKENS)
@@ -39,11 +39,7 @@ class _Core:
         self.blocks.clear()
 
     def matched_tokens(self, hashes: Iterable[int]) -> int:
-        count = 0
-        for value in hashes:
-            if value not in self.blocks:
-                break
-            count += 1
+        count = sum(1 for _ in takewhile(self.blocks.__contains__, hashes))
         return count * self.block_bytes // TOKEN_BYTES
 
     def remember(self, hashes: list[int]) -> None:

@@ -5,6 +5,7 @@ A checkout that was never installed has no metadata; pyproject.toml then says th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from dataclasses import dataclass
@@ -98,19 +99,18 @@ def _extra_of(marker: str) -> str:
 
 def _applies(marker: str, extra: str) -> bool:
     """Whether a marker applies here; true if that cannot be determined."""
-    if not marker:
-        return True
-    try:
-        markers = importlib.import_module("packaging.markers")
-    except ImportError:
-        return True
-    return bool(markers.Marker(marker).evaluate({"extra": extra}))
+    markers = _packaging("markers")
+    return not marker or markers is None or bool(markers.Marker(marker).evaluate({"extra": extra}))
 
 
 def _contains(specifier: str, version: str) -> bool:
     """Whether the specifier includes a version; true if that cannot be determined."""
-    try:
-        specifiers = importlib.import_module("packaging.specifiers")
-    except ImportError:
-        return True
-    return bool(specifiers.SpecifierSet(specifier).contains(version, prereleases=True))
+    specifiers = _packaging("specifiers")
+    return specifiers is None or bool(specifiers.SpecifierSet(specifier).contains(version, prereleases=True))
+
+
+def _packaging(module: str) -> Any:
+    """None where that package is not installed."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(f"packaging.{module}")
+    return None

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 PERIOD_S = 1.0  # from one heartbeat to the next
 LONG_S = 300.0  # allowed for announced long work
@@ -32,14 +33,12 @@ class Sign(bytes, enum.Enum):
 _SIGNS = frozenset(sign.value for sign in Sign)
 
 
+@dataclass(eq=False, slots=True)
 class _Doing:
     """What the main thread is doing. A new object each time: the same object later means that nothing has moved."""
 
-    __slots__ = ("limit_s", "sign")
-
-    def __init__(self, sign: Sign, limit_s: float) -> None:
-        self.sign = sign
-        self.limit_s = limit_s  # after that long it counts as stuck
+    sign: Sign
+    limit_s: float  # after that long it counts as stuck
 
 
 class Heartbeat:

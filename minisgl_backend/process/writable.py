@@ -54,15 +54,16 @@ def check_temporary_folders() -> None:
 def temporary_folders() -> Iterator[TemporaryFolder]:
     """Those of the server itself and of tritonserver."""
     remedy = "mount one that can: in Docker --tmpfs /tmp, in Kubernetes an emptyDir at /tmp"
-    error = write_error(_TRITONS_FOLDER)
-    fault = "" if error is None else f"cannot be written, and Triton's Python backend needs it: {error.strerror}"
-    yield TemporaryFolder("/tmp", str(_TRITONS_FOLDER), fault, remedy if fault else "")
+    yield _tried("/tmp", _TRITONS_FOLDER, "cannot be written, and Triton's Python backend needs it", remedy)
     name, remedy = "sockets and copies", "TMPDIR=FOLDER chooses another"
     try:
-        folder = Path(tempfile.gettempdir())
+        yield _tried(name, Path(tempfile.gettempdir()), "cannot be written", remedy)
     except OSError as failed:  # none of the folders that Python tries is writable
         yield TemporaryFolder(name, "", str(failed.strerror), remedy)
-        return
+
+
+def _tried(name: str, folder: Path, fault: str, remedy: str) -> TemporaryFolder:
     error = write_error(folder)
-    fault = "" if error is None else f"cannot be written: {error.strerror}"
-    yield TemporaryFolder(name, str(folder), fault, remedy if fault else "")
+    if error is None:
+        return TemporaryFolder(name, str(folder))
+    return TemporaryFolder(name, str(folder), f"{fault}: {error.strerror}", remedy)

@@ -48,7 +48,7 @@ def fresh_clone(tmp_path: Path) -> Path:
     for path in [
         *(
             path
-            for room in ("", "host/", "ipc/", "models/", "parsers/", "process/", "weights/")
+            for room in ("", "host/", "host/options/", "ipc/", "models/", "parsers/", "process/", "weights/")
             for path in ROOT.glob(f"minisgl_backend/{room}*.py")
         ),
         ROOT / "scripts/serve.sh",
