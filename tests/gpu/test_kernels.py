@@ -40,70 +40,24 @@ def chosen_kernel(kernels, x, weight, **more):
     return kernels.chooser.kernel(LinearKey(len(x), *weight.shape, x.dtype, **more))
 
 
-def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
-    """q [tokens, heads, dim] are the last tokens of kv_len; float64 reference."""
-    page_size = k_cache.shape[2]
-    t = torch.arange(kv_len, device=q.device)
-    pages = row_pages[t // page_size].long()
-    group = q.shape[1] // k_cache.shape[1]
-    k = k_cache[pages, :, t % page_size].double().repeat_interleave(group, 1)
-    v = v_cache[pages, :, t % page_size].double().repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,lhd->hql", q.double(), k) * scale
-    allowed = t[None, :] <= (kv_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
-    return torch.einsum("hql,lhd->qhd", scores.masked_fill(~allowed, -1e300).softmax(-1), v)
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
-def test_decode_attention(page_size, heads, kv_heads, head_dim):
-    from minisgl_backend.kernels.attention.calls import CachedLayer
+@pytest.mark.parametrize("heads", [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
+@pytest.mark.parametrize("lengths", [[1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256], ids=len)
+def test_decode_attention(page_size, heads, lengths):
     from minisgl_backend.kernels.attention.choose import decode_shape
-    from minisgl_backend.kernels.attention.decode import DecodeBatch, DecodeWorkspace, decode_attention
-    from minisgl_backend.kv.layout import LayerKV
+    from tests.attention_cases import PagedCase, check_decode
 
-    torch.manual_seed(page_size + heads)
-    for lengths in ([1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256):
-        batch, most = len(lengths), -(-max(lengths) // page_size)
-        shape = (1 + batch * most, kv_heads, page_size, head_dim)
-        k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-        table = (torch.randperm(batch * most, device="cuda") + 1).int().reshape(batch, most)
-        rows = torch.randperm(batch, device="cuda").int()
-        kv_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        q = torch.randn(batch, heads, head_dim, device="cuda").bfloat16()
-        workspace = DecodeWorkspace(257, heads, kv_heads, head_dim, torch.device("cuda"))
-        for _ in range(3):
-            out = torch.full_like(q, float("nan"))
-            step = DecodeBatch(rows, kv_lens, table, workspace, decode_shape(batch, kv_heads, heads // kv_heads))
-            decode_attention(q, CachedLayer(kv=LayerKV(k, v), scale=head_dim**-0.5), step, out)
-            checked = range(0, batch, max(1, batch // 8))
-            for b in checked:
-                ref = dense_attention(q[b : b + 1], k, v, table[rows[b]], lengths[b], head_dim**-0.5)
-                assert relative(out[b : b + 1], ref) < 8e-3
-            assert int(workspace.counters.abs().sum()) == 0
+    case = PagedCase(lengths, page_size, heads, device=torch.device("cuda"), dtype=torch.bfloat16)
+    shape = decode_shape(len(lengths), case.kv_heads, case.heads // case.kv_heads)
+    check_decode(case, shape, max_rows=257, launches=3)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_prefill_attention(page_size):
-    from minisgl_backend.kernels.attention.calls import CachedLayer, PrefillBatch
-    from minisgl_backend.kernels.attention.prefill import prefill_attention
-    from minisgl_backend.kv.layout import LayerKV
+    from tests.attention_cases import PagedCase, check_prefill
 
-    torch.manual_seed(page_size)
-    heads, kv_heads, head_dim = 16, 8, 128
-    q_lens, kv_lens = [5, 700, 1, 33], [5, 1000, 400, 33]
-    most = -(-max(kv_lens) // page_size)
-    shape = (1 + 4 * most, kv_heads, page_size, head_dim)
-    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-    table = (torch.randperm(4 * most, device="cuda") + 1).int().reshape(4, most)
-    rows = torch.tensor([2, 0, 3, 1], device="cuda", dtype=torch.int32)
-    starts = [0, 5, 705, 706, 739]
-    q = torch.randn(starts[-1], heads, head_dim, device="cuda").bfloat16()
-    ends, lengths = (torch.tensor(one, device="cuda", dtype=torch.int32) for one in (starts, kv_lens))
-    layer = CachedLayer(kv=LayerKV(k, v), scale=head_dim**-0.5)
-    out = prefill_attention(q, layer, PrefillBatch(ends, lengths, rows, table, max(q_lens)))
-    for i in range(4):
-        part = slice(starts[i], starts[i + 1])
-        assert relative(out[part], dense_attention(q[part], k, v, table[rows[i]], kv_lens[i], head_dim**-0.5)) < 8e-3
+    heads, kv_lens, device = (16, 8, 128), [5, 1000, 400, 33], torch.device("cuda")
+    check_prefill(PagedCase(kv_lens, page_size, heads, device=device, dtype=torch.bfloat16), [5, 700, 1, 33])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 33, 64])

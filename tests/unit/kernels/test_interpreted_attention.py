@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
-from tests.specs import one_group
 from tests.unit.kernels.fp8_numbers import assert_close_in_fp8
 
 if torch.cuda.is_available():
@@ -26,62 +22,10 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
-from minisgl_backend.kernels.attention.calls import PrefillBatch
 from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
-from minisgl_backend.kernels.attention.decode import (
-    DecodeBatch,
-    DecodeWorkspace,
-    decode_attention,
-    rotating_decode_attention,
-)
+from minisgl_backend.kernels.attention.decode import decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.attention.prefill import prefill_attention
-
-CPU = torch.device("cpu")
-
-
-class PagedCase:
-    """A random pool, shuffled pages and rows, and the same attention by the torch backend."""
-
-    def __init__(
-        self,
-        kv_lens: list[int],
-        page_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        window: int = 0,
-        chunk: int = 0,
-    ) -> None:
-        torch.manual_seed(page_size)
-        most = -(-max(kv_lens) // page_size)
-        count = len(kv_lens)
-        pool = (1 + count * most, kv_heads, page_size, head_dim)
-        self.k, self.v = torch.randn(pool), torch.randn(pool)
-        self.table = (torch.randperm(count * most) + 1).int().reshape(count, most)
-        self.rows = torch.randperm(count).int()
-        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
-        self.spec = one_group(
-            num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-            max_seq_len=most * page_size, max_rows=count, window=window or None, chunk=chunk or None,
-        )  # fmt: skip
-        self.reference = TorchBackend(self.spec, self.spec.groups[0])
-
-    def layer(self, kv: LayerKV | None = None) -> AttentionLayer:
-        """With this pool in place of the case's."""
-        return self.spec.layer(0, kv or LayerKV(self.k, self.v))
-
-    def batch(self, workspace: DecodeWorkspace, shape: DecodeShape) -> DecodeBatch:
-        return DecodeBatch(self.rows, self.kv_lens, self.table, workspace, shape)
-
-    def prefill_batch(self, starts: torch.Tensor) -> PrefillBatch:
-        return PrefillBatch(starts, self.kv_lens, self.rows, self.table, int(starts.diff().max()))
-
-    def quantize(self, scales: KVScales) -> LayerKV:
-        """The pool in FP8; what it means replaces the pool itself."""
-        kv = LayerKV((self.k / scales.k).to(FP8), (self.v / scales.v).to(FP8), scales)
-        self.k, self.v = kv.k.float() * scales.k, kv.v.float() * scales.v
-        return kv
-
+from tests.attention_cases import PagedCase, check_decode, check_prefill
 
 EARLY = DecodeShape(32, 32, 32, 4, 3, early=True, merged_at_once=16)
 
@@ -111,18 +55,7 @@ def in_turn(rows: list[tuple[Any, ...]], shapes: list[DecodeShape], each: int, f
     ),
 )
 def test_decode_attention(page_size, window, shape):
-    case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64, window=window)
-    q = torch.randn(4, 4, 64)
-    workspace = DecodeWorkspace(4, 4, 2, 64, CPU)
-    inputs = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    expected = case.reference.decode(case.layer(), q, case.reference.plan_decode(inputs))
-    for _ in range(2):  # the counters are back at zero after each launch
-        out = decode_attention(q, case.layer(), case.batch(workspace, shape))
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    assert int(workspace.counters.abs().sum()) == 0
+    check_decode(PagedCase([1, 63, 65, 300], page_size, (4, 2, 64), window=window), shape)
 
 
 def shares() -> list[Any]:
@@ -138,19 +71,7 @@ def shares() -> list[Any]:
 @pytest.mark.parametrize(("lengths", "workers"), shares())
 def test_decode_attention_in_equal_shares(lengths, workers):
     """However many programs share the tiles: sequences in one part, in many, and many in one share."""
-    case = PagedCase(lengths, 16, heads=6, kv_heads=2, head_dim=32)
-    q = torch.randn(len(lengths), 6, 32)
-    workspace = DecodeWorkspace(len(lengths), 6, 2, 32, CPU)
-    inputs = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    expected = case.reference.decode(case.layer(), q, case.reference.plan_decode(inputs))
-    shape = DecodeShape(4, 64, 32, 4, 3, workers=workers)
-    for _ in range(2):
-        out = decode_attention(q, case.layer(), case.batch(workspace, shape))
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    assert int(workspace.counters.abs().sum()) == 0
+    check_decode(PagedCase(lengths, 16, (6, 2, 32)), DecodeShape(4, 64, 32, 4, 3, workers=workers))
 
 
 def interpreted_shapes() -> list[DecodeShape]:
@@ -167,13 +88,13 @@ def interpreted_shapes() -> list[DecodeShape]:
 def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
     heads, kv_heads, dim = 4, 2, 64
-    case = PagedCase([1, 31, 140], page_size, heads, kv_heads, dim, window)
+    case = PagedCase([1, 31, 140], page_size, (heads, kv_heads, dim), window=window)
     k, v = torch.full_like(case.k, torch.nan), torch.full_like(case.v, torch.nan)
     for row, length in zip(case.rows.tolist(), case.kv_lens.tolist(), strict=True):
         seen = torch.arange(max(0, length - window) if window else 0, length)
         page, place = case.table[row][seen // page_size].long(), seen % page_size
         k[page, :, place], v[page, :, place] = case.k[page, :, place], case.v[page, :, place]
-    workspace = DecodeWorkspace(3, heads, kv_heads, dim, CPU)
+    workspace = case.workspace()
     q = torch.randn(3, heads, dim)
     qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.randn(141, dim), eps=1e-6)
@@ -197,7 +118,7 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
 )
 def test_rotating_decode_attention(page_size, shape, normed, window):
     heads, kv_heads, dim = 6, 2, 48
-    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
+    case = PagedCase([1, 64, 65, 200], page_size, (heads, kv_heads, dim), window=window)
     qkv = torch.randn(4, (heads + 2 * kv_heads) * dim)
     norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
     angles = torch.randn(201, dim // 2)
@@ -205,15 +126,11 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
     positions = case.kv_lens - 1
     pages = case.table[case.rows.long(), (positions // page_size).long()]
     slots = pages * page_size + positions % page_size
-    inputs = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
     k, v = case.k.clone(), case.v.clone()
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
     q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(k, v), heads)
-    expected = case.reference.decode(case.layer(LayerKV(k, v)), q, case.reference.plan_decode(inputs))
-    workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
+    expected = case.decoded(q, LayerKV(k, v))
+    workspace = case.workspace()
     for _ in range(2):
         out = rotating_decode_attention(qkv, rotation, case.layer(), case.batch(workspace, shape))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -225,75 +142,34 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
 @pytest.mark.parametrize("window", [0, 1, 24, 50])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_prefill_attention(page_size, window):
-    q_lens, kv_lens = [5, 40, 1], [5, 130, 33]
-    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=64, window=window)
-    starts = torch.tensor([0, 5, 45, 46], dtype=torch.int32)
-    q = torch.randn(sum(q_lens), 2, 64)
-    inputs = PrefillInputs(
-        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
-        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    expected = case.reference.prefill(case.layer(), q, case.reference.plan_prefill(inputs))
-    out = prefill_attention(q, case.layer(), case.prefill_batch(starts))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    check_prefill(PagedCase([5, 130, 33], page_size, (2, 1, 64), window=window), [5, 40, 1])
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 24), (16, 50), (64, 1)])
 def test_attention_in_chunks(page_size, chunk):
-    kv_lens = [5, 130, 25, 200]
-    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=32, chunk=chunk)
-    layer, workspace = case.layer(), DecodeWorkspace(4, 2, 1, 32, CPU)
-    decode = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    q = torch.randn(4, 2, 32)
-    expected = case.reference.decode(layer, q, case.reference.plan_decode(decode))
+    case = PagedCase([5, 130, 25, 200], page_size, (2, 1, 32), chunk=chunk)
     for shape in (DecodeShape(4, 64, 32, 4, 3), BALANCED[0]):
-        out = decode_attention(q, layer, case.batch(workspace, shape))
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        check_decode(case, shape, launches=1)
+    check_prefill(case, [5, 40, 1, 1])
     qkv, cos_sin = torch.randn(4, 4 * 32), torch.cat([torch.ones(200, 16), torch.zeros(200, 16)], 1)
     rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
-    out = rotating_decode_attention(qkv, rotation, layer, case.batch(workspace, EARLY))
-    expected = case.reference.decode(layer, qkv[:, :64].view(4, 2, 32), case.reference.plan_decode(decode))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    starts, q = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32), torch.randn(47, 2, 32)
-    prefill = PrefillInputs(
-        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
-        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    expected = case.reference.prefill(layer, q, case.reference.plan_prefill(prefill))
-    out = prefill_attention(q, layer, case.prefill_batch(starts))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    out = rotating_decode_attention(qkv, rotation, case.layer(), case.batch(case.workspace(), EARLY))
+    torch.testing.assert_close(out, case.decoded(qkv[:, :64].view(4, 2, 32)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("page_size", "window"), [(1, 24), (16, 0), (64, 100)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     """Against float32 attention over what the stored numbers mean."""
-    kv_lens = [5, 130, 33, 200]
-    case = PagedCase(kv_lens, page_size, heads=6, kv_heads=2, head_dim=48, window=window)
+    case = PagedCase([5, 130, 33, 200], page_size, (6, 2, 48), window=window)
     kv = case.quantize(KVScales(0.03, 0.5))
-    decode = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    q = torch.randn(4, 6, 48)
-    meant = LayerKV(case.k, case.v)
-    expected = case.reference.decode(case.layer(meant), q, case.reference.plan_decode(decode))
+    q = case.queries(4)
     for shape in (DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)):
-        workspace = DecodeWorkspace(4, 6, 2, 48, CPU)
-        out = decode_attention(q.to(dtype), case.layer(kv), case.batch(workspace, shape))
-        torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
-    starts = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32)
-    q = torch.randn(47, 6, 48)
-    prefill = PrefillInputs(
-        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
-        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
-    )  # fmt: skip
-    expected = case.reference.prefill(case.layer(meant), q, case.reference.plan_prefill(prefill))
+        out = decode_attention(q.to(dtype), case.layer(kv), case.batch(case.workspace(), shape))
+        torch.testing.assert_close(out.float(), case.decoded(q), atol=tolerance, rtol=tolerance)
+    starts, q = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32), case.queries(47)
     out = prefill_attention(q.to(dtype), case.layer(kv), case.prefill_batch(starts))
-    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.float(), case.prefilled(q, starts), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +179,7 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
 def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     """The new token is attended to as it is stored: quantized."""
     heads, kv_heads, dim = 6, 2, 48
-    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
+    case = PagedCase([1, 64, 65, 200], page_size, (heads, kv_heads, dim), window=window)
     kv = case.quantize(KVScales(0.25, 0.125))
     qkv = torch.randn(4, (heads + 2 * kv_heads) * dim)
     norms = [torch.randn(dim), torch.randn(dim)]
@@ -311,11 +187,7 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     positions = case.kv_lens - 1
     slots = case.table[case.rows.long(), (positions // page_size).long()] * page_size + positions % page_size
-    workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
-    inputs = DecodeInputs(
-        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
-        rows_host=case.rows.numpy(),
-    )  # fmt: skip
+    workspace = case.workspace()
     stored = LayerKV(kv.k.clone(), kv.v.clone(), kv.scales)
     rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
     q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), stored, heads)
@@ -324,7 +196,7 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
         assert_close_in_fp8(kv.k, stored.k)
         assert_close_in_fp8(kv.v, stored.v)
         meant = LayerKV(kv.k.float() * kv.scales.k, kv.v.float() * kv.scales.v)
-        expected = case.reference.decode(case.layer(meant), q, case.reference.plan_decode(inputs))
+        expected = case.decoded(q, meant)
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 
