@@ -130,20 +130,10 @@ class AttentionSpec:
         number = self.group_of_layer[index]
         group = self.groups[number]
         return AttentionLayer(
-            index=index,
-            group=number,
-            cache_group=group.cache_group,
-            num_q_heads=group.num_q_heads,
-            num_kv_heads=group.num_kv_heads,
-            head_dim=group.head_dim,
-            window=group.window,
-            chunk=group.chunk,
-            scale=group.softmax_scale,
-            soft_cap=group.soft_cap,
-            sinks=sinks,
-            kv=kv,
-            latent=latent,
-        )
+            index=index, group=number, cache_group=group.cache_group, num_q_heads=group.num_q_heads,
+            num_kv_heads=group.num_kv_heads, head_dim=group.head_dim, window=group.window, chunk=group.chunk,
+            scale=group.softmax_scale, soft_cap=group.soft_cap, sinks=sinks, kv=kv, latent=latent,
+        )  # fmt: skip
 
     @cached_property
     def max_pages_per_row(self) -> int:

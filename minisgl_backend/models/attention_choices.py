@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.attention.decode_by_batch import DecodeByBatch
-from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
+from minisgl_backend.kernels.attention.choose import DecodeKey, rotation_pays, split_kv
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
@@ -57,6 +57,6 @@ def _choice(
         return Choice(decode, "the backend of decode steps")
     can_share = group.sees_all and not group.kv.is_fp8
     heads = group.num_kv_heads
-    cut = decode_cut(DecodeKey(rows, heads, group.num_q_heads // heads, facts.multiprocessors, can_share))
+    cut = split_kv(DecodeKey(rows, heads, group.num_q_heads // heads, facts.multiprocessors, can_share))
     inside = "; head norms, rotation and the store inside" if rotation_pays(rows, heads, facts.multiprocessors) else ""
     return Choice(decode, f"{cut.why}{inside}")

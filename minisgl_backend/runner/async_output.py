@@ -7,14 +7,15 @@ Copies run on their own stream, so that the next step need not wait for them, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
+from minisgl_backend.arrays import NO_INT32, Float32Array
 from minisgl_backend.runner.pooling import Pooled
 from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.sampling.logprobs import unpack
-from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
+from minisgl_backend.step import Logprobs, StepResult
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,16 @@ class Computed:
     pooled: Pooled | None = None
 
 
+@dataclass(eq=False)
 class PendingStep:
     """A launched step. It keeps the device tensors alive until their copies are done."""
 
-    unsampled: Computed | None = None  # the step's logits, while it waits for grammar masks
-
-    def __init__(
-        self,
-        step: StepTensors,
-        sources: list[torch.Tensor],
-        copies: list[torch.Tensor],
-        event: torch.cuda.Event | None,
-        pooled: Pooled | None = None,
-    ) -> None:
-        """`copies`: tokens, log-probabilities if any, pooled values if any, prompt log-probabilities."""
-        self._step = step
-        self._pooled = pooled
-        self._sources = sources
-        self._copies = copies
-        self._event = event
+    unsampled: ClassVar[Computed | None] = None  # the step's logits, while it waits for grammar masks
+    _step: StepTensors
+    _sources: list[torch.Tensor]
+    _copies: list[torch.Tensor]  # tokens, log-probabilities if any, pooled values if any, prompt log-probabilities
+    _event: torch.cuda.Event | None
+    _pooled: Pooled | None = None
 
     def wait(self) -> None:
         """Waits for the end of the step without reading its results. Device errors surface here."""
@@ -109,7 +101,7 @@ class PendingStep:
         if not requests:
             return {}
         return {
-            request.row: _unpack_all(request, copy.numpy())
+            request.row: [unpack(row, request.top) for row in copy.numpy()]
             for request, copy in zip(requests, self._copies[-len(requests) :], strict=True)
         }
 
@@ -165,7 +157,3 @@ class ResultReader:
         """Makes the current stream wait for the last copy: a graph is about to overwrite its static outputs."""
         if self._last_copy is not None:
             torch.cuda.current_stream().wait_event(self._last_copy)
-
-
-def _unpack_all(request: PromptLogprobsRequest, packed: Int32Array) -> list[Logprobs]:
-    return [unpack(row, request.top) for row in packed]

@@ -34,12 +34,12 @@ class ProposalCosts:
         Each token takes a pass: what was not measured is in proportion to what was.
         """
         known = sorted(self._samples)
-        medians = [sorted(self._samples[count])[len(self._samples[count]) // 2] for count in known]
-        asked = np.asarray(counts, dtype=np.float64)
+        medians = [_median(self._samples[count]) for count in known]
+        sizes = np.asarray(counts, dtype=np.float64)
         if not known:
-            return np.zeros(len(asked))
-        costs: Float64Array = np.interp(asked, [0.0, *known], [0.0, *medians])
-        return costs * np.maximum(1.0, asked / known[-1])
+            return np.zeros(len(sizes))
+        costs: Float64Array = np.interp(sizes, [0.0, *known], [0.0, *medians])
+        return costs * np.maximum(1.0, sizes / known[-1])
 
 
 class StepCosts:
@@ -49,9 +49,7 @@ class StepCosts:
         """`timed`: (tokens, seconds) of steps at start, ascending. What was not measured yet is in
         proportion to them."""
         self._timed_sizes = np.array([size for size, _ in timed], dtype=np.float64)
-        # A larger step takes no less: what says otherwise was disturbed.
-        seconds = np.array([taken for _, taken in timed], dtype=np.float64)
-        self._timed_seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        self._timed_seconds = _undisturbed([taken for _, taken in timed])
         self._samples: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}  # by size: when it was measured last, in steps
         self._now = 0
@@ -74,22 +72,19 @@ class StepCosts:
         """Seconds of steps of these sizes, [k]; None where nothing is known."""
         if self._known is None:
             self._forget()
-            sizes = sorted(self._samples)
-            medians = [sorted(self._samples[size])[len(self._samples[size]) // 2] for size in sizes]
-            # A larger step takes no less: what says otherwise was disturbed.
-            seconds = np.minimum.accumulate(np.array(medians, dtype=np.float64)[::-1])[::-1]
-            self._known = np.array(sizes, dtype=np.float64), seconds
+            known = sorted(self._samples)
+            seconds = _undisturbed([_median(self._samples[size]) for size in known])
+            self._known = np.array(known, dtype=np.float64), seconds
         sizes_known, seconds = self._known
         if not len(sizes_known):
             return None
-        asked = np.asarray(num_tokens, dtype=np.float64)
-        beyond = np.maximum(asked - sizes_known[-1], 0.0)
-        factors = 1.0 + UNKNOWN_SLOPE * beyond
+        sizes = np.asarray(num_tokens, dtype=np.float64)
+        factors = 1.0 + UNKNOWN_SLOPE * np.maximum(sizes - sizes_known[-1], 0.0)
         if len(self._timed_sizes):
             factors = np.maximum(
-                factors, self.expected(np.maximum(asked, sizes_known[-1])) / self.expected(sizes_known[-1:])
+                factors, self.expected(np.maximum(sizes, sizes_known[-1])) / self.expected(sizes_known[-1:])
             )
-        costs: Float64Array = np.interp(asked, sizes_known, seconds) * factors
+        costs: Float64Array = np.interp(sizes, sizes_known, seconds) * factors
         return costs
 
     def expected(self, num_tokens: Sequence[float] | Float64Array) -> Float64Array:
@@ -102,3 +97,12 @@ class StepCosts:
     def _forget(self) -> None:
         for size in [size for size, seen in self._seen.items() if seen < self._now - KEPT_STEPS]:
             del self._samples[size], self._seen[size]
+
+
+def _median(samples: deque[float]) -> float:
+    return sorted(samples)[len(samples) // 2]
+
+
+def _undisturbed(seconds: list[float]) -> Float64Array:
+    """By ascending size. A larger step takes no less: what says otherwise was disturbed."""
+    return np.minimum.accumulate(np.array(seconds, dtype=np.float64)[::-1])[::-1]

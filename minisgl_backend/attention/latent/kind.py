@@ -17,6 +17,7 @@ from minisgl_backend.attention.entry import (
     TRITON,
     AttentionKind,
     BackendEntry,
+    Library,
 )
 from minisgl_backend.attention.needs import AttentionNeeds
 from minisgl_backend.errors import ConfigError
@@ -57,33 +58,24 @@ class MLAEntry(BackendEntry):
         return f"cannot decode over latents (MLA) in fp8_e4m3{needs.on_gpu if self.fp8_capabilities else ''}"
 
 
+def _of_deepseek(
+    backend: str, library: Library, capabilities: range, page_sizes: tuple[int, ...] | None = None
+) -> MLAEntry:
+    """Of a library with kernels for the sizes of DeepSeek's models."""
+    return MLAEntry(
+        backend=backend, library=library, capabilities=capabilities, page_sizes=page_sizes, sizes=((512, 64),),
+        half_only=True,
+    )  # fmt: skip
+
+
 BACKENDS: Mapping[str, MLAEntry] = MappingProxyType(
     {
-        "fa": MLAEntry(
-            backend="latent.flash_attn:FlashAttentionLatentBackend",
-            library=SGL_KERNEL,
-            half_only=True,
-            sizes=((512, 64),),
-            capabilities=range(90, 100),
-        ),
-        "fi": MLAEntry(
-            backend="latent.flashinfer:FlashInferLatentBackend",
-            library=FLASHINFER,
-            half_only=True,
-            sizes=((512, 64),),
-            capabilities=range(80, 1000),
-        ),
+        "fa": _of_deepseek("latent.flash_attn:FlashAttentionLatentBackend", SGL_KERNEL, range(90, 100)),
+        "fi": _of_deepseek("latent.flashinfer:FlashInferLatentBackend", FLASHINFER, range(80, 1000)),
         "triton": MLAEntry(
             backend="latent.triton_attn:TritonLatentBackend", library=TRITON, fp8_capabilities=range(89, 1000)
         ),
-        "flashmla": MLAEntry(
-            backend="latent.flashmla:FlashMLABackend",
-            library=FLASHMLA,
-            page_sizes=(64,),
-            half_only=True,
-            sizes=((512, 64),),
-            capabilities=range(90, 100),
-        ),
+        "flashmla": _of_deepseek("latent.flashmla:FlashMLABackend", FLASHMLA, range(90, 100), page_sizes=(64,)),
         "torch": MLAEntry(
             backend="latent.reference:TorchLatentBackend",
             library=TORCH,

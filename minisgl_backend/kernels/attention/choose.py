@@ -77,7 +77,7 @@ class DecodeKey(NamedTuple):
         return self.programs * self.splits <= 2 * self.num_sms
 
 
-class Cut(NamedTuple):
+class SplitKV(NamedTuple):
     """A row of the table."""
 
     why: str
@@ -113,68 +113,68 @@ def _few(key: DecodeKey) -> DecodeShape:
     return DecodeShape(key.splits, part, 64, num_warps=4, num_stages=5, early=True, merged_at_once=8)
 
 
-CUTS = (
-    Cut(
+SPLITS = (
+    SplitKV(
         "many sequences: some wait in any case",
         lambda key: _fills(key, 8),
         lambda key: DecodeShape(4, 2048, 64, num_warps=4, num_stages=5),
     ),
-    Cut(
+    SplitKV(
         "tiles are shared by four programs on a multiprocessor",
         # With few queries more programs fit and a second wave is short: sequences are then better not split.
         lambda key: _fills(key, 3) and key.can_share and (key.is_wide or _fills(key, 4)),
         lambda key: _shared(key, each=4, tile=32, num_stages=5, registers=128),
     ),
-    Cut(
+    SplitKV(
         "long sequences are cut",
         lambda key: _fills(key, 3),
         lambda key: DecodeShape(4, 1024, 64, num_warps=4, num_stages=5 if key.is_wide else 3),
     ),
-    Cut(
+    SplitKV(
         "tiles are shared by two programs on a multiprocessor",
         lambda key: _fills_twice(key) and key.can_share and key.is_wide,
         lambda key: _shared(key, each=2, tile=64, num_stages=5, registers=255),
     ),
-    Cut(
+    SplitKV(
         "tiles are shared by three programs on a multiprocessor",
         lambda key: _fills_twice(key) and key.can_share,
         _THREE,
     ),
-    Cut(
+    SplitKV(
         "long sequences are cut; many query heads",
         lambda key: _fills_twice(key) and key.group >= 8,
         lambda key: DecodeShape(4, 1024, 64, num_warps=4, num_stages=5),
     ),
-    Cut(
+    SplitKV(
         "longer sequences are cut, in short tiles",
         _fills_twice,
         lambda key: DecodeShape(4, 512, 32, num_warps=2, num_stages=4),
     ),
-    Cut("one sequence is cut finely, with eight warps a program", lambda key: key.batch == 1, _one_sequence),
-    Cut(
+    SplitKV("one sequence is cut finely, with eight warps a program", lambda key: key.batch == 1, _one_sequence),
+    SplitKV(
         "tiles are shared by three programs on a multiprocessor",
         lambda key: not key.fits_at_once and key.can_share and key.is_wide,
         _THREE,
     ),
-    Cut(
+    SplitKV(
         "a few sequences are cut finely",
         lambda key: not key.fits_at_once,
         lambda key: DecodeShape(key.splits, 64, 64, num_warps=4, num_stages=3),
     ),
-    Cut("a few sequences are cut finely; their first tiles are loaded early", lambda key: True, _few),
+    SplitKV("a few sequences are cut finely; their first tiles are loaded early", lambda key: True, _few),
 )
 
 
-def decode_cut(key: DecodeKey) -> Cut:
+def split_kv(key: DecodeKey) -> SplitKV:
     """The row of the table that serves a key."""
-    return next(cut for cut in CUTS if cut.serves(key))
+    return next(cut for cut in SPLITS if cut.serves(key))
 
 
 @lru_cache(maxsize=4096)
 def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
     """The split of a batch; see `DecodeKey`."""
     key = DecodeKey(batch, num_kv_heads, group, num_sms, can_share)
-    return decode_cut(key).shape(key)
+    return split_kv(key).shape(key)
 
 
 def distinct_batches(

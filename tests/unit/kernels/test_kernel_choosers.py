@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.attention.choose import CUTS, DecodeKey, decode_cut, decode_shape, rotation_pays
+from minisgl_backend.kernels.attention.choose import SPLITS, DecodeKey, decode_shape, rotation_pays, split_kv
 from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
@@ -271,7 +271,7 @@ def test_every_cut_serves_some_batch() -> None:
         for group in (1, 4, 8)
         for can_share in (True, False)
     )
-    assert {decode_cut(key) for key in keys} == set(CUTS)
+    assert {split_kv(key) for key in keys} == set(SPLITS)
 
 
 def test_a_choice_is_made_once() -> None:
