@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, as in vLLM."""
+"""/tokenize, /detokenize (special tokens included) and /tokenizer_info, as in vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text, special tokens included."""
         await endpoint.model.resolve(body.model)
         if not body.tokens:
             return json_response({"prompt": ""})
