@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from minisgl_backend.serving.schema import INPUTS, LLMAPI_INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
+from minisgl_backend.serving.tensors import INPUTS, LLMAPI_INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
 
 MAX_LIST = 4096
 _LONGEST = {"stop_words": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}

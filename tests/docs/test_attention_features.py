@@ -19,7 +19,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import FP8_E4M3
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.messages import text_of
-from minisgl_backend.serving.schema import TENSORS
+from minisgl_backend.serving.tensors import TENSORS
 from tests.docs.blocks import ROOT
 from tests.docs.test_backends_table import capabilities, listed
 

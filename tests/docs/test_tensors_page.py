@@ -1,4 +1,4 @@
-"""docs/tensors.md lists the tensors of `serving/schema.py`, in its order, with its types and its reasons to refuse."""
+"""docs/tensors.md lists the tensors of `serving/tensors.py`, in its order, with its types and its reasons to refuse."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import re
 
 import pytest
 
-from minisgl_backend.serving import schema
+from minisgl_backend.serving import schema, tensors
 from minisgl_backend.serving.fields import ALIASES
 from tests.docs.blocks import ROOT
 
 TEXT = (ROOT / "docs" / "tensors.md").read_text(encoding="utf-8")
 OWN = next(ensemble for ensemble in schema.ENSEMBLES if ensemble.name == "tensorrt_llm")
 SECTIONS = {
-    "Inputs": schema.INPUTS,
-    "Outputs": schema.OUTPUTS,
+    "Inputs": tensors.INPUTS,
+    "Outputs": tensors.OUTPUTS,
     "Inputs of `tensorrt_llm`": (
-        *schema.TOKEN_OUTPUTS,
-        *schema.SEQUENCE_LENGTH,
-        *(tensor for tensor in OWN.inputs if tensor not in schema.INPUTS),
+        *tensors.TOKEN_OUTPUTS,
+        *tensors.SEQUENCE_LENGTH,
+        *(tensor for tensor in OWN.inputs if tensor not in tensors.INPUTS),
     ),
-    "embedding": (*schema.EMBEDDING_INPUTS, *schema.VECTOR_OUTPUTS),
-    "Inputs of `llmapi`": schema.LLMAPI_INPUTS,
-    "Outputs of `llmapi`": schema.LLMAPI_OUTPUTS,
+    "embedding": (*tensors.EMBEDDING_INPUTS, *tensors.VECTOR_OUTPUTS),
+    "Inputs of `llmapi`": tensors.LLMAPI_INPUTS,
+    "Outputs of `llmapi`": tensors.LLMAPI_OUTPUTS,
     "Between the models": (
-        *schema.ENGINE_INPUTS,
-        *schema.CHUNK,
-        *schema.PROMPT_OUTPUTS,
-        *schema.RENAMED_INPUTS,
+        *tensors.ENGINE_INPUTS,
+        *tensors.CHUNK,
+        *tensors.PROMPT_OUTPUTS,
+        *tensors.RENAMED_INPUTS,
     ),
 }
 
@@ -52,8 +52,8 @@ def test_every_model_is_named() -> None:
 
 
 def test_a_vllm_model_takes_the_first_inputs() -> None:
-    assert schema.INPUTS[: len(schema.COMMON_INPUTS)] == schema.COMMON_INPUTS
-    assert schema.COMMON_INPUTS[-1].name == "embedding_request"
+    assert tensors.INPUTS[: len(tensors.COMMON_INPUTS)] == tensors.COMMON_INPUTS
+    assert tensors.COMMON_INPUTS[-1].name == "embedding_request"
 
 
 def test_every_other_name_of_a_field_is_told() -> None:

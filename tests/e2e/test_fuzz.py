@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from client.errors import from_message
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions, Part, TextOptions
 from minisgl_backend.request import Grammar, SamplingParams
-from minisgl_backend.serving.schema import INPUTS, TENSORS, Tensor
+from minisgl_backend.serving.tensors import INPUTS, TENSORS, Tensor
 from tests.e2e.wire import Server, assert_same_processes, lasting_processes
 
 pytestmark = pytest.mark.e2e

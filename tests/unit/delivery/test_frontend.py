@@ -21,7 +21,7 @@ from minisgl_backend.delivery.send_queue import CONFIRM_S
 from minisgl_backend.ipc.messages import CANCELLED, Rejected
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, Request, SamplingParams
-from minisgl_backend.serving.schema import DETAIL_OUTPUTS
+from minisgl_backend.serving.tensors import DETAIL_OUTPUTS
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything

@@ -17,7 +17,7 @@ from minisgl_backend.ipc.wire import Codec, EngineRequest
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Grammar
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
-from minisgl_backend.serving.schema import INPUTS, TENSORS
+from minisgl_backend.serving.tensors import INPUTS, TENSORS
 from minisgl_backend.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"

@@ -9,15 +9,8 @@ import pytest
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.engine import is_demo, read_engine_config, read_parameters
-from minisgl_backend.serving.schema import (
-    ENSEMBLES,
-    INPUTS,
-    MODELS,
-    OUTPUTS,
-    TENSORS,
-    outdated_configs,
-    write_configs,
-)
+from minisgl_backend.serving.schema import ENSEMBLES, MODELS, outdated_configs, write_configs
+from minisgl_backend.serving.tensors import INPUTS, OUTPUTS, TENSORS
 
 REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
 

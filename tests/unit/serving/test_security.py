@@ -14,7 +14,7 @@ import minisgl_backend
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.serving.schema import INPUTS
+from minisgl_backend.serving.tensors import INPUTS
 from minisgl_backend.text.tokenizer import Tokenizer
 
 PACKAGE = Path(minisgl_backend.__file__).parent
