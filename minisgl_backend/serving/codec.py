@@ -25,7 +25,7 @@ from minisgl_backend.request import (
     SamplingParams,
     check_prompt,
 )
-from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
+from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, logit_bias, shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
 
 if TYPE_CHECKING:  # the engine front imports this module, but not the tokenizer's libraries
@@ -99,9 +99,7 @@ class RequestCodec:
         else:
             text, prompt_ids = self._prompt(fields)
         params = self._with_thinking_tags(self._params(fields), fields, prompt_ids)
-        options = self._options(fields, params, is_vllm)
-        if is_llmapi:
-            options = msgspec.structs.replace(options, llmapi=True)
+        options = self._options(fields, params, is_vllm=is_vllm, is_llmapi=is_llmapi)
         options = _with_prompt(options, self._echoes(fields, is_llmapi), text, prompt_ids)
         priority = fields.get("priority", 0)
         if not 0 <= priority <= MAX_PRIORITY:
@@ -202,7 +200,7 @@ class RequestCodec:
         values["bad_words"] = bad_words.bad_words
         listed = _token_words("bad_words_list", fields.get("bad_words_list", []))
         values["bad_words_token_ids"] = (*self._tokenizer.encode_words(bad_words.bad_words), *listed)
-        values["logit_bias"] = _logit_bias(fields.get("logit_bias"))
+        values["logit_bias"] = logit_bias(fields.get("logit_bias"))
         values["grammar"] = _grammar(fields)
         self._apply_end_id(fields, values)
         if any(fields.get(name) for name in ("return_cumulative_logprob", "return_log_probs")):
@@ -251,11 +249,14 @@ class RequestCodec:
         default = self._settings.exclude_input_in_output and "trtllm_input_ids" not in fields and not is_llmapi
         return not fields.get("exclude_input_in_output", default)
 
-    def _options(self, fields: Mapping[str, Any], params: SamplingParams, is_vllm: bool) -> OutputOptions:
+    def _options(
+        self, fields: Mapping[str, Any], params: SamplingParams, *, is_vllm: bool, is_llmapi: bool
+    ) -> OutputOptions:
         token_ids = "trtllm_input_ids" in fields
         # In vllm_backend `logprobs` is the number of alternatives, and only `return_logprobs` requests the output.
         wants_logprobs = fields.get("return_logprobs", not is_vllm and "logprobs" in fields)
         return OutputOptions(
+            llmapi=is_llmapi,
             stream=fields.get("stream", False),
             token_ids=token_ids,
             apart=token_ids or "num_responses" in fields,
@@ -354,22 +355,6 @@ def _messages(given: str | list[Any]) -> list[Any]:
     return messages
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"logit_bias is {shown(value)}; allowed: a JSON object of token id to bias")
-    bias = {}
-    for key, number in value.items():
-        try:
-            bias[int(key)] = float(number)
-        except (TypeError, ValueError, OverflowError):
-            raise InvalidRequestError(
-                f"logit_bias has {shown(key)}: {shown(number)}; allowed: token ids and numbers"
-            ) from None
-    return bias
-
-
 def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
     kind, text = fields.get("guided_decoding_guide_type"), fields.get("guided_decoding_guide", "")
     if kind is None and not text:
@@ -384,20 +369,17 @@ def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
 def _vllm_grammar(guided: Any) -> Grammar | None:
     if not guided:
         return None
-    if isinstance(guided, dict):
-        given = {key: value for key, value in guided.items() if value}
-        if len(given) == 1:
-            ((key, value),) = given.items()
-            if key == "json_object":
-                return Grammar(kind="json_schema", text='{"type": "object"}')
-            if key == "json":
-                return Grammar(kind="json_schema", text=value if isinstance(value, str) else json.dumps(value))
-            if key == "structural_tag":
-                return Grammar(kind="structural_tag", text=value if isinstance(value, str) else json.dumps(value))
-            if key in ("regex", "grammar") and isinstance(value, str):
-                return Grammar(kind="regex" if key == "regex" else "ebnf_grammar", text=value)
-            if key == "choice" and isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(_quoted(item) for item in value))
+    given = [(key, value) for key, value in guided.items() if value] if isinstance(guided, dict) else []
+    key, value = given[0] if len(given) == 1 else ("", None)
+    if key == "json_object":
+        return Grammar(kind="json_schema", text='{"type": "object"}')
+    if key in ("json", "structural_tag"):
+        text = value if isinstance(value, str) else json.dumps(value)
+        return Grammar(kind="json_schema" if key == "json" else "structural_tag", text=text)
+    if key in ("regex", "grammar") and isinstance(value, str):
+        return Grammar(kind="regex" if key == "regex" else "ebnf_grammar", text=value)
+    if key == "choice" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(map(_quoted, value)))
     raise InvalidRequestError(
         f"guided_decoding is {shown(guided)}; allowed: one of json, json_object, regex, grammar, choice, structural_tag"
     )

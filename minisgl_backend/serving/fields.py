@@ -171,6 +171,23 @@ def json_value(name: str, text: str) -> Any:
         raise InvalidRequestError(f"{name} is {shown(text)}, which is not valid JSON ({error})") from None
 
 
+def logit_bias(value: Any) -> dict[int, float]:
+    """Token ids -> biases."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"logit_bias is {shown(value)}; allowed: a JSON object of token id to bias")
+    bias = {}
+    for key, number in value.items():
+        try:
+            bias[int(key)] = float(number)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidRequestError(
+                f"logit_bias has {shown(key)}: {shown(number)}; allowed: token ids and numbers"
+            ) from None
+    return bias
+
+
 def shown(value: Any) -> str:
     """A wrong value for an error message: shortened, and quoted if it is text."""
     text = repr(value) if isinstance(value, (str, bytes)) else str(value)
