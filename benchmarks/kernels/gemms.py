@@ -14,8 +14,8 @@ import triton
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
-from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape
+from minisgl_backend.kernels.linear.plain.small_rows import LinearWorkspace, linear
+from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
 

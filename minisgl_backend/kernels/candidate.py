@@ -3,7 +3,7 @@ moe/choose.py.
 
 A table is read from the top: the first row whose condition holds is what runs, so the last row has no condition. Where
 that row is `close`, later rows that hold and are close, too, contend with it: measuring them at start may prefer one of
-them (linear/measured.py). Without a measurement the table's order decides.
+them (linear/tuning/measured.py). Without a measurement the table's order decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gives all kernels of a decode step the same carveout: the split of an SM's memory into L1 cache and shared memory.
 
 A kernel with another carveout than the kernel before it waits until a multiprocessor is empty. That loses what its
-early launch gains (`pdl`, see linear/small_rows.py), so all of them ask for the largest share of shared memory. In the
+early launch gains (`pdl`, see plain/small_rows.py), so all of them ask for the largest share of shared memory. In the
 chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at batch 1, and 3,046 instead
 of 3,063 at 64.
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear import vllm_library
+from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 
 # Packages of published kernels for GEMMs, and distributions that have them.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -1,7 +1,7 @@
 """Elementwise chains between GEMMs, one kernel each, in the Triton language.
 
 `torch_ops` holds the same functions in plain torch; tests compare them. `pdl`: programmatic dependent launch (Hopper
-and later), whose rules are in linear/small_rows.py.
+and later), whose rules are in plain/small_rows.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What the host computes for a launch: sizes of grids and tiles, and programmatic dependent launch (PDL, Hopper and
-later), whose rules are in linear/small_rows.py.
+later), whose rules are in plain/small_rows.py.
 
 Called on the host, Triton's own `cdiv` and `next_power_of_2` take 3 to 5 us, as long as a small kernel; launching a
 layer with FP8 weights would call them 36 times.

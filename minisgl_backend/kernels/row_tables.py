@@ -1,7 +1,7 @@
 """Reads and writes of the row tables around a forward pass, one kernel each, in the Triton language.
 
 In plain torch these are a dozen launches of tiny kernels, which cost a decode step at small batch their full time. They
-are launched without `pdl` on purpose: `lookup` begins the chain of kernels of a step, see linear/small_rows.py.
+are launched without `pdl` on purpose: `lookup` begins the chain of kernels of a step, see plain/small_rows.py.
 """
 
 from __future__ import annotations

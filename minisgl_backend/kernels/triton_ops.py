@@ -9,7 +9,7 @@ from minisgl_backend.kernels.attention.latent_store import latent_store
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import MAX_PDL_TOKENS
-from minisgl_backend.kernels.linear.tiling import MAX_ROWS
+from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS
 from minisgl_backend.kernels.ops import LatentNormRope, QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
@@ -29,7 +29,7 @@ class TritonOps(TorchOps):
 
     @property
     def has_pdl(self) -> bool:
-        """Programmatic dependent launch, see linear/small_rows.py."""
+        """Programmatic dependent launch, see plain/small_rows.py."""
         return self.facts.dependent_launch
 
     def pdl(self, x: torch.Tensor) -> bool:

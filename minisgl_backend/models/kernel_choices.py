@@ -21,8 +21,8 @@ from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COP
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layouts_on
-from minisgl_backend.kernels.linear.int4_second import fitting_layouts
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
+from minisgl_backend.kernels.linear.int4.repacked import fitting_layouts
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.choose import ExpertsKey

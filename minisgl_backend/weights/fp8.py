@@ -15,7 +15,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
@@ -93,7 +93,7 @@ class Fp8Factory(MethodFactory):
 def _linear_kernels(kernels: DeviceKernels, device: torch.device) -> LinearKernels[Fp8Weight]:
     facts = kernels.gemms.facts
     if kernels.on_gpu:
-        from minisgl_backend.kernels.linear.fp8_libraries import torch_has_blocks
+        from minisgl_backend.kernels.linear.fp8.libraries import torch_has_blocks
 
         if not torch_has_blocks(device):
             facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})

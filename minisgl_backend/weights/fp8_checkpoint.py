@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize
 from minisgl_backend.kernels.linear.kernels import LinearKernels, PlainKernels
 from minisgl_backend.weights.layer import empty_parameter, fill_bias_with_noise
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec

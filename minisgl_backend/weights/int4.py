@@ -9,13 +9,13 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.int4_second import Layout, Repacker, layout_of
-from minisgl_backend.kernels.linear.int4_torch import (
+from minisgl_backend.kernels.linear.int4.reference import (
     Int4Weight,
     dequantize,
     pack,
     unpack,
 )
+from minisgl_backend.kernels.linear.int4.repacked import Layout, Repacker, layout_of
 from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels

@@ -1,4 +1,4 @@
-"""How checkpoints store 4-bit weights, and the parts that repack them into the layout of `kernels.linear.int4_torch`.
+"""How checkpoints store 4-bit weights, and the parts that repack them into the layout of kernels/linear/int4.
 
 AWQ packs eight outputs into a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits, GPTQ eight inputs and
 compressed-tensors eight inputs, both one after the other; zero points lie in words of eight outputs. Words that a rank
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.int4_torch import LEAST_GROUP, num_groups, pack, plane_size, rows_at_once
+from minisgl_backend.kernels.linear.int4.reference import LEAST_GROUP, num_groups, pack, plane_size, rows_at_once
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight, padded_inputs
+from minisgl_backend.kernels.linear.int4.reference import MIDDLE, Int4Weight, padded_inputs
 from minisgl_backend.weights.int4_checkpoint import (
     Int4Groups,
     Int4Slice,

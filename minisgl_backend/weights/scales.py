@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.fp8_torch import LARGEST, quantize_outputs
+from minisgl_backend.kernels.linear.fp8.reference import LARGEST, quantize_outputs
 from minisgl_backend.weights.layer import NOISE, empty_parameter
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
 

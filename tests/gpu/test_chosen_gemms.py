@@ -27,7 +27,7 @@ def weights_of(size_out: int, size_in: int, dtype: torch.dtype, count: int = 2) 
 
 @pytest.fixture(scope="module")
 def lt():
-    from minisgl_backend.kernels.linear.cublaslt import CublasLt
+    from minisgl_backend.kernels.linear.plain.cublaslt import CublasLt
 
     return CublasLt(DEVICE)
 
@@ -35,8 +35,8 @@ def lt():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size_out", "size_in"), [(5120, 2048), (1024, 3072), (6144, 1000)])
 def test_every_candidate_is_right(lt, size_out, size_in, dtype):
-    from minisgl_backend.kernels.linear.cublaslt import Gemm
-    from minisgl_backend.kernels.linear.tuned import candidates
+    from minisgl_backend.kernels.linear.plain.cublaslt import Gemm
+    from minisgl_backend.kernels.linear.plain.tuned import candidates
 
     (weight,) = weights_of(size_out, size_in, dtype, 1)
     for rows in (16, 136, 256):
@@ -57,7 +57,7 @@ def test_every_candidate_is_right(lt, size_out, size_in, dtype):
 
 
 def test_choices_are_measured_once_and_then_read(tmp_path):
-    from minisgl_backend.kernels.linear.tuned import TunedLinear
+    from minisgl_backend.kernels.linear.plain.tuned import TunedLinear
 
     weights = weights_of(34816, 1024, torch.bfloat16)
     path = tmp_path / "deep" / "gemms.json"
@@ -74,7 +74,7 @@ def test_choices_are_measured_once_and_then_read(tmp_path):
 
 
 def test_an_algorithm_of_another_library_is_not_used(tmp_path):
-    from minisgl_backend.kernels.linear.tuned import TunedLinear
+    from minisgl_backend.kernels.linear.plain.tuned import TunedLinear
 
     weights = weights_of(34816, 1024, torch.bfloat16)
     path = tmp_path / "gemms.json"
@@ -142,7 +142,7 @@ def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_tuned_is_left_to_torch(tmp_path):
-    from minisgl_backend.kernels.linear.tuned import TunedLinear
+    from minisgl_backend.kernels.linear.plain.tuned import TunedLinear
 
     tuned = TunedLinear(DEVICE, tmp_path / "gemms.json")
     for weights in ([torch.randn(4096, 1024, device="cuda")], weights_of(4100, 1024, torch.bfloat16)):

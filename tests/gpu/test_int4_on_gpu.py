@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear import vllm_library
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import MACHETE_ROWS, MARLIN_ROWS
-from minisgl_backend.kernels.linear.int4_repack import words_by_output
-from minisgl_backend.kernels.linear.int4_second import LAYOUTS, layout_of
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight, dequantize
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight, dequantize
+from minisgl_backend.kernels.linear.int4.repacked import LAYOUTS, layout_of
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
-from minisgl_backend.kernels.linear.marlin import Marlin
+from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
+from minisgl_backend.kernels.linear.libraries.marlin import Marlin
+from minisgl_backend.kernels.linear.libraries.repack import words_by_output
 from minisgl_backend.kernels.moe.call import MixtureCall, Picked
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.mixtures import by_gpu, by_torch, experts_of
@@ -65,7 +65,7 @@ def test_linear(rows: int, kind: str, group: int, zeros: bool, dtype: torch.dtyp
 
 def test_numbers_are_exact() -> None:
     """Each of the 16 at each place of a block, with each zero point: x picks one input."""
-    from minisgl_backend.kernels.linear.int4_triton import dequantize_rows
+    from minisgl_backend.kernels.linear.int4.dequantized import dequantize_rows
 
     for plane in (16, 32):
         block = 8 * plane

@@ -63,7 +63,7 @@ def test_prefill_attention(page_size):
 @pytest.mark.parametrize("rows", [1, 3, 16, 33, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(4096, 1024), (1024, 3072), (1000, 520)])
 def test_small_linear(rows, size_out, size_in):
-    from minisgl_backend.kernels.linear.small_rows import linear
+    from minisgl_backend.kernels.linear.plain.small_rows import linear
     from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 
     torch.manual_seed(rows)
@@ -90,8 +90,8 @@ def test_small_linear(rows, size_out, size_in):
     [(1, 4096, 1024), (1, 1024, 3072), (1, 1000, 520), (1, 151936, 1024), (2, 5120, 2560), (2, 1000, 4104)],
 )
 def test_small_linear_vector(rows, size_out, size_in, pdl):
-    from minisgl_backend.kernels.linear.small_rows import linear
-    from minisgl_backend.kernels.linear.tiling import linear_shape
+    from minisgl_backend.kernels.linear.plain.small_rows import linear
+    from minisgl_backend.kernels.linear.plain.tiling import linear_shape
     from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 
     torch.manual_seed(rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as to_int8
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels

@@ -64,7 +64,7 @@ class DecodeBatch(NamedTuple):
     page_table: torch.Tensor  # int32 [max_rows, max_pages]
     workspace: DecodeWorkspace
     shape: DecodeShape
-    pdl: bool = False  # programmatic dependent launch (Hopper and later), whose rules are in linear/small_rows.py
+    pdl: bool = False  # programmatic dependent launch (Hopper and later), whose rules are in plain/small_rows.py
 
 
 def decode_attention(

@@ -240,7 +240,7 @@ def _attend_part(
         # The last token is this step's own: it comes from qkv, everything before it from the cache.
         cached_end = tl.minimum(end, kv_len - 1)
         if EARLY:
-            # Lengths, pages and earlier tokens were written before this chain of kernels began (linear/small_rows.py).
+            # Lengths, pages and earlier tokens were written before this chain of kernels began (plain/small_rows.py).
             offsets = _tile_offsets(table, begin, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
             early_ok = begin + n < cached_end
             if WINDOW:

@@ -38,9 +38,9 @@ from minisgl_backend.kernels.candidate import (
     on_gpu,
 )
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
-from minisgl_backend.kernels.linear import machete_tiles
-from minisgl_backend.kernels.linear.machete_tiles import TILES
-from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
+from minisgl_backend.kernels.linear.libraries import machete_tiles
+from minisgl_backend.kernels.linear.libraries.machete_tiles import TILES
+from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
 LARGE_GATED = 120 << 20  # size of a gated weight from which on our kernel, fused with the activation only, is faster
 LARGE_LONG = 12 << 20  # likewise for a weight with at least as many inputs as outputs
@@ -155,7 +155,7 @@ def _long(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def is_tunable(size_out: int, size_in: int, dtype: torch.dtype) -> bool:
-    """Whether linear/tuned.py measures algorithms of cuBLASLt for weights of this size."""
+    """Whether linear/plain/tuned.py measures algorithms of cuBLASLt for weights of this size."""
     large = size_out * size_in * dtype.itemsize >= LEAST_TUNED_BYTES
     return large and dtype in (torch.float16, torch.bfloat16) and size_out % 8 == 0 and size_in % 8 == 0
 
@@ -278,13 +278,13 @@ def _any_gpu(facts: DeviceFacts) -> bool:
 
 _Row = partial(Candidate[LinearKey], on=on_gpu)
 _HERE = "minisgl_backend.kernels.linear"
-_small = partial(_Row, "small_rows", run=f"{_HERE}.small_rows:run")
+_small = partial(_Row, "small_rows", run=f"{_HERE}.plain.small_rows:run")
 
 
 def _tile(tile: str, why: str, serves: Callable[..., bool]) -> Candidate[LinearKey]:
     """A row of Machete."""
     kernel = machete_tiles.kernel_of(tile)
-    run = f"{_HERE}.int4_triton:run_repacked"
+    run = f"{_HERE}.int4.dequantized:run_repacked"
     return _Row(kernel, why, partial(serves, tile=tile), close=always, run=run, arguments=(kernel,))
 
 
@@ -302,7 +302,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             # isolation cuBLAS is as fast. For o_proj, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
             _Row(
                 "long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long,
-                run=f"{_HERE}.small_rows:run_long",
+                run=f"{_HERE}.plain.small_rows:run_long",
             ),
             _Row(
                 "cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned,
@@ -318,46 +318,46 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
         "fp8": (
             _Row(
                 "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few,
-                close=_fp8_few_close, run=f"{_HERE}.fp8:run",
+                close=_fp8_few_close, run=f"{_HERE}.fp8.few_rows:run",
             ),
             _Row(
                 "scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise, close=always,
-                run=f"{_HERE}.fp8_libraries:scaled_mm",
+                run=f"{_HERE}.fp8.libraries:scaled_mm",
             ),
             _Row(
                 "scaled_mm_blocks", "many rows, blocks of 128 x 128: torch's, of CUDA 12.9 or later", _fp8_blocks,
-                close=always, run=f"{_HERE}.fp8_libraries:scaled_mm_blocks",
+                close=always, run=f"{_HERE}.fp8.libraries:scaled_mm_blocks",
             ),
             _Row(
                 "fp8_many_rows", "many rows, other blocks, or what torch does not take", always, close=_not_torchs,
-                run=f"{_HERE}.fp8_many_rows:run",
+                run=f"{_HERE}.fp8.many_rows:run",
             ),
             _Row(
                 "sgl_scaled_mm", "sgl-kernel's, of CUTLASS", _sgl_fp8, close=always,
-                run=f"{_HERE}.fp8_libraries:sgl_scaled_mm",
+                run=f"{_HERE}.fp8.libraries:sgl_scaled_mm",
             ),
             _Row(
                 "sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=always,
-                run=f"{_HERE}.fp8_libraries:sgl_scaled_mm_blocks",
+                run=f"{_HERE}.fp8.libraries:sgl_scaled_mm_blocks",
             ),
-            _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8_torch:linear", on=not_on_gpu),
+            _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8.reference:linear", on=not_on_gpu),
         ),
         "int4": (
             *(_tile(tile, "Hopper: vLLM's, where memory has room for its layout too", _machete) for tile in TILES),
             _Row(
                 "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", _marlin,
-                close=_marlin_close, run=f"{_HERE}.int4_triton:run_repacked", arguments=("marlin",),
+                close=_marlin_close, run=f"{_HERE}.int4.dequantized:run_repacked", arguments=("marlin",),
             ),
             _Row(
                 "int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few,
-                close=_int4_gated, run=f"{_HERE}.int4:run",
+                close=_int4_gated, run=f"{_HERE}.int4.few_rows:run",
             ),
             _Row(
                 "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", always,
-                close=_int4_many_close, run=f"{_HERE}.int4_triton:run",
+                close=_int4_many_close, run=f"{_HERE}.int4.dequantized:run",
             ),
             *(_tile(tile, "another tile", _machete_rival) for tile in TILES),
-            _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4_torch:linear", on=not_on_gpu),
+            _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4.reference:linear", on=not_on_gpu),
         ),
         "int8": (
             _Row(

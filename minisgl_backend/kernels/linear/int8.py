@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
 from minisgl_backend.kernels.linear.choose import is_int8_aligned
-from minisgl_backend.kernels.linear.fp8_torch import epilogue_in_float32
+from minisgl_backend.kernels.linear.fp8.reference import epilogue_in_float32
 from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.libraries import sgl
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 LARGEST = 127.0

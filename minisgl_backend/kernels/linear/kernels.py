@@ -15,9 +15,9 @@ from minisgl_backend.kernels.candidate import PLAIN, Run, on_gpu
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import BARE, GemmCall, WeightKind
 from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
-from minisgl_backend.kernels.linear.measured import KernelTuner
-from minisgl_backend.kernels.linear.tiling import MAX_ROWS
-from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
+from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS
+from minisgl_backend.kernels.linear.plain.tuned import TunedLinear, prompt_rows
+from minisgl_backend.kernels.linear.tuning.measured import KernelTuner
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.ops import Ops
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.linear.tiling import MAX_ROWS
+from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS
 
 
 class LinearWorkspace:

@@ -39,7 +39,7 @@ class Tiles:
 def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool = False) -> Tiles:
     """Sorts pairs by expert in three launches: counts by block, their prefix sums, then positions and tiles.
 
-    expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see linear/small_rows.py.
+    expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see plain/small_rows.py.
     """
     pairs, device = expert_ids.numel(), expert_ids.device
     blocks = cdiv(pairs, ALIGN_BLOCK)

@@ -43,7 +43,7 @@ def output_and_logits(
     """residual + x @ o_proj.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each row:
     x [1, size_in], residual [1, hidden], all of one dtype.
 
-    pdl: programmatic dependent launch, whose rules are in linear/small_rows.py.
+    pdl: programmatic dependent launch, whose rules are in plain/small_rows.py.
     """
     (hidden, size_in), num_experts, k = early.o_proj.shape, len(early.weight), experts_per_token
     out = torch.empty_like(residual)

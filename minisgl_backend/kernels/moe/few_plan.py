@@ -4,7 +4,7 @@ One program plans the GEMMs: it picks the experts from the logits, and gives eac
 that an expert's weights are read once. Up to MAX_ROUTED_TOKENS tokens, the last program of the router's kernel plans,
 and the first ones norm the tokens; for more tokens the plan is a kernel after the router's GEMM.
 
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.small_rows import linear
+from minisgl_backend.kernels.linear.plain.small_rows import linear
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.moe.one_token import GONE, order_keys

@@ -3,7 +3,7 @@ weights of the experts picked, and by the starts and ends of its kernels.
 
 The plan of few_plan.py, the two GEMMs and the sum.
 
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py, with the exception of one_token.py: the
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py, with the exception of one_token.py: the
 first GEMM lets the second start only after its own wait, so that the second may read the plan before it waits.
 """
 

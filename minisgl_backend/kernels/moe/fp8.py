@@ -2,7 +2,7 @@
 
 Separate kernels quantize the tokens once, and the activations between the GEMMs. With few pairs per expert the weights
 are the left operand of the tensor cores, whose tiles have at least 64 rows; with many pairs, the pairs are.
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv
-from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight
+from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_int8
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked, Weight

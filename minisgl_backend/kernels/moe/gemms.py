@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
     weights: torch.Tensor  # float32, of each pair
     experts_per_token: int
     tile_pairs: int
-    pdl: bool  # programmatic dependent launch, whose rules are in linear/small_rows.py
+    pdl: bool  # programmatic dependent launch, whose rules are in plain/small_rows.py
 
     @property
     def num_tiles(self) -> int:

@@ -1,7 +1,7 @@
 """Mixtures of experts with 4-bit weights, in the Triton language: few_tokens.py's and grouped.py's two GEMMs.
 
-The same plans say which pairs of (token, expert) a tile holds; a tile is computed by linear/int4.py's `step_product`.
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
+The same plans say which pairs of (token, expert) a tile holds; a tile is computed by `step_product`.
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.launch import cdiv
-from minisgl_backend.kernels.linear.int4 import (
+from minisgl_backend.kernels.linear.int4.few_rows import (
     planes_together,
     scales_of,
     step_product,
     uses_assembly,
     words_of,
 )
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight
+from minisgl_backend.kernels.linear.int4.reference import MIDDLE, Int4Weight
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.few_plan import SLOTS, Plan, read_tile
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, MixtureShape, Pairs, by_plan, by_sorted_pairs

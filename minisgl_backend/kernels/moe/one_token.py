@@ -6,7 +6,7 @@ other two picks its experts itself, which is faster than waiting for one program
 programs from contending for one address. The second kernel also norms. The third computes the experts' outputs, and
 adds them and the residual in a fixed order.
 
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py, with one deliberate exception: the second
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py, with one deliberate exception: the second
 kernel lets the third start only after its own wait. So the third can read what the first wrote as soon as it starts: it
 knows its experts, and loads weights while the second still runs.
 """

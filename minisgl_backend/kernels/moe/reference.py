@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight, quantized_gemm
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
-from minisgl_backend.kernels.linear.int4_torch import dequantize as dequantize_int4
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight, quantized_gemm
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
+from minisgl_backend.kernels.linear.int4.reference import dequantize as dequantize_int4
 from minisgl_backend.kernels.linear.int8 import Int8Weight, int_gemm
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_int8
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
 from minisgl_backend.weights.int4_checkpoint import Axis, Int4Groups, Int4Slice, order_part, read_order

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.kernels.candidate import PLAIN
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels, MixtureKernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight, num_groups, pack, padded_inputs, plane_size
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight, num_groups, pack, padded_inputs, plane_size
 
 
 def random_weight(

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="pip install triton; tests/conftes
 from minisgl_backend.kernels import carveout, triton_ops  # noqa: E402
 from minisgl_backend.kernels import elementwise as fused  # noqa: E402
 from minisgl_backend.kernels.attention import decode as decode_attention  # noqa: E402
-from minisgl_backend.kernels.linear import small_rows as small_linear  # noqa: E402
+from minisgl_backend.kernels.linear.plain import small_rows as small_linear  # noqa: E402
 from minisgl_backend.kernels.sampling import launch as sampling  # noqa: E402
 from minisgl_backend.kernels.select import select_ops  # noqa: E402
 from minisgl_backend.kernels.torch_ops import TorchOps  # noqa: E402

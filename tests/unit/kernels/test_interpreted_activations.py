@@ -17,8 +17,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
-from minisgl_backend.kernels.linear import small_rows
-from minisgl_backend.kernels.linear.small_rows import LinearShape
+from minisgl_backend.kernels.linear.plain import small_rows
+from minisgl_backend.kernels.linear.plain.small_rows import LinearShape
 from minisgl_backend.kernels.moe import few_tokens, grouped, one_token
 
 REFERENCES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}

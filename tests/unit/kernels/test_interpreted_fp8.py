@@ -19,7 +19,7 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight, dequantize, quantize_outputs
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -31,11 +31,12 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 import triton.language as tl
 
-from minisgl_backend.kernels.linear import fp8 as linear_fp8
-from minisgl_backend.kernels.linear import fp8_libraries, int8
-from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.choose import LinearKey
-from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.linear.fp8 import few_rows as linear_fp8
+from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
+from minisgl_backend.kernels.linear.fp8 import many_rows
+from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe.gemms import GemmShape, MixtureShape
@@ -238,9 +239,9 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from minisgl_backend.kernels.linear import fp8 as linear
-from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
-from minisgl_backend.kernels.linear import fp8_quantize as quantize
+from minisgl_backend.kernels.linear.fp8 import few_rows as linear
+from minisgl_backend.kernels.linear.fp8 import many_rows
+from minisgl_backend.kernels.linear.fp8 import quantize
 from minisgl_backend.kernels.moe import fp8 as moe
 
 TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",

@@ -22,8 +22,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
-from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.kernels.linear import tiling
+from minisgl_backend.kernels.linear.plain import small_rows as small_linear
+from minisgl_backend.kernels.linear.plain import tiling
 
 CPU = torch.device("cpu")
 

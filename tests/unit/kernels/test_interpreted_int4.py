@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.int4_torch import dequantize, pack, unpack
+from minisgl_backend.kernels.linear.int4.reference import dequantize, pack, unpack
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.moe.call import MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -26,8 +26,8 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.linear import int4 as linear_int4
-from minisgl_backend.kernels.linear.int4_triton import dequantize_rows
+from minisgl_backend.kernels.linear.int4 import few_rows as linear_int4
+from minisgl_backend.kernels.linear.int4.dequantized import dequantize_rows
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import int4 as moe_int4
 from minisgl_backend.kernels.moe.gemms import MixtureShape
@@ -112,7 +112,7 @@ def test_experts(tokens: int, group: int, zeros: bool, monkeypatch: pytest.Monke
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from minisgl_backend.kernels.linear import int4 as linear
+from minisgl_backend.kernels.linear.int4 import few_rows as linear
 from minisgl_backend.kernels.moe import int4 as moe
 
 TYPES = dict(words_ptr="*i32", zeros_ptr="*u8", partial_ptr="*fp32", pair_weights_ptr="*fp32", counters_ptr="*i32",

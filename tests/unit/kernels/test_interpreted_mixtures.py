@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.linear.plain.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import early_router, few_plan, few_tokens, grouped, grouped_tma, one_token
 from minisgl_backend.kernels.moe.align import align
 from minisgl_backend.kernels.moe.few_plan import plan_few

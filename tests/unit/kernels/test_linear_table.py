@@ -58,11 +58,11 @@ def files_entered(call: Callable[[], object]) -> set[str]:
 
 def test_files_between_a_layer_and_its_4_bit_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from minisgl_backend.kernels.linear import int4
+    from minisgl_backend.kernels.linear.int4 import few_rows
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     launches: list[Any] = []
-    monkeypatch.setattr(int4, "_linear_kernel", {(1, 1, 1): lambda *args, **constants: launches.append(constants)})
+    monkeypatch.setattr(few_rows, "_linear_kernel", {(1, 1, 1): lambda *args, **constants: launches.append(constants)})
     kernels = DeviceKernels(GemmDevice(TritonOps(CPU, facts=DeviceFacts.named("h200")), CPU))
     scheme = Int4Scheme(layout="awq", group=128, symmetric=False)
     methods: Any = SimpleNamespace(linear=Int4Factory(kernels, torch.bfloat16, CPU, scheme).linear)
@@ -74,4 +74,5 @@ def test_files_between_a_layer_and_its_4_bit_kernel(monkeypatch: pytest.MonkeyPa
     layer.part(x, residual)  # what is chosen once
     files = files_entered(lambda: layer.part(x, residual))
     assert len(launches) == 2
-    assert files == {"/layers/linear.py", "/weights/method.py", "/kernels/linear/kernels.py", "/kernels/linear/int4.py"}
+    kernel = "/kernels/linear/int4/few_rows.py"
+    assert files == {"/layers/linear.py", "/weights/method.py", "/kernels/linear/kernels.py", kernel}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.int4_torch import dequantize
-from minisgl_backend.kernels.linear.machete import SCHEDULES, Machete, fits_machete, machete_bytes
-from minisgl_backend.kernels.linear.machete_tiles import TILES
+from minisgl_backend.kernels.linear.int4.reference import dequantize
+from minisgl_backend.kernels.linear.libraries.machete import SCHEDULES, Machete, fits_machete, machete_bytes
+from minisgl_backend.kernels.linear.libraries.machete_tiles import TILES
 from tests.unit.kernels import machete_reference
 from tests.unit.kernels.int4_weights import random_weight, relative
 from tests.unit.kernels.machete_reference import MacheteReference

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.int4_torch import dequantize
-from minisgl_backend.kernels.linear.marlin import Marlin, fits_marlin, marlin_bytes
+from minisgl_backend.kernels.linear.int4.reference import dequantize
+from minisgl_backend.kernels.linear.libraries.marlin import Marlin, fits_marlin, marlin_bytes
 from tests.unit.kernels.int4_weights import random_weight
 from tests.unit.kernels.marlin_reference import MarlinReference
 

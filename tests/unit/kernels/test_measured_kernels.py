@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear import measured
 from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
 from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
-from minisgl_backend.kernels.linear.measured import KernelTuner, rows_to_measure
+from minisgl_backend.kernels.linear.tuning import measured
+from minisgl_backend.kernels.linear.tuning.measured import KernelTuner, rows_to_measure
 
 H200 = DeviceFacts.named("h200")
 SHAPE = (256, 512)

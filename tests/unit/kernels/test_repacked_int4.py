@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear import vllm_library
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.int4_second import LAYOUTS, fitting_layouts, layout_of, open_layout, trial_error
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
+from minisgl_backend.kernels.linear.int4.repacked import LAYOUTS, fitting_layouts, layout_of, open_layout, trial_error
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
+from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 from minisgl_backend.kernels.select import select_kernels
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.weights.int4 import Int4Factory

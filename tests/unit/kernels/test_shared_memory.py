@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
 from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
-from minisgl_backend.kernels.linear import small_rows as small_linear
+from minisgl_backend.kernels.linear.plain import small_rows as small_linear
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
             "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr", "q_rope_ptr", "latent_ptr", "cache_ptr"}
@@ -149,7 +149,7 @@ def test_kernels_fit_the_gpus_that_are_served(kernels: list[tuple[Any, ...]]) ->
 
 def test_a_gpu_with_room_takes_what_was_measured() -> None:
     from minisgl_backend.kernels.attention.prefill import long_tiles_fit
-    from minisgl_backend.kernels.linear import tiling
+    from minisgl_backend.kernels.linear.plain import tiling
     from minisgl_backend.kernels.moe import grouped as moe
 
     for rows in (2, 3, 8, 16):

@@ -14,10 +14,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear import tuned as tuned_linear
-from minisgl_backend.kernels.linear.choices_file import ChoicesFile
-from minisgl_backend.kernels.linear.cublaslt import CLUSTERS, tile_sizes
-from minisgl_backend.kernels.linear.tuned import (
+from minisgl_backend.kernels.linear.plain import tuned as tuned_linear
+from minisgl_backend.kernels.linear.plain.cublaslt import CLUSTERS, tile_sizes
+from minisgl_backend.kernels.linear.plain.tuned import (
     LONG_CLUSTERS,
     LONG_TILES,
     PROMPT_ROWS,
@@ -27,6 +26,7 @@ from minisgl_backend.kernels.linear.tuned import (
     predicted_us,
     prompt_rows,
 )
+from minisgl_backend.kernels.linear.tuning.choices_file import ChoicesFile
 
 ALGORITHM = "42" + "0f" * 63
 

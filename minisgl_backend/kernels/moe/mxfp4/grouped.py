@@ -2,7 +2,7 @@
 
 The kernels, and the layouts of their weights and inputs, are in gemm.py.
 
-`pdl`: programmatic dependent launch, whose rules are in linear/small_rows.py.
+`pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.launch import cdiv
-from minisgl_backend.kernels.linear import int4
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.epilogue import apply_epilogue
-from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
+from minisgl_backend.kernels.linear.int4 import few_rows
+from minisgl_backend.kernels.linear.int4.planes import packed_scale, packed_zero, planes
+from minisgl_backend.kernels.linear.int4.reference import MIDDLE, PLANES, Int4Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 
 _TILE_OUT = 32
@@ -53,8 +53,8 @@ def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch
     _dequantize_kernel[(weight.padded // block, cdiv(count, _TILE_OUT))](
         weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out, rows.start, rows.stop,
         WIDTH=weight.size_out, SIZE_IN=weight.size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,
-        PLANE=weight.plane, TOGETHER=int4.planes_together(weight), TILE_OUT=_TILE_OUT, ZEROS=weight.zeros is not None,
-        MIDDLE=MIDDLE, ASM=int4.uses_assembly(out), num_warps=4,
+        PLANE=weight.plane, TOGETHER=few_rows.planes_together(weight), TILE_OUT=_TILE_OUT,
+        ZEROS=weight.zeros is not None, MIDDLE=MIDDLE, ASM=few_rows.uses_assembly(out), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -72,8 +72,8 @@ def _dequantize_kernel(
     at = tl.program_id(0) * PLANE
     c = tl.arange(0, PLANE)
     word_rows = words_ptr + row.to(tl.int64)[:, None] * WORDS
-    words, odd = int4.words_of(word_rows, c[None, :], ok[:, None], at, ASM)
-    scales = int4.scales_of(scales_ptr, zeros_ptr, row, ok, at, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
+    words, odd = few_rows.words_of(word_rows, c[None, :], ok[:, None], at, ASM)
+    scales = few_rows.scales_of(scales_ptr, zeros_ptr, row, ok, at, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
     c_tile = tl.broadcast_to(c[None, :], words.shape)
     out_rows = out_ptr + (row - start).to(tl.int64)[:, None] * SIZE_IN
     for chunk in tl.static_range(8 // TOGETHER):

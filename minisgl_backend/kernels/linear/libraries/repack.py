@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight, unpack
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight, unpack
 
 LARGEST_GROUP = 128  # inputs with one scale: larger groups are split
 DTYPES = (torch.float16, torch.bfloat16)

@@ -7,12 +7,12 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.linear import sgl
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.epilogue import apply_epilogue
-from minisgl_backend.kernels.linear.fp8_quantize import quantize_for
-from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Weight
+from minisgl_backend.kernels.linear.fp8.quantize import quantize_for
+from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.libraries import sgl
 
 # Rows of x in blocks are padded to a multiple of this: some other numbers cuBLAS refuses, and CUTLASS copies x for.
 _MULTIPLE = 16

@@ -16,8 +16,8 @@ import triton.language as tl
 from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.fp8_quantize import quantize_for
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Weight
+from minisgl_backend.kernels.linear.fp8.quantize import quantize_for
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 

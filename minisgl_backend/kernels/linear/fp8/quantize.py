@@ -12,7 +12,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST, Fp8Weight
+from minisgl_backend.kernels.linear.fp8.reference import FP8, LARGEST, LEAST, Fp8Weight
 
 _WIDTH = 2048  # inputs of a program that only needs its own groups of a row (no norm)
 

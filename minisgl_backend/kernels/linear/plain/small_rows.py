@@ -33,7 +33,7 @@ from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.kernels import GemmDevice
-from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape, long_shape
+from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape, long_shape
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import shared_memory
 

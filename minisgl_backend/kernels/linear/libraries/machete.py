@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from minisgl_backend.kernels.linear.int4_repack import DTYPES, cut_group, kind, of_groups, words_by_output
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
-from minisgl_backend.kernels.linear.machete_tiles import TILES, kernel_of
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
+from minisgl_backend.kernels.linear.libraries.machete_tiles import TILES, kernel_of
+from minisgl_backend.kernels.linear.libraries.repack import DTYPES, cut_group, kind, of_groups, words_by_output
 
 LAYOUT = "machete"  # as a `LinearKey.repacked`
 GROUPS = (64, 128)  # inputs with one scale that its kernels support
@@ -71,7 +71,7 @@ class Machete:
     """Of one device."""
 
     def __init__(self, operators: Any, device: torch.device) -> None:
-        """operators: see `vllm_library.operators`."""
+        """operators: see `vllm.operators`."""
         self._operators = operators
 
     def repack(self, weight: Int4Weight) -> MacheteWeight | None:

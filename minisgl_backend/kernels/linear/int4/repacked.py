@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear import machete, marlin, vllm_library
 from minisgl_backend.kernels.linear.choose import layouts_on
-from minisgl_backend.kernels.linear.int4_torch import (
+from minisgl_backend.kernels.linear.int4.reference import (
     Int4Weight,
     Repacked,
     dequantize,
@@ -24,6 +23,8 @@ from minisgl_backend.kernels.linear.int4_torch import (
     pack,
     plane_size,
 )
+from minisgl_backend.kernels.linear.libraries import machete, marlin
+from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from minisgl_backend.kernels.candidate import REMEMBERED
 from minisgl_backend.kernels.launch import cdiv, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.epilogue import leave_part, sum_of_parts
-from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
-from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Weight
+from minisgl_backend.kernels.linear.int4.planes import packed_scale, packed_zero, planes
+from minisgl_backend.kernels.linear.int4.reference import MIDDLE, PLANES, Int4Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
-from minisgl_backend.kernels.linear.small_rows import LEAST_ROWS
+from minisgl_backend.kernels.linear.plain.small_rows import LEAST_ROWS
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST
 

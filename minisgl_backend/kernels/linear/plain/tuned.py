@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.choices_file import ChoicesFile
 from minisgl_backend.kernels.linear.choose import is_tunable
-from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, tile_sizes
-from minisgl_backend.kernels.linear.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
+from minisgl_backend.kernels.linear.plain.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, tile_sizes
+from minisgl_backend.kernels.linear.tuning.choices_file import ChoicesFile
+from minisgl_backend.kernels.linear.tuning.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from minisgl_backend.kernels.linear.int4_repack import (
+from minisgl_backend.kernels.linear.int4.reference import Int4Weight
+from minisgl_backend.kernels.linear.libraries.repack import (
     DTYPES,
     LARGEST_GROUP,
     cut_group,
@@ -21,7 +22,6 @@ from minisgl_backend.kernels.linear.int4_repack import (
     of_groups,
     words_by_output,
 )
-from minisgl_backend.kernels.linear.int4_torch import Int4Weight
 
 LAYOUT = "marlin"  # as a `LinearKey.repacked`, and the kernel of the table
 GROUPS = (32, 64, 128)  # inputs with one scale that its kernels support
@@ -68,7 +68,7 @@ class Marlin:
     """Marlin on one device. Its kernels must not overlap, since they share a workspace of locks."""
 
     def __init__(self, operators: Any, device: torch.device) -> None:
-        """operators: see `vllm_library.operators`."""
+        """operators: see `vllm.operators`."""
         self._operators = operators
         is_gpu = device.type == "cuda"
         count = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1

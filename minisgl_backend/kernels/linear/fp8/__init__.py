@@ -1,0 +1,1 @@
+"""GEMMs with FP8 weights."""

@@ -1,0 +1,1 @@
+"""GEMMs with 4-bit weights."""

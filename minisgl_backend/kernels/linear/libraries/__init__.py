@@ -1,0 +1,1 @@
+"""GEMMs of published packages, where they are installed."""

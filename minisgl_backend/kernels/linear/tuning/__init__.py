@@ -1,0 +1,1 @@
+"""Choices that are measured at start, and the file that remembers them."""
