@@ -269,24 +269,15 @@ class Scheduler:
         if not is_last:
             return
         if sequence.pooling is not None:
-            self._end_pooled(sequence)
+            pooled = sequence.first_detail(self._clock(), pooled=sequence.take_pooled())
+            self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.STOP, pooled)
+            self._end(sequence, FinishReason.STOP)
             return
         detail = self._first_detail(sequence, chunk, result, index)
         if sequence.group is not None and sequence.group.leader is sequence:
             for sibling in sequence.group.open():
                 self._queue.push(sibling)
         self._append_first(sequence, int(result.token_ids[index]), chunk.end, detail)
-
-    def _end_pooled(self, sequence: Sequence) -> None:
-        """Ends a pooling sequence whose last chunk has been computed."""
-        detail = SequenceDetail(
-            cached_tokens=sequence.cached_tokens,
-            first_planned=sequence.first_planned,
-            first_token=self._clock(),
-            pooled=sequence.take_pooled(),
-        )
-        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.STOP, detail)
-        self._end(sequence, FinishReason.STOP)
 
     def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
         """Appends the token that a prompt's last chunk sampled."""
@@ -306,13 +297,8 @@ class Scheduler:
         logprobs = result.logprobs.get(index)
         if chunk.end > sequence.prompt_len or not sequence.reports_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
-        return SequenceDetail(
-            cached_tokens=sequence.cached_tokens,
-            first_planned=sequence.first_planned,
-            logprobs=logprobs,
-            first_token=self._clock(),
-            prompt_logprobs=sequence.take_prompt_logprobs(),
-        )
+        prompt_logprobs = sequence.take_prompt_logprobs()
+        return sequence.first_detail(self._clock(), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _commit_decode(self, plan: StepPlan, first: int, result: StepResult) -> None:
         """Records the decode entries of a step, whose tokens begin at `first`."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from minisgl_backend.arrays import Float32Array, IdArray, Int32Array
 from minisgl_backend.cache.content_ids import content_ids
 from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.request import SEED_RANGE, Content, PoolingParams, SamplingParams
 from minisgl_backend.scheduler import pooling as pooled_vectors
-from minisgl_backend.step import Logprobs, Wants
+from minisgl_backend.step import Logprobs, SequenceDetail, Wants
 
 # Spreads the seeds of one request's sequences (n > 1) over the whole range: 2**64 divided by the golden ratio.
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -146,6 +147,12 @@ class Sequence:
         """Those of every prompt token but the first, once; () if none are collected."""
         gathered, self.prompt_logprobs = self.prompt_logprobs, None
         return tuple(gathered[: self.prompt_len - 1]) if gathered else ()  # the runner may add one
+
+    def first_detail(self, first_token: float, **outputs: Any) -> SequenceDetail:
+        """What its first record tells, with these outputs of its prompt. `first_token`: when it came, by the
+        scheduler's clock."""
+        cached, planned = self.cached_tokens, self.first_planned
+        return SequenceDetail(cached_tokens=cached, first_planned=planned, first_token=first_token, **outputs)
 
     def add_pooled(self, vector: Float32Array) -> None:
         """Adds the pooling output of one more chunk, [width]."""

@@ -20,7 +20,7 @@ from minisgl_backend.kv.groups import CacheGroup
 from minisgl_backend.kv.kinds import FULL, Sliding
 from minisgl_backend.kv.layout import LayerCache, MHALayout
 from minisgl_backend.layers.attention import SelfAttention
-from minisgl_backend.runner.start import build
+from minisgl_backend.runner.start import parts
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import save_checkpoint, save_tokenizer
 from tests.toys.page_means import PageMeansBackend, PageMeansLayout
@@ -56,7 +56,7 @@ def test_its_tokens_do_not_depend_on_chunks_and_prefixes(tmp_path: Path, monkeyp
 
     kept = SelfAttention.cache
     monkeypatch.setattr(SelfAttention, "cache", cache)
-    monkeypatch.setattr(build, "create_attention", attention)
+    monkeypatch.setattr(parts, "create_attention", attention)
     (whole,), cached = answers(tmp_path, cache_type="naive")
     assert whole != plain
     assert cached == 0
