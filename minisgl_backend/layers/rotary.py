@@ -18,76 +18,55 @@ def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
     return 1.0 / theta**exponents
 
 
-def llama3_frequencies(
-    frequencies: torch.Tensor,
-    *,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_position: int,
-) -> torch.Tensor:
+def llama3_frequencies(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Llama 3.1's scaling: long wavelengths are scaled by `factor`, short ones are unchanged, and those in between
     (`original_max_position` / high_freq_factor to / low_freq_factor) are interpolated."""
-    waves_in_context = original_max_position * frequencies / (2 * math.pi)
-    blend = (waves_in_context - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    waves_in_context = rope.original_max_position * frequencies / (2 * math.pi)
+    blend = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
-    return blend * frequencies + (1.0 - blend) * frequencies / factor
+    return blend * frequencies + (1.0 - blend) * frequencies / rope.factor
 
 
-def yarn_frequencies(
-    frequencies: torch.Tensor,
-    *,
-    theta: float,
-    factor: float,
-    beta_fast: float,
-    beta_slow: float,
-    original_max_position: int,
-    truncate: bool = True,
-) -> torch.Tensor:
+def yarn_frequencies(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """YaRN's scaling (Peng et al., 2023): pairs that turn more than beta_fast times in the original context are
     unchanged, those that turn less than beta_slow times are scaled by `factor`, with a linear ramp in between."""
     num_pairs = len(frequencies)
 
     def pair_with_turns(turns: float) -> float:
-        return num_pairs * math.log(original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+        return num_pairs * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
-    low, high = pair_with_turns(beta_fast), pair_with_turns(beta_slow)
-    if truncate:
+    low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
+    if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
     width = high - low if high != low else 0.001
     slowed = ((torch.arange(num_pairs, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return frequencies * (1.0 - slowed) + frequencies / factor * slowed
+    return frequencies * (1.0 - slowed) + frequencies / rope.factor * slowed
 
 
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+def yarn_attention_factor(rope: RopeConfig) -> float:
     """YaRN's temperature, which multiplies cosines and sines."""
 
     def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
 
-    if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
+    if rope.mscale and rope.mscale_all_dim:
+        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
     return temperature(1.0)
 
 
-def longrope_frequencies(frequencies: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-    """LongRoPE's scaling (Ding et al., 2024): each pair has its own factor."""
-    return frequencies / torch.tensor(factors, dtype=torch.float32)
-
-
-def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+def longrope_attention_factor(rope: RopeConfig) -> float:
     """LongRoPE's temperature, which multiplies cosines and sines."""
-    return math.sqrt(1.0 + math.log(factor) / math.log(original_max_position)) if factor > 1.0 else 1.0
+    factor = rope.factor
+    return math.sqrt(1.0 + math.log(factor) / math.log(rope.original_max_position)) if factor > 1.0 else 1.0
 
 
-def dynamic_frequencies(
-    head_dim: int, *, theta: float, factor: float, original_max_position: int, max_seq_len: int
-) -> torch.Tensor:
+def dynamic_frequencies(head_dim: int, rope: RopeConfig, max_seq_len: int) -> torch.Tensor:
     """Dynamic NTK scaling: the theta grows with the longest sequence, `max_seq_len` tokens, beyond the original
     context."""
-    times = factor * max(max_seq_len, original_max_position) / original_max_position - (factor - 1.0)
-    return default_frequencies(head_dim, theta * times ** (head_dim / (head_dim - 2)))
+    original = rope.original_max_position
+    times = rope.factor * max(max_seq_len, original) / original - (rope.factor - 1.0)
+    return default_frequencies(head_dim, rope.theta * times ** (head_dim / (head_dim - 2)))
 
 
 class RopeTable(NamedTuple):
@@ -168,36 +147,14 @@ def _stretched(rope: RopeConfig, frequencies: torch.Tensor, max_seq_len: int) ->
     if rope.type == "linear":
         return frequencies / rope.factor, 1.0
     if rope.type == "llama3":
-        frequencies = llama3_frequencies(
-            frequencies,
-            factor=rope.factor,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            original_max_position=rope.original_max_position,
-        )
-    elif rope.type == "yarn":
-        frequencies = yarn_frequencies(
-            frequencies,
-            theta=rope.theta,
-            factor=rope.factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            original_max_position=rope.original_max_position,
-            truncate=rope.truncate,
-        )
-        factor = rope.attention_factor or yarn_attention_factor(rope.factor, rope.mscale, rope.mscale_all_dim)
-        return frequencies, factor
-    elif rope.type == "longrope":
+        return llama3_frequencies(frequencies, rope), 1.0
+    if rope.type == "yarn":
+        return yarn_frequencies(frequencies, rope), rope.attention_factor or yarn_attention_factor(rope)
+    if rope.type == "longrope":  # Ding et al., 2024: each pair of dimensions has its own factor
         # The factors are chosen once, not by each sequence's length: keys in the prefix cache are shared.
         factors = rope.long_factor if max_seq_len > rope.original_max_position else rope.short_factor
-        factor = rope.attention_factor or longrope_attention_factor(rope.factor, rope.original_max_position)
-        return longrope_frequencies(frequencies, factors), factor
-    elif rope.type == "dynamic":
-        frequencies = dynamic_frequencies(
-            2 * len(frequencies),
-            theta=rope.theta,
-            factor=rope.factor,
-            original_max_position=rope.original_max_position,
-            max_seq_len=max_seq_len,
-        )
+        factor = rope.attention_factor or longrope_attention_factor(rope)
+        return frequencies / torch.tensor(factors, dtype=torch.float32), factor
+    if rope.type == "dynamic":
+        return dynamic_frequencies(2 * len(frequencies), rope, max_seq_len), 1.0
     return frequencies, 1.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.config import LayerConfig, MoeConfig
@@ -28,6 +29,10 @@ class DecoderConfig:
     # scaling the original context, within which nothing is scaled: beyond it shorter sequences are computed otherwise.
     default_length: int | None = None
     num_draft_layers: int = 0  # MTP layers after the last layer in checkpoints
+
+    def with_layers(self, **changes: Any) -> DecoderConfig:
+        """The same with these fields of all layers."""
+        return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:

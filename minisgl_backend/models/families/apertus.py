@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, UngatedMlpConfig
+from minisgl_backend.layers.config import UngatedMlpConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import llama_attention, norm, uniform
 
 _ROPE = {

@@ -1,4 +1,4 @@
-"""What a family's file is written in: layers and their parts, keys of config.json, names of tensors."""
+"""What a family's file is written in, besides layers: keys of config.json, ropes, names of tensors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig, UngatedMlpConfig
-from minisgl_backend.layers.mixer_config import (
-    AttentionConfig,
-    AttentionTemperatureTuning,
-    LatentAttentionConfig,
-    NormBehindRopeAttentionConfig,
-    NormConfig,
-    NormOverHeadsAttentionConfig,
-    RopeConfig,
-    TemperatureTunedAttentionConfig,
-    ValueNormAttentionConfig,
-)
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, is_positive, refuse
 from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions, read_rope
@@ -27,25 +15,11 @@ __all__ = [
     "FULL",
     "SHARED_EXPERTS",
     "SLIDING",
-    "AttentionConfig",
-    "AttentionTemperatureTuning",
     "DecoderConfig",
     "Family",
     "Keys",
-    "LatentAttentionConfig",
-    "LayerConfig",
-    "MlpConfig",
-    "MoeConfig",
-    "NormBehindRopeAttentionConfig",
-    "NormConfig",
-    "NormOverHeadsAttentionConfig",
-    "RopeConfig",
-    "RouterConfig",
     "Stored",
-    "TemperatureTunedAttentionConfig",
     "TensorNames",
-    "UngatedMlpConfig",
-    "ValueNormAttentionConfig",
     "by_layer_type",
     "is_positive",
     "make_rope",

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    NormConfig,
-    RopeConfig,
-    read_rope,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig, RopeConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, decoder, mlp
 
 

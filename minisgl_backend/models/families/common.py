@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minisgl_backend.layers.config import Activation, Norms, UngatedActivation
-from minisgl_backend.layers.mixer_config import MixerConfig
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    DecoderConfig,
-    Keys,
+from minisgl_backend.layers.config import (
+    Activation,
     LayerConfig,
     MlpConfig,
     MoeConfig,
-    NormConfig,
-    RopeConfig,
+    Norms,
     RouterConfig,
+    UngatedActivation,
     UngatedMlpConfig,
-    read_rope,
-    refuse,
 )
+from minisgl_backend.layers.mixer_config import AttentionConfig, MixerConfig, NormConfig, RopeConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Keys, read_rope, refuse
 from minisgl_backend.models.rope import longest, max_positions
 
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -217,3 +211,15 @@ def expert_counts(
     if experts_per_token > num_experts:
         refuse(per_token_key, experts_per_token, f"1 to {key} ({num_experts})")
     return num_experts, experts_per_token
+
+
+def mixtral_experts(keys: Keys) -> MoeConfig:
+    """Experts without others beside them, weighted by a softmax over the best logits only."""
+    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 8, per_token=2)
+    keys.choice("hidden_act", ("silu",))
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        intermediate_size=keys.integer("intermediate_size"),
+        router=RouterConfig(renormalize=True),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window
 
 _ROPE = {

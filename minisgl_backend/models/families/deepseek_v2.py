@@ -7,22 +7,11 @@ from __future__ import annotations
 
 import math
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    DecoderConfig,
-    Family,
-    Keys,
-    LatentAttentionConfig,
-    LayerConfig,
-    MoeConfig,
-    NormConfig,
-    RopeConfig,
-    RouterConfig,
-    TensorNames,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import LatentAttentionConfig, NormConfig, RopeConfig
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import activation, decoder, mlp, norm
+from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:

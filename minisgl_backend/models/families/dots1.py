@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    TensorNames,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SHARED_EXPERTS, SLIDING, DecoderConfig, Family, Keys, TensorNames
 from minisgl_backend.models.families.common import decoder, layer_types, mlps, norm, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MoeConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import activation, attention, decoder, expert_counts, head_size, mlp, norm
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

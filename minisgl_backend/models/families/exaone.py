@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    NormConfig,
-    Stored,
-    TensorNames,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, decoder, mlp
 
 

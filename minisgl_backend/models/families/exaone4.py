@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm
 from minisgl_backend.models.families.common import window as read_window
 

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SHARED_EXPERTS,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    Stored,
-    TensorNames,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import (
     attention,
     decoder,
@@ -28,6 +15,8 @@ from minisgl_backend.models.families.common import (
     routed_experts,
 )
 from minisgl_backend.models.families.common import window as read_window
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

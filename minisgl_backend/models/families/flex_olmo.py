@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.models.families import olmoe
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
-    before = olmoe.read(keys)
-    return replace(before, layers=tuple(replace(layer, norms="after") for layer in before.layers))
+    return olmoe.read(keys).with_layers(norms="after")
 
 
 FAMILY = Family(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, MlpConfig
+from minisgl_backend.layers.config import MlpConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, norm, uniform
 
 

@@ -6,15 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from minisgl_backend.models.families.base import (
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    RopeConfig,
-    read_rope,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, decoder, every, layer_types, mlp, norm, window
 
 DEFAULTS: dict[str, Any] = {  # shared by Gemma 2 and 3

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    RopeConfig,
-    TensorNames,
-    by_layer_type,
-    is_positive,
-    make_rope,
-    max_positions,
-)
+from minisgl_backend.layers.mixer_config import RopeConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, is_positive
 from minisgl_backend.models.families.common import every, layer_types, norm
 from minisgl_backend.models.families.gemma2 import DEFAULTS, gemma
+from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
 
 
 def read(keys: Keys) -> DecoderConfig:

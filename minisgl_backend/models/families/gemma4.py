@@ -10,21 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    RopeConfig,
-    TensorNames,
-    ValueNormAttentionConfig,
-    by_layer_type,
-    make_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig, ValueNormAttentionConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import check_window, decoder, every, layer_types, mlp, norm, window
+from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

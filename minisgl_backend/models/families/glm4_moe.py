@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    TensorNames,
-    read_rope,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, decoder, head_size, mlps, norm
 
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    TensorNames,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import decoder, mlp, norm, routed_experts
 from minisgl_backend.models.families.deepseek_v2 import latent_attention
 

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MoeConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, decoder, every, expert_counts, layer_types, norm, window
 
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    RopeConfig,
-    refuse,
-)
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import check_window, layer_types, window
 
 

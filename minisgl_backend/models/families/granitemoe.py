@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    MoeConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-)
-from minisgl_backend.models.families.common import expert_counts
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
+from minisgl_backend.models.families.common import mixtral_experts
 
 
 def read(keys: Keys) -> DecoderConfig:
-    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 8, per_token=2)
-    keys.choice("hidden_act", ("silu",))
-    mixture = MoeConfig(
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-        intermediate_size=keys.integer("intermediate_size"),
-        router=RouterConfig(renormalize=True),  # a softmax over the best logits only
-    )
-    dense = granite.read(keys)
-    return replace(dense, layers=tuple(replace(layer, mlp=mixture) for layer in dense.layers))
+    mixture = mixtral_experts(keys)
+    return granite.read(keys).with_layers(mlp=mixture)
 
 
 FAMILY = Family(

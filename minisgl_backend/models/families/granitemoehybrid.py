@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minisgl_backend.layers.config import MlpConfig
 from minisgl_backend.models.families import granite
-from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, MlpConfig, Stored, TensorNames
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import activation, layer_types
 
 _ATTENTION = "attention"  # in its own configs; full_attention in those of recent transformers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.models.families import granitemoe
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, MoeConfig, Stored, TensorNames
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:

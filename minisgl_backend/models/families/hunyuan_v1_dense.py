@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    AttentionConfig,
-    DecoderConfig,
-    Family,
-    Keys,
-    NormBehindRopeAttentionConfig,
-    RopeConfig,
-    Stored,
-    TensorNames,
-    is_positive,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.mixer_config import AttentionConfig, NormBehindRopeAttentionConfig, RopeConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, is_positive, refuse
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
+from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:

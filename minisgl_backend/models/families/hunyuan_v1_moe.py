@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    MoeConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-    refuse,
-)
+from minisgl_backend.layers.config import MoeConfig, RouterConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, refuse
 from minisgl_backend.models.families.common import norm, uniform
 from minisgl_backend.models.families.hunyuan_v1_dense import HEAD_NORMS, hunyuan_attention
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, NormConfig
+from minisgl_backend.layers.mixer_config import NormConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, ungated_mlp, uniform
 
 

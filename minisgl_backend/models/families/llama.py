@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import decoder, layer_types, llama_attention, mlp, norm
 
 

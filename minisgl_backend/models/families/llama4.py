@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from minisgl_backend.models.families.base import (
-    FULL,
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import (
     AttentionConfig,
     AttentionTemperatureTuning,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    RouterConfig,
-    Stored,
     TemperatureTunedAttentionConfig,
-    TensorNames,
-    read_rope,
-    refuse,
 )
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, Stored, TensorNames, refuse
 from minisgl_backend.models.families.common import activation, attention, decoder, layer_types, norm
+from minisgl_backend.models.rope import read_rope
 
 _CHUNKED = "chunked_attention"  # in layer_types
 _ROPES = ("default", "linear", "llama3")  # other types scale queries and keys, which the norm after it would undo

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-    TensorNames,
-    by_layer_type,
-    make_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.families.qwen3_moe import experts
+from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
 

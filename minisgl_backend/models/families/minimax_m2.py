@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MoeConfig,
-    NormOverHeadsAttentionConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, expert_counts, norm
 from minisgl_backend.models.families.mixtral import experts_stored
 

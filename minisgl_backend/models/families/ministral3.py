@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.families.base import (
-    AttentionTemperatureTuning,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    TemperatureTunedAttentionConfig,
-    max_positions,
-    read_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionTemperatureTuning, TemperatureTunedAttentionConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, max_positions, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, mlp, norm, window
 
 _BETA = "llama_4_scaling_beta"

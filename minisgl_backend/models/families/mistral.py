@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, LayerConfig, refuse
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import attention, decoder, layer_types, mlp, norm, outgrows, window
 
 

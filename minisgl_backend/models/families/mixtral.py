@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    DecoderConfig,
-    Family,
-    Keys,
-    MoeConfig,
-    RouterConfig,
-    Stored,
-    TensorNames,
-)
-from minisgl_backend.models.families.common import attention, expert_counts, norm, uniform, window
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
+from minisgl_backend.models.families.common import attention, mixtral_experts, norm, uniform, window
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("hidden_act", ("silu",))
-    num_experts, experts_per_token = expert_counts(keys, "num_local_experts", 8, per_token=2)
-    return uniform(
-        keys,
-        attention(keys, window=window(keys, None)),
-        MoeConfig(
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            intermediate_size=keys.integer("intermediate_size"),
-            router=RouterConfig(renormalize=True),
-        ),
-        norm(keys, eps=1e-5),
-    )
+    mixture = mixtral_experts(keys)
+    return uniform(keys, attention(keys, window=window(keys, None)), mixture, norm(keys, eps=1e-5))
 
 
 def experts_stored() -> tuple[Stored, ...]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    NormOverHeadsAttentionConfig,
-    RopeConfig,
-    by_layer_type,
-    make_rope,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig, RopeConfig
+from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _THETA = 500_000.0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, NormOverHeadsAttentionConfig, refuse
+from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import llama_attention, norm, uniform
 from minisgl_backend.models.families.qwen3_moe import experts
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, LayerConfig, refuse
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import attention, decoder, layer_types, mlp, norm, window
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, LayerConfig, TensorNames, read_rope
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
 

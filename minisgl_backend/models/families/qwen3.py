@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import AttentionConfig, DecoderConfig, Family, Keys, LayerConfig
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.layers.mixer_config import AttentionConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.families.base import (
-    FULL,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    MoeConfig,
-    RopeConfig,
-    RouterConfig,
-    refuse,
-)
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.mixer_config import RopeConfig
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import decoder, layer_types, mlp, norm, outgrows, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import AttentionConfig, DecoderConfig, Family, Keys, read_rope
+from minisgl_backend.layers.mixer_config import AttentionConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
 

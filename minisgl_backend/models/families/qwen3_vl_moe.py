@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, LayerConfig, Stored
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored
 from minisgl_backend.models.families.common import decoder, mlp, norm
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
 from minisgl_backend.models.families.qwen3_moe import experts, sparse_layers

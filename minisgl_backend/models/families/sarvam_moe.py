@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import (
-    SHARED_EXPERTS,
-    DecoderConfig,
-    Family,
-    Keys,
-    LayerConfig,
-    Stored,
-    TensorNames,
-    read_rope,
-)
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, decoder, mlps, norm
+from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:

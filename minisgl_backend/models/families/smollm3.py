@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, LayerConfig, read_rope, refuse
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm, window
 
 

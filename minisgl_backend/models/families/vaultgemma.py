@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from minisgl_backend.models.families import gemma2
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
-    both = gemma2.read(keys)
-    return replace(both, layers=tuple(replace(layer, norms="before") for layer in both.layers))
+    return gemma2.read(keys).with_layers(norms="before")
 
 
 FAMILY = Family(

@@ -50,13 +50,17 @@ def no_aux_states(num_tokens: int) -> AuxStates | None:
 
 
 @dataclass(frozen=True)
-class PiecewiseAttention(PassAttention):
-    """Copies a piece's input to a static buffer, and returns its output from another."""
-
+class _BoundedAttention(PassAttention):
     pair: AttentionPair
     boundary: Boundary
-    between: Between
     overwrites = True
+
+
+@dataclass(frozen=True)
+class PiecewiseAttention(_BoundedAttention):
+    """Copies a piece's input to a static buffer, and returns its output from another."""
+
+    between: Between
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         return self.run(AttentionPiece(layer, self.pair), q)
@@ -70,13 +74,10 @@ class PiecewiseAttention(PassAttention):
 
 
 @dataclass(frozen=True)
-class SinglePromptAttention(PassAttention):
+class SinglePromptAttention(_BoundedAttention):
     """Attends into static buffers, whose padding rows keep their values."""
 
-    pair: AttentionPair
-    boundary: Boundary
     plan: PairPlan
-    overwrites = True
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         attended = self.boundary.crossing(AttentionPiece(layer, self.pair), q).out
