@@ -304,4 +304,4 @@ def _transport(address: Address) -> _Transport:
         return GrpcTransport(address.authority, address.secure)
     from .http_transport import HttpTransport
 
-    return HttpTransport(address.authority, address.secure)
+    return HttpTransport(f"{'https' if address.secure else 'http'}://{address.authority}")

@@ -123,32 +123,25 @@ def _look_at(opening: asyncio.Task[Any]) -> None:
         opening.exception()
 
 
-class HttpTransport:
-    """A server's address, and its connections."""
+class HttpConnections:
+    """A server's address, and the connections to it, of one event loop."""
 
-    def __init__(self, address: str, secure: bool) -> None:
-        self._base_url = f"{'https' if secure else 'http'}://{address}"
+    def __init__(self, base_url: str) -> None:
+        """base_url: scheme, host and port."""
+        self._base_url = base_url
         self._session: aiohttp.ClientSession | None = None
         self._running = RunningCalls()
 
-    def start(self, request: InferenceRequest) -> HttpCall:
-        call = HttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
-        return self._running.add(call)
-
-    async def is_live(self, timeout: float) -> bool:
-        return await self._ask("/v2/health/live", timeout)
-
-    async def is_ready(self, model: str, version: str, timeout: float) -> bool:
-        """Whether server and model are ready."""
-        path = f"{model_path(model, version)}/ready"
-        return await self._ask("/v2/health/ready", timeout) and await self._ask(path, timeout)
+    def send(self, post: Post, body_format: BodyFormat) -> HttpCall:
+        return self._running.add(HttpCall(self._open_session(), self._base_url, post, body_format))
 
     async def close(self) -> None:
         self._running.cancel()  # closing the session would leave readers waiting
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, path: str, timeout: float) -> bool:
+    async def answers(self, path: str, timeout: float) -> bool:
+        """Whether a GET is answered with 200."""
         import aiohttp
 
         limit = aiohttp.ClientTimeout(total=timeout)
@@ -160,17 +153,27 @@ class HttpTransport:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = new_session()
+            import aiohttp
+
+            # No limit of connections: each stream holds one. The requests have their own deadlines.
+            connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self._session
 
 
-def new_session() -> aiohttp.ClientSession:
-    """A session for the running event loop."""
-    import aiohttp
+class HttpTransport(HttpConnections):
+    """Requests to Triton's server."""
 
-    # No limit of connections: each stream holds one. The requests have their own deadlines.
-    connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+    def start(self, request: InferenceRequest) -> HttpCall:
+        return self.send(_post(request), _bodies(request))
+
+    async def is_live(self, timeout: float) -> bool:
+        return await self.answers("/v2/health/live", timeout)
+
+    async def is_ready(self, model: str, version: str, timeout: float) -> bool:
+        """Whether server and model are ready."""
+        path = f"{model_path(model, version)}/ready"
+        return await self.answers("/v2/health/ready", timeout) and await self.answers(path, timeout)
 
 
 class ReplyDecoder:
@@ -183,13 +186,28 @@ class ReplyDecoder:
         self._events = EventParser()
         self._body = bytearray()
         self._replies: deque[Reply] = deque()
+        self._error: ClientError | None = None  # behind the replies that came with it
         self.ended = False
 
     def begin(self, status: int) -> None:
         self._status = status
 
     def feed(self, data: bytes) -> None:
-        """Takes more of the body; nothing marks its end. Raises ClientError for an error in it."""
+        """Takes more of the body; nothing marks its end."""
+        try:
+            self._decode(data)
+        except ClientError as error:
+            self._error = error
+
+    def next(self) -> Reply | None:
+        """Raises ClientError for an error in the body."""
+        if self._replies:
+            return self._replies.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _decode(self, data: bytes) -> None:
         whole_body = not self._stream or self._status != 200
         if data and not whole_body:
             for event in self._events.feed(data):
@@ -202,9 +220,6 @@ class ReplyDecoder:
                 self._take(_without_event_framing(self._body.decode("utf-8", "replace")))
             else:
                 self._format.end()
-
-    def next(self) -> Reply | None:
-        return self._replies.popleft() if self._replies else None
 
     def _take(self, text: str) -> None:
         reply = self._format.decode(self._status, text)

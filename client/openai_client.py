@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .errors import ClientError, ServerError, Unavailable, from_http, from_message
-from .http_transport import HttpCall, Post, new_session, parse_body
+from .http_transport import HttpConnections, Post, parse_body
 from .loop_thread import LoopThread, in_loop
 from .metrics import Metrics, fetch_metrics
 from .request import Message, SamplingOptions, check_timeout
 from .results import Reply
-from .running import RunningCalls
 from .stream import AsyncTextStream, TextStream
 
 if TYPE_CHECKING:
-    import aiohttp
     from typing_extensions import Self, Unpack
 
 _ASK_SECONDS = 10.0  # for all requests but generations
@@ -117,8 +115,7 @@ class AsyncOpenAIClient:
         self.server = server
         self.model = model
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
-        self._running = RunningCalls()
+        self._connections = HttpConnections(server.base_url)
 
     def stream(
         self,
@@ -128,11 +125,9 @@ class AsyncOpenAIClient:
         **options: Unpack[SamplingOptions],
     ) -> AsyncTextStream:
         """The answer in pieces, as the model writes it; iterate it with `async for`."""
-        if self._session is None:
-            self._session = new_session()
         post = _post(self.server, self.model, prompt, messages, options, self._timeout)
-        call = HttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
-        return AsyncTextStream(self._running.add(call), post.request_id)
+        call = self._connections.send(post, OpenAIBodies(post.request_id))
+        return AsyncTextStream(call, post.request_id)
 
     async def metrics(self) -> Metrics:
         """The server's current counters, if it has a page of them. Raises Unavailable."""
@@ -141,9 +136,7 @@ class AsyncOpenAIClient:
 
     async def close(self) -> None:
         """Ends the connections and their running requests."""
-        self._running.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -141,11 +141,23 @@ def test_streams_that_end_early(num_sequences: int, events: list[dict[str, Any]]
     assert caught.value.request_id == "r"
 
 
+def test_an_error_that_comes_with_some_text_is_behind_it() -> None:
+    decoder = ReplyDecoder(True, _TritonBodies("r"))
+    events = ({"text_output": "half "}, {"error": "the step failed"})
+    decoder.feed(b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in events))
+    reply = decoder.next()
+    assert reply is not None
+    assert reply.outputs["text_output"] == ["half "]
+    with pytest.raises(ServerError, match="the step failed"):
+        decoder.next()
+
+
 def test_a_page_instead_of_a_stream() -> None:
     decoder = ReplyDecoder(True, _TritonBodies("r"))
     decoder.feed(b"<html>log in first</html>\n\n")
+    decoder.feed(b"")
     with pytest.raises(ServerError, match="ended before the answer was complete"):
-        decoder.feed(b"")
+        decoder.next()
 
 
 @pytest.mark.parametrize(("prompt", "messages"), [(None, None), ("a", [{"role": "user", "content": "b"}])])
