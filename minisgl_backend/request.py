@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 
-from minisgl_backend import field_values as read
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.field_values import refuse
 
 MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 64
@@ -167,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("cache_salt", f"{salt} bytes", 1 <= salt <= MAX_CACHE_SALT_BYTES, _SALTS),
         ):
             if not fits:
-                refuse(name, value, allowed)
+                _refuse(name, value, allowed)
         self._validate_lists(vocab_size)
 
     def _validate_lists(self, vocab_size: int | None) -> None:
@@ -179,21 +178,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
         ):
             if len(value) > limit:
-                refuse(name, f"{len(value)} entries", f"at most {limit}")
+                _refuse(name, f"{len(value)} entries", f"at most {limit}")
         longest = max((len(word) for word in self.bad_words_token_ids), default=0)
         if longest > MAX_BAD_WORD_TOKENS:
-            refuse("bad_words", f"a word of {longest} tokens", f"words of at most {MAX_BAD_WORD_TOKENS} tokens")
+            _refuse("bad_words", f"a word of {longest} tokens", f"words of at most {MAX_BAD_WORD_TOKENS} tokens")
         if (together := sum(len(word) for word in self.bad_words_token_ids)) > MAX_BAD_WORDS_TOKENS:
-            refuse("bad_words", f"{together} tokens together", f"at most {MAX_BAD_WORDS_TOKENS}")
+            _refuse("bad_words", f"{together} tokens together", f"at most {MAX_BAD_WORDS_TOKENS}")
         for bias in self.logit_bias.values():
             if not -100.0 <= bias <= 100.0:
-                refuse("logit_bias", bias, "-100 to 100")
+                _refuse("logit_bias", bias, "-100 to 100")
         if (tags := self.thinking_tags) is not None:
             for tag in (tags.opening, tags.closing):
                 if not 1 <= len(tag) <= MAX_TAG_TOKENS:
-                    refuse("thinking_tags", f"a tag of {len(tag)} tokens", f"1 to {MAX_TAG_TOKENS}")
+                    _refuse("thinking_tags", f"a tag of {len(tag)} tokens", f"1 to {MAX_TAG_TOKENS}")
         if self.grammar is not None and len(self.grammar.text.encode()) > MAX_GRAMMAR_BYTES:
-            refuse("guided_decoding_guide", "a longer text", f"at most {MAX_GRAMMAR_BYTES} bytes")
+            _refuse("guided_decoding_guide", "a longer text", f"at most {MAX_GRAMMAR_BYTES} bytes")
         if vocab_size is None:
             return
         named = {
@@ -206,7 +205,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, tokens in named.items():
             for token in tokens:
                 if not 0 <= token < vocab_size:
-                    refuse(name, f"token id {token}", f"token ids 0 to {vocab_size - 1}")
+                    _refuse(name, f"token id {token}", f"token ids 0 to {vocab_size - 1}")
 
 
 PoolingKind = Literal["last", "mean", "cls", "scores", "token_logprobs"]
@@ -232,9 +231,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def validate(self, hidden_size: int, vocab_size: int) -> None:
         """Raises InvalidRequestError naming the first field whose value is not allowed."""
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
-            refuse("dimensions", self.dimensions, f"1 to {hidden_size}, the model's hidden size")
+            _refuse("dimensions", self.dimensions, f"1 to {hidden_size}, the model's hidden size")
         if (self.kind == "token_logprobs") != bool(self.token_ids) or len(self.token_ids) > MAX_POOLED_TOKENS:
-            refuse("token_ids", f"{len(self.token_ids)} entries", f"1 to {MAX_POOLED_TOKENS} with token_logprobs")
+            _refuse("token_ids", f"{len(self.token_ids)} entries", f"1 to {MAX_POOLED_TOKENS} with token_logprobs")
         if self.token_ids:
             check_token_ids("token_ids", self.token_ids, vocab_size)
 
@@ -294,26 +293,132 @@ def check_token_ids(name: str, token_ids: Any, vocab_size: int | None) -> None:
         raise InvalidRequestError(f"{name} holds token id {wrong}; allowed: token ids {allowed}")
 
 
+def _integer(name: str, value: Any) -> int:
+    """Accepts Python's and NumPy's integers, and floats without a fraction."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        _refuse(name, repr(value), "an integer")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        _refuse(name, repr(value), "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        _refuse(name, repr(value), "a number")
+
+
+def _instance(kind: type, allowed: str) -> Callable[[str, Any], Any]:
+    def checked(name: str, value: Any) -> Any:
+        return value if isinstance(value, kind) else _refuse(name, repr(value), allowed)
+
+    return checked
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        _refuse(name, repr(value), "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(name, repr(value), "Unicode text, without lone surrogates")
+    return str(value)
+
+
+def _seed(name: str, value: Any) -> int | None:
+    """A negative seed is the unsigned number with the same 64 bits; -1 means any, as in vLLM."""
+    found = _integer(name, value)
+    if found == -1:
+        return None
+    return found + (1 << 64) if -(1 << 63) <= found < 0 else found
+
+
+def _budget(name: str, value: Any) -> int | None:
+    """-1 means no limit, as vLLM spells it."""
+    found = _integer(name, value)
+    return None if found == -1 else found
+
+
+def _top_k(name: str, value: Any) -> int:
+    """-1 means off, as vLLM spells it."""
+    found = _integer(name, value)
+    return 0 if found == -1 else found
+
+
+def _top_p(name: str, value: Any) -> float:
+    """Clients of LlamaIndex and LangChain send 0 for "not set"."""
+    found = _number(name, value)
+    return 1.0 if found <= 0.0 else found
+
+
+def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    if type(value) is tuple:
+        return value
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        _refuse(name, repr(value), allowed)
+    return tuple(value)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else _items(name, value, "a text or a list of texts")
+    for word in found:
+        if not isinstance(word, str):
+            _refuse(name, repr(word), "a text or a list of texts")
+    return found if all(found) else tuple(filter(None, found))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        _refuse(name, repr(value), "a list of token ids")
+    values = _items(name, value, "a list of token ids") if isinstance(value, Iterable) else (value,)
+    return values if all(type(one) is int for one in values) else tuple(_integer(name, one) for one in values)
+
+
+def _words_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(_token_ids(name, word) for word in _items(name, value, "a list of lists of token ids"))
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    """JSON objects have text keys, so a token id may be a text."""
+    if not isinstance(value, Mapping):
+        _refuse(name, repr(value), "a mapping of token id to bias")
+    found = {}
+    for key, given in value.items():
+        digits = isinstance(key, str) and key.strip().isascii() and key.strip().isdigit()
+        found[int(key) if digits else _integer(name, key)] = _number(name, given)
+    return found
+
+
+_flag = _instance(bool, "True or False")
+
 _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"), read.integer),
-    **dict.fromkeys(
-        ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read.number
-    ),
-    "seed": read.seed,
-    "top_k": read.top_k,
-    "top_p": read.top_p,
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculative"), read.flag),
-    "cache_salt": read.text,
-    "stop": read.words,
-    "bad_words": read.words,
-    "stop_token_ids": read.token_ids,
-    "bad_words_token_ids": read.words_of_ids,
-    "logit_bias": read.bias,
-    "grammar": read.instance(Grammar, "a Grammar"),
-    "thinking_token_budget": read.budget,
-    "thinking_tags": read.instance(ThinkingTags, "ThinkingTags"),
+    **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"), _integer),
+    **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    "seed": _seed,
+    "top_k": _top_k,
+    "top_p": _top_p,
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculative"), _flag),
+    "cache_salt": _text,
+    "stop": _words,
+    "bad_words": _words,
+    "stop_token_ids": _token_ids,
+    "bad_words_token_ids": _words_of_ids,
+    "logit_bias": _bias,
+    "grammar": _instance(Grammar, "a Grammar"),
+    "thinking_token_budget": _budget,
+    "thinking_tags": _instance(ThinkingTags, "ThinkingTags"),
 }
-_SCALARS = (read.integer, read.number, read.flag, read.text, read.seed, read.top_k, read.top_p, read.budget)
+_SCALARS = (_integer, _number, _flag, _text, _seed, _top_k, _top_p, _budget)
 # Fields of SamplingParams that are one number, flag or text.
 SCALAR_FIELDS = tuple(name for name, reads in _NORMALISE.items() if reads in _SCALARS)
 _DEFAULTS: Mapping[str, Any] = {
@@ -323,3 +428,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 # Of a request that samples no tokens.
 NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+
+
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
+    raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}")

@@ -49,8 +49,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
     """Deltas of one sequence, in order, merged into one."""
-    if len(deltas) == 1:
-        return deltas[0]
     last = deltas[-1]
     texts = [delta.part.text for delta in deltas if delta.part.text is not None]
     part = Part(

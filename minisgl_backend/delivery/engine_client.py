@@ -329,7 +329,9 @@ class EngineClient:
             self._call(self._listener.on_down, lost, reason)
 
     def _show_state(self) -> None:
-        self._up_mark.show(any(link.is_up for link in self._links))
+        is_up = any(link.is_up for link in self._links)
+        if is_up != self._up_mark.shown:
+            self._up_mark.show(is_up)
 
     def _acknowledge(self, uids: Int64Array, sequence_numbers: Int32Array, found_at: float) -> None:
         if not len(uids):

@@ -340,9 +340,8 @@ class SequenceStream:
 
     def take(self) -> Delta:
         """Sender thread: all that was gathered since the last call, merged, which is about to be sent."""
-        delta = join_deltas(self._unsent)
-        self._unsent = []
-        return delta
+        deltas, self._unsent = self._unsent, []
+        return deltas[0] if len(deltas) == 1 else join_deltas(deltas)
 
     def add_log_probs(self, logprobs: Sequence[Logprobs]) -> Sequence[float]:
         """Sender thread, once for what `take` returned: the log-probabilities of these tokens and all before."""

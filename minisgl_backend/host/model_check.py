@@ -1,7 +1,7 @@
 """Checks a model and its options as far as files allow, quickly, before a server starts.
 
 Needs no torch, whose import takes seconds. What depends on the machine's device is checked in a separate process
-meanwhile (`option_check`).
+meanwhile (`options.check`).
 """
 
 from __future__ import annotations

@@ -26,19 +26,17 @@ class UpMark:
 
     def __init__(self, socket_dir: Path, front: int) -> None:
         self._path = up_mark(socket_dir, front)
-        self._shown: bool | None = None  # None: whatever an earlier front has left
+        self.shown: bool | None = None  # None: whatever an earlier front has left
         self._problem = ""  # why it could not be written
 
     def show(self, is_up: bool) -> None:
-        """Writes the state if it has changed; to be called again and again, so that it is retried until it succeeds."""
-        if is_up == self._shown:
-            return
+        """To be called again while `shown` is another state: a write that failed is retried."""
         try:
             if is_up:
                 self._path.touch(0o600)
             else:
                 self._path.unlink(missing_ok=True)
-            self._shown, self._problem = is_up, ""
+            self.shown, self._problem = is_up, ""
         except OSError as error:
             if self._problem != str(error):
                 self._problem = str(error)
