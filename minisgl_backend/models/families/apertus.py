@@ -1,7 +1,5 @@
 """Apertus: head norms, and an MLP without a gate whose activation (xIELU) is learned."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import UngatedMlpConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import llama_attention, norm, uniform

@@ -1,7 +1,5 @@
 """AFM (Arcee): Llama with an MLP without a gate, whose activation is relu(x) ** 2."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import llama_attention, norm, ungated_mlp, uniform
 

@@ -1,7 +1,5 @@
 """Command R: LayerNorm without a bias, attention and MLP in parallel, interleaved rope."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from minisgl_backend.layers.config import LayerConfig

@@ -1,7 +1,5 @@
 """Command R7B and Command A: Cohere's layers; every fourth has full attention and no position embedding."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.cohere import cohere, cohere_rope, parallel_layer
 from minisgl_backend.models.families.common import every, layer_types, window

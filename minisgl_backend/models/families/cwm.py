@@ -1,7 +1,5 @@
 """CWM: Llama with a window in three of four layers."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window

@@ -3,8 +3,6 @@
 DeepSeek-AI, 2024: DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model.
 """
 
-from __future__ import annotations
-
 import math
 
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig

@@ -3,8 +3,6 @@
 DeepSeek-AI, 2024: DeepSeek-V3 Technical Report.
 """
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames
 from minisgl_backend.models.families.common import decoder, mlps, norm

@@ -1,7 +1,5 @@
 """dots.llm1: Qwen3's attention, with the mixtures of DeepSeek-V3."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig

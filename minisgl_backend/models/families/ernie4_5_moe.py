@@ -1,7 +1,5 @@
 """ERNIE 4.5 with experts, chosen by a softmax with a correction bias."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import activation, attention, decoder, expert_counts, head_size, mlp, norm

@@ -1,7 +1,5 @@
 """EXAONE 3.0, 3.5 and Deep: Llama with other names for keys and tensors."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames

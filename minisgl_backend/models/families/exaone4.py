@@ -1,7 +1,5 @@
 """EXAONE 4: norms of the outputs of attention and MLP, and of heads; layers without a window have no rope."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm

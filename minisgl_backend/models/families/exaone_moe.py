@@ -1,7 +1,5 @@
 """K-EXAONE: head norms, no position embedding in layers without a window, the mixtures of DeepSeek-V3."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import (

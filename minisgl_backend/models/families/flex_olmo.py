@@ -1,7 +1,5 @@
 """FlexOlmo: OLMoE with norms of the outputs of attention and experts."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import olmoe
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 

@@ -1,7 +1,5 @@
 """Gemma: Llama with GeGLU, norms that store weight - 1, and a scaled embedding."""
 
-from __future__ import annotations
-
 import math
 
 from minisgl_backend.layers.config import MlpConfig

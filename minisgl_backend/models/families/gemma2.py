@@ -1,8 +1,6 @@
 """Gemma 2: norms before and after attention and MLP, which store weight - 1; soft caps of scores and logits; a window
 in every second layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

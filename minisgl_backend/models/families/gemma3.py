@@ -1,7 +1,5 @@
 """Gemma 3, text: Gemma 2 without soft caps, with head norms, and another rope in layers with a window."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, is_positive
 from minisgl_backend.models.families.common import every, layer_types, norm

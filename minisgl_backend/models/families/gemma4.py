@@ -4,8 +4,6 @@ values, another head size in layers without a window, a stored factor of the res
 Other sizes run on transformers' code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

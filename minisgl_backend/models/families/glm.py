@@ -1,7 +1,5 @@
 """GLM-4 (9B, of 2024): Llama with interleaved rope over half of each head, and merged gate and up."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 

@@ -1,7 +1,5 @@
 """GLM-4 (0414): norms before and after attention and MLP, interleaved rope over half of each head, merged gate_up."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 

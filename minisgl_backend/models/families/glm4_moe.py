@@ -1,7 +1,5 @@
 """GLM-4.5, 4.6 and 4.7: sigmoid routing and a shared expert; rope over half of each head."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, decoder, head_size, mlps, norm

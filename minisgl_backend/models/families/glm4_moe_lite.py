@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: the attention and the mixtures of DeepSeek-V3."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import decoder, mlp, norm, routed_experts

@@ -1,7 +1,5 @@
 """gpt-oss: attention sinks, a window in every second layer, experts with biases and a clamped activation."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
 from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, decoder, every, expert_counts, layer_types, norm, window

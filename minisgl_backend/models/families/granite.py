@@ -1,7 +1,5 @@
 """Granite 3: Llama with multipliers of embedding, attention scores, residual stream and logits."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import llama_attention, mlp, norm, uniform
 

@@ -1,7 +1,5 @@
 """Granite with windows in three of four layers, attention sinks in all layers, and a rope theta per layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig

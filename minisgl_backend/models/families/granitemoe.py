@@ -1,7 +1,5 @@
 """Granite 3 with experts: Granite's multipliers, and mixtures like Mixtral's."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import granite
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import mixtral_experts

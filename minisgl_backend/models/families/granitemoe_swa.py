@@ -1,7 +1,5 @@
 """Granite with experts, windows in three of four layers, attention sinks in all layers, and a rope theta per layer."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import granitemoeshared
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.granite_swa import with_sinks

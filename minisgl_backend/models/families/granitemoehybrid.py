@@ -1,7 +1,5 @@
 """Granite 4.0 without recurrent layers (micro, 1B, 350M): Granite with gate and up merged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import MlpConfig

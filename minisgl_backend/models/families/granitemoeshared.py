@@ -1,7 +1,5 @@
 """Granite 3 with experts and a shared expert."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import MoeConfig

@@ -1,7 +1,5 @@
 """Helium: Llama with interleaved rope."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope, refuse
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 

@@ -1,7 +1,5 @@
 """Hunyuan 0.5B to 7B: Llama with head norms after the rotation, and a theta scaled by a fixed alpha."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import AttentionConfig, NormBehindRopeAttentionConfig, RopeConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, is_positive, refuse
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform

@@ -1,7 +1,5 @@
 """Hunyuan A13B: Hunyuan with experts and a shared expert."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import MoeConfig, RouterConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, refuse
 from minisgl_backend.models.families.common import norm, uniform

@@ -1,7 +1,5 @@
 """HyperCLOVA X SEED: Granite with norms before and after attention and MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.models.families import granite

@@ -1,7 +1,5 @@
 """InternLM3: Llama, with one key for the biases around attention and one for those of the MLP."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 

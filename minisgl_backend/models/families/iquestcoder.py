@@ -1,7 +1,5 @@
 """IQuest-Coder: Llama."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import llama
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 

@@ -1,7 +1,5 @@
 """Jais 2: LayerNorm, biases everywhere, an MLP without a gate, whose activation is relu(x) ** 2."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, ungated_mlp, uniform

@@ -1,7 +1,5 @@
 """Llama 2, 3, 3.1, 3.2 (text), 3.3, and models of the same architecture."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import decoder, layer_types, llama_attention, mlp, norm

@@ -1,8 +1,6 @@
 """Llama 4, text: chunked attention, except in layers without position embedding, whose queries are scaled by their
 position; one expert per token and a shared expert."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig

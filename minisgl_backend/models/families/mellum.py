@@ -1,7 +1,5 @@
 """Mellum: Qwen3-MoE with windows and a rope for each layer type."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import attention, check_window, decoder, layer_types, mlp, norm, window

@@ -1,7 +1,5 @@
 """MiniMax-M2: RMSNorm over all heads together, partial rope, sigmoid routing."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
 from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope, refuse

@@ -1,7 +1,5 @@
 """Ministral: Mistral with a window in some layers."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, decoder, layer_types, mlp, norm, window

@@ -1,7 +1,5 @@
 """Ministral 3 and the dense Mistral Large 3: Mistral with queries scaled by their position."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig

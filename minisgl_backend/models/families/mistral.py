@@ -1,7 +1,5 @@
 """Mistral 7B, Nemo: Llama with one window for all layers, or none."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import attention, decoder, layer_types, mlp, norm, outgrows, window

@@ -1,7 +1,5 @@
 """Mistral Small 3.1 and 3.2, Ministral 3: the text model of checkpoints with an image encoder."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import ministral3, mistral
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.gemma3 import MULTIMODAL_FAMILY as GEMMA3

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, mixtral_experts, norm, uniform, window
 

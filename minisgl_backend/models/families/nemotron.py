@@ -1,7 +1,5 @@
 """Nemotron-4 and Minitron: LayerNorm that stores weight - 1, an MLP without a gate, rope over half of each head."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, ungated_mlp, uniform

@@ -1,7 +1,5 @@
 """OLMo, the first: Llama with a LayerNorm that has no weights."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import llama_attention, mlp, uniform

@@ -1,7 +1,5 @@
 """OLMo 2: norms of the outputs of attention and MLP, not of their inputs, and over all query and key heads together."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import llama_attention, mlp, norm, uniform

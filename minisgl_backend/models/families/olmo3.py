@@ -1,7 +1,5 @@
 """OLMo 3: OLMo 2 with a window in three of four layers, and another rope in those."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig, RopeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, refuse

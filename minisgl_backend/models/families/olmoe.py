@@ -1,7 +1,5 @@
 """OLMoE: Qwen's experts, RMSNorm over all heads together."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormOverHeadsAttentionConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, refuse
 from minisgl_backend.models.families.common import llama_attention, norm, uniform

@@ -1,7 +1,5 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with merged projections, LongRoPE and partial rope."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform, window
 

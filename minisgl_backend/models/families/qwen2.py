@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: always a bias on queries, keys and values, never on the attention's output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from minisgl_backend.layers.config import LayerConfig

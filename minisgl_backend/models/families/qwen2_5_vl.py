@@ -1,7 +1,5 @@
 """Qwen2.5-VL, text: Qwen2-VL's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.models.families import qwen2_vl

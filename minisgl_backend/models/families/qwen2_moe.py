@@ -1,7 +1,5 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts, and a shared expert with a gate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig

@@ -1,7 +1,5 @@
 """Qwen2-VL, text: Qwen2 without the image encoder."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, decoder, mlp, norm

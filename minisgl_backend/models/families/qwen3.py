@@ -1,7 +1,5 @@
 """Qwen3: RMSNorm of each query and key head before the rotation."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.mixer_config import AttentionConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys

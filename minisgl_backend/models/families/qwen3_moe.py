@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3's attention, with a mixture of experts in place of the MLP of most layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig

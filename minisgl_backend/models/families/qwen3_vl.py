@@ -1,7 +1,5 @@
 """Qwen3-VL, text: Qwen3 without the image encoder."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import AttentionConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform

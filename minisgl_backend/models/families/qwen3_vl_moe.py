@@ -1,7 +1,5 @@
 """Qwen3-VL with experts, text: Qwen3-MoE, whose experts are stored together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig

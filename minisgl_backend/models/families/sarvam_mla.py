@@ -1,7 +1,5 @@
 """Sarvam 105B: DeepSeek-V3 with other names."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import deepseek_v3
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames
 

@@ -1,7 +1,5 @@
 """Sarvam 30B: GLM-4.5's layers, with rope over whole heads."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, decoder, mlps, norm

@@ -1,7 +1,5 @@
 """Seed-OSS: Llama with biases on queries, keys and values."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import attention, mlp, norm, uniform
 

@@ -1,7 +1,5 @@
 """SmolLM3: Llama without position embedding in every fourth layer."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SLIDING, DecoderConfig, Family, Keys, read_rope, refuse
 from minisgl_backend.models.families.common import attention, decoder, head_size, layer_types, mlp, norm, window

@@ -1,7 +1,5 @@
 """Solar Open: Llama with the mixtures of DeepSeek-V3 in every layer."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, norm, routed_experts, uniform
 

@@ -1,7 +1,5 @@
 """StableLM: LayerNorm, rope over a quarter of each head; in some models attention and MLP in parallel."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, mlp, uniform

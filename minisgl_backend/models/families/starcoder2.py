@@ -1,7 +1,5 @@
 """StarCoder2: LayerNorm, biases everywhere, an MLP without a gate."""
 
-from __future__ import annotations
-
 from minisgl_backend.layers.mixer_config import NormConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 from minisgl_backend.models.families.common import attention, ungated_mlp, uniform, window

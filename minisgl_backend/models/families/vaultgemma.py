@@ -1,7 +1,5 @@
 """VaultGemma: Gemma 2 with norms before attention and MLP only."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families import gemma2
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 

@@ -1,7 +1,5 @@
 """Youtu-LLM: DeepSeek-V3's latent attention (MLA), with dense MLPs."""
 
-from __future__ import annotations
-
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import mlp, norm, uniform
 from minisgl_backend.models.families.deepseek_v2 import latent_attention
