@@ -28,12 +28,12 @@ from minisgl_backend.runner.batch import graph_size
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps
 from minisgl_backend.runner.model_pass import ModelPass
 from minisgl_backend.runner.proposers.context import ProposerContext
-from minisgl_backend.runner.proposers.layered import LayeredProposer
+from minisgl_backend.runner.proposers.model_proposer import ModelProposer
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.runner.step_tensors import StepTensors
 
 
-class DraftModelProposer(LayeredProposer):
+class DraftModelProposer(ModelProposer):
     """A step is a pass over the proposing rows' last tokens and all tokens that it has not seen, then one pass for each
     further token. Passes that only decode are captured."""
 

@@ -33,7 +33,7 @@ from minisgl_backend.models.mtp import MtpConfig
 from minisgl_backend.models.mtp_head import build_mtp_head
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps
 from minisgl_backend.runner.proposers.context import ProposerContext
-from minisgl_backend.runner.proposers.layered import LayeredProposer
+from minisgl_backend.runner.proposers.model_proposer import ModelProposer
 from minisgl_backend.runner.step_tensors import StepTensors
 from minisgl_backend.speculative_config import MOST_DRAFTS
 from minisgl_backend.weights.files import Checkpoint
@@ -41,7 +41,7 @@ from minisgl_backend.weights.files import Checkpoint
 KEPT = MOST_DRAFTS + 1  # tokens of a row whose states are kept: any of a step's may be the last accepted one
 
 
-class HeadProposer(LayeredProposer):
+class HeadProposer(ModelProposer):
     """A step is one pass for each proposed token. All passes are replays of one captured graph, which follow each other
     without the host."""
 

@@ -16,7 +16,7 @@ from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 
 
-class LayeredProposer(DeviceProposer):
+class ModelProposer(DeviceProposer):
     """Reads and writes the target's table of rows, and samples as the target will."""
 
     def __init__(self, context: ProposerContext, model: CausalLM | DraftHead) -> None:
