@@ -48,9 +48,6 @@ class DequantizedLinearMethod(LinearMethod):
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         """`plain` is prepared by itself."""
 
-    def weight_parts(self) -> list[WeightPart]:
-        return []
-
     def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
         return []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
 from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
-from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.experts.method import ExpertsSpec
@@ -56,11 +56,12 @@ class Fp8LinearMethod(LinearMethod):
 
 
 class Fp8Factory(MethodFactory):
+    weight_format = "fp8"
+
     def __init__(
         self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
     ) -> None:
         super().__init__(kernels, dtype, device, parameters)
-        self._fp8 = _linear_kernels(kernels, device)
         self._is_weight_only = parameters is not None and parameters.activations is None
         if self._is_weight_only and device.type == "cuda":
             log.warning(
@@ -69,11 +70,22 @@ class Fp8Factory(MethodFactory):
                 "quantization=fp8 are faster"
             )
 
+    @cached_property
+    def gemms(self) -> LinearKernels[Any]:
+        gemms = self.kernels.gemms
+        facts = gemms.facts
+        if self.kernels.on_gpu:
+            from minisgl_backend.kernels.linear.fp8.libraries import torch_has_blocks
+
+            if not torch_has_blocks(self.device):
+                facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
+        return LinearKernels(self.weight_format, gemms, facts)
+
     def linear(self, spec: LinearSpec) -> LinearMethod:
         if self.parameters is None:
-            return Fp8LinearMethod(spec, self._fp8, self.dtype, self.device)
+            return Fp8LinearMethod(spec, self.gemms, self.dtype, self.device)
         method = Fp8CheckpointLinearMethod(
-            spec, self.parameters, self._fp8, self.kernels.plain, self.dtype, self.device
+            spec, self.parameters, self.gemms, self.kernels.plain, self.dtype, self.device
         )
         if self._is_weight_only and self.device.type == "cpu":
             return DequantizedLinearMethod(method, self.kernels.plain, self.dtype)
@@ -82,19 +94,7 @@ class Fp8Factory(MethodFactory):
     def experts(self, spec: ExpertsSpec) -> Fp8ConvertedExpertsMethod | Fp8CheckpointExpertsMethod:
         if spec.bias:
             raise ConfigError(f"quantization is 'fp8'; allowed for {spec.name}, which have biases: unset")
-        kernels: ExpertsKernels[Fp8Weight] = ExpertsKernels("fp8", self.kernels.mixtures)
         if self.parameters is None:
-            return Fp8ConvertedExpertsMethod(spec, kernels, self.device)
-        if self._is_weight_only:
-            kernels = WeightOnlyKernels(self.kernels.mixtures)
+            return Fp8ConvertedExpertsMethod(spec, self.mixtures, self.device)
+        kernels = WeightOnlyKernels(self.kernels.mixtures) if self._is_weight_only else self.mixtures
         return Fp8CheckpointExpertsMethod(spec, self.parameters, kernels, self.device)
-
-
-def _linear_kernels(kernels: DeviceKernels, device: torch.device) -> LinearKernels[Fp8Weight]:
-    facts = kernels.gemms.facts
-    if kernels.on_gpu:
-        from minisgl_backend.kernels.linear.fp8.libraries import torch_has_blocks
-
-        if not torch_has_blocks(device):
-            facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
-    return LinearKernels("fp8", kernels.gemms, facts)

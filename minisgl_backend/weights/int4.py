@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,8 +16,6 @@ from minisgl_backend.kernels.linear.int4.reference import (
 )
 from minisgl_backend.kernels.linear.int4.repacked import Layout, Repacker, layout_of
 from minisgl_backend.kernels.linear.kernels import LinearKernels
-from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
-from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.experts.int4 import Int4ExpertsMethod
 from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.int4_checkpoint import (
@@ -152,19 +149,14 @@ class Int4LinearMethod(LinearMethod):
 class Int4Factory(MethodFactory):
     parameters: Int4Scheme
 
-    def __init__(
-        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
-    ) -> None:
-        super().__init__(kernels, dtype, device, parameters)
-        self._int4: LinearKernels[Int4Weight] = LinearKernels("int4", kernels.gemms)
-        if kernels.on_gpu:
-            kernels.gemms.scratch  # noqa: B018  made before the weights
+    weight_format = "int4"
 
     def linear(self, spec: LinearSpec) -> Int4LinearMethod:
-        return Int4LinearMethod(spec, self.parameters, self._int4, self.dtype, self.device)
+        if self.kernels.on_gpu:
+            self.kernels.gemms.scratch  # noqa: B018  made before anything is captured
+        return Int4LinearMethod(spec, self.parameters, self.gemms, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Int4ExpertsMethod:
         if spec.bias:
             raise ConfigError(f"{spec.name} have biases; allowed with 4-bit weights: experts without")
-        kernels: ExpertsKernels[Int4Weight] = ExpertsKernels("int4", self.kernels.mixtures)
-        return Int4ExpertsMethod(spec, self.parameters, kernels, self.dtype, self.device)
+        return Int4ExpertsMethod(spec, self.parameters, self.mixtures, self.dtype, self.device)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
-from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
-from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.experts.scaled import Int8ExpertsMethod
 from minisgl_backend.weights.layer import empty_parameter, fill_bias_with_noise
@@ -57,14 +54,10 @@ class Int8LinearMethod(LinearMethod):
 
 
 class Int8Factory(MethodFactory):
-    def __init__(
-        self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
-    ) -> None:
-        super().__init__(kernels, dtype, device, parameters)
-        self._int8 = LinearKernels[Int8Weight]("int8", kernels.gemms)
+    weight_format = "int8"
 
     def linear(self, spec: LinearSpec) -> Int8LinearMethod:
-        return Int8LinearMethod(spec, self.parameters, self._int8, self.dtype, self.device)
+        return Int8LinearMethod(spec, self.parameters, self.gemms, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Int8ExpertsMethod:
         if spec.bias:
@@ -74,5 +67,4 @@ class Int8Factory(MethodFactory):
                 f"the checkpoint has {spec.name} in INT8; allowed for experts on this GPU, whose compute capability is "
                 f"below {EXPERTS_CAPABILITY[0]}.{EXPERTS_CAPABILITY[1]}: plain weights"
             )
-        kernels: ExpertsKernels[Int8Weight] = ExpertsKernels("int8", self.kernels.mixtures)
-        return Int8ExpertsMethod(spec, self.parameters, kernels, self.device)
+        return Int8ExpertsMethod(spec, self.parameters, self.mixtures, self.device)

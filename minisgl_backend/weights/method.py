@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.kernels import LinearKernels
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
 from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
@@ -160,12 +163,24 @@ class LinearMethod(WeightedLayer, ABC):
 class MethodFactory(ABC):
     """Makes the methods of one format, which share what is one a device (vLLM's `QuantizationConfig`)."""
 
+    weight_format: str
+
     def __init__(
         self, kernels: DeviceKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None
     ) -> None:
         """dtype: of the model, its activations and its plain weights, whose kernels are `kernels`. parameters: what the
         format's reader made of the checkpoint's quantization_config; None: weights are converted while they load."""
         self.kernels, self.dtype, self.device, self.parameters = kernels, dtype, device, parameters
+
+    @cached_property
+    def gemms(self) -> LinearKernels[Any]:
+        """Of linear weights in this format."""
+        return LinearKernels(self.weight_format, self.kernels.gemms)
+
+    @cached_property
+    def mixtures(self) -> ExpertsKernels[Any]:
+        """Of experts in this format."""
+        return ExpertsKernels(self.weight_format, self.kernels.mixtures)
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearMethod: ...

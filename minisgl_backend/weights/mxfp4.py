@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
-from minisgl_backend.kernels.moe.mxfp4.weight import Mxfp4Weight
 from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.experts.mxfp4 import Mxfp4ExpertsMethod, whole_blocks
 from minisgl_backend.weights.method import LinearMethod, LinearSpec, MethodFactory
@@ -13,6 +11,8 @@ from minisgl_backend.weights.method import LinearMethod, LinearSpec, MethodFacto
 class Mxfp4Factory(MethodFactory):
     """Of a checkpoint: weights are not converted to MXFP4 while they load."""
 
+    weight_format = "mxfp4"
+
     def linear(self, spec: LinearSpec) -> LinearMethod:
         raise ConfigError(
             f"quantization_config makes {spec.outputs[0].name} MXFP4; allowed: experts alone, with all else in "
@@ -20,5 +20,4 @@ class Mxfp4Factory(MethodFactory):
         )
 
     def experts(self, spec: ExpertsSpec) -> Mxfp4ExpertsMethod:
-        kernels: ExpertsKernels[Mxfp4Weight] = ExpertsKernels("mxfp4", self.kernels.mixtures)
-        return Mxfp4ExpertsMethod(whole_blocks(spec), kernels, self.dtype, self.device)
+        return Mxfp4ExpertsMethod(whole_blocks(spec), self.mixtures, self.dtype, self.device)

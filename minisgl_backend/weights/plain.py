@@ -10,7 +10,6 @@ import torch
 from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import PlainKernels
-from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.weights.experts.method import ExpertsSpec
 from minisgl_backend.weights.experts.plain import PlainExpertsMethod
 from minisgl_backend.weights.layer import empty_parameter
@@ -64,12 +63,13 @@ class PlainLinearMethod(LinearMethod):
 
 
 class PlainFactory(MethodFactory):
+    weight_format = PLAIN
+
     def linear(self, spec: LinearSpec) -> PlainLinearMethod:
         return PlainLinearMethod(spec, self.kernels.plain, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> PlainExpertsMethod:
-        kernels: ExpertsKernels[torch.Tensor] = ExpertsKernels(PLAIN, self.kernels.mixtures)
-        return PlainExpertsMethod(spec, kernels, self.dtype, self.device)
+        return PlainExpertsMethod(spec, self.mixtures, self.dtype, self.device)
 
 
 def linear_part(spec: LinearSpec, output: LinearOutput, target: torch.Tensor) -> WeightPart:

@@ -57,7 +57,7 @@ def sgl_linear(device: GemmDevice, x: torch.Tensor, weight: Int8Weight, call: Ge
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     numbers, x_scale = quantize_tokens(x)
-    out = sgl.int8_scaled_mm(numbers, x_scale, weight.numbers, weight.scale, x.dtype, bias)
+    out = sgl.scaled_mm("int8_scaled_mm", numbers, x_scale, weight, x.dtype, bias)
     out = out if activation is None else activate_mul(out, activation)
     return out if residual is None else residual.add_(out)
 

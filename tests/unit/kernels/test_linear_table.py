@@ -75,4 +75,4 @@ def test_files_between_a_layer_and_its_4_bit_kernel(monkeypatch: pytest.MonkeyPa
     files = files_entered(lambda: layer.part(x, residual))
     assert len(launches) == 2
     kernel = "/kernels/linear/int4/few_rows.py"
-    assert files == {"/layers/linear.py", "/weights/method.py", "/kernels/linear/kernels.py", kernel}
+    assert files == {"/layers/linear.py", "/kernels/linear/kernels.py", kernel}

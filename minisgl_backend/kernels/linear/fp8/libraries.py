@@ -34,7 +34,7 @@ def scaled_mm_blocks(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, cal
 
 def sgl_scaled_mm(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
     numbers, scales = quantize_for(weight, x, call)
-    out = sgl.fp8_scaled_mm(numbers, scales, weight.numbers, weight.scale, x.dtype, call.bias)
+    out = sgl.scaled_mm("fp8_scaled_mm", numbers, scales, weight, x.dtype, call.bias)
     return apply_epilogue(device, out, call._replace(bias=None))
 
 
