@@ -20,18 +20,18 @@ Norms = Literal["before", "after", "both", "parallel"]  # see `LayerConfig.norms
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpConfig:
-    """The gated MLP: down(activation(gate(x)) * up(x))."""
+class DenseMlpConfig:
+    """An MLP whose weights every token uses."""
 
-    module: ClassVar[str] = "minisgl_backend.layers.mlp:GatedMLP"  # MODULE:CLASS that runs it
+    module: ClassVar[str]  # MODULE:CLASS that runs it
+    num_projections: ClassVar[int]
 
     intermediate_size: int
-    activation: Activation = "silu"
-    bias: bool = False  # of all three
+    bias: bool = False  # of all projections
 
     def rows_per_token(self) -> int:
         """Weight rows of hidden_size numbers that one token uses."""
-        return 3 * self.intermediate_size
+        return self.num_projections * self.intermediate_size
 
     def check_tp(self, size: int) -> None:
         """Raises ConfigError unless it splits over `size` ranks."""
@@ -39,22 +39,21 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UngatedMlpConfig:
+class MlpConfig(DenseMlpConfig):
+    """The gated MLP: down(activation(gate(x)) * up(x))."""
+
+    module: ClassVar[str] = "minisgl_backend.layers.mlp:GatedMLP"
+    num_projections: ClassVar[int] = 3
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UngatedMlpConfig(DenseMlpConfig):
     """The MLP without a gate: down(activation(up(x)))."""
 
     module: ClassVar[str] = "minisgl_backend.layers.mlp:UngatedMLP"
-
-    intermediate_size: int
+    num_projections: ClassVar[int] = 2
     activation: UngatedActivation
-    bias: bool = False  # of both
-
-    def rows_per_token(self) -> int:
-        """As of `MlpConfig`."""
-        return 2 * self.intermediate_size
-
-    def check_tp(self, size: int) -> None:
-        """As of `MlpConfig`."""
-        check_divides(size, "intermediate_size", self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,12 @@ class MoeConfig:
     shared_gate: bool = False  # its output is multiplied by sigmoid(gate(x)), one number per token (Qwen2-MoE)
 
     def rows_per_token(self) -> int:
-        """As of `MlpConfig`."""
+        """As of `DenseMlpConfig`."""
         experts = 3 * self.intermediate_size * self.experts_per_token + self.num_experts
         return experts + 3 * self.shared_intermediate_size + self.shared_gate
 
     def check_tp(self, size: int) -> None:
-        """As of `MlpConfig`."""
+        """As of `DenseMlpConfig`."""
         check_divides(size, "moe_intermediate_size", self.intermediate_size)
         check_divides(size, "shared_expert_intermediate_size", self.shared_intermediate_size)
 
@@ -88,7 +87,7 @@ class LayerConfig:
     """One decoder layer: a mixer of tokens, then an MLP, each added to the residual stream; or both in parallel."""
 
     mixer: MixerConfig
-    mlp: MlpConfig | UngatedMlpConfig | MoeConfig
+    mlp: DenseMlpConfig | MoeConfig
     norm: NormConfig
     # Which norms mixer and MLP have: of their input, their output, or both; "parallel": one norm whose output is
     # the input of both (Wang and Komatsuzaki, 2021: GPT-J).

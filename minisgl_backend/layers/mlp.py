@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from minisgl_backend.kernels.torch_ops import activate
-from minisgl_backend.layers.config import MlpConfig, UngatedMlpConfig
+from minisgl_backend.layers.config import DenseMlpConfig, MlpConfig, UngatedMlpConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import SublayerNorms
 from minisgl_backend.layers.residual import Residual
@@ -23,8 +21,7 @@ class DenseMLP(nn.Module):
     outputs: tuple[str, ...] = ("up_proj",)  # of `up_proj`
     fused_activation: str | None = None  # that `up_proj` applies
 
-    def __init__(self, config: Any, hidden_size: int, layer_context: LayerContext) -> None:
-        """config: its intermediate_size, activation and bias."""
+    def __init__(self, config: DenseMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.bias
         self.up_proj = ColumnParallelLinear(hidden_size, dict.fromkeys(self.outputs, size), bias, layer_context)

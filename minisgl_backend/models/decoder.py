@@ -26,6 +26,8 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.method import LinearMethod, process_weights_after_loading
 from minisgl_backend.weights.parts import WeightPart
 
+Indices = torch.Tensor | None  # int [num_logits]: which tokens; None: all
+
 
 class DecoderLayer(nn.Module):
     """A mixer, then an MLP, each with norms around it and added to the residual stream."""
@@ -63,23 +65,15 @@ class DecoderLayer(nn.Module):
         self.mixer.store(projected, tokens, slots)
 
     def forward(
-        self,
-        micro_batches: MicroBatches,
-        tokens: ModelInput,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None = None,
+        self, micro_batches: MicroBatches, tokens: ModelInput, ctx: ForwardContext, logits_indices: Indices = None
     ) -> MicroBatches:
-        """All tokens, in micro-batches -> all of them, or those at `logits_indices`, int [num_logits]."""
+        """All tokens, in micro-batches -> all of them, or those at `logits_indices`."""
         micro_batches = self._mixed(micro_batches, tokens, ctx, logits_indices)
         outputs = tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
         return outputs if self.layer_scalar is None else tuple([self.layer_scalar(one) for one in outputs])
 
     def _mixed(
-        self,
-        micro_batches: MicroBatches,
-        tokens: ModelInput,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None,
+        self, micro_batches: MicroBatches, tokens: ModelInput, ctx: ForwardContext, logits_indices: Indices
     ) -> MicroBatches:
         """The residual stream plus mixer(norm(residual)), of all micro-batches together; arguments as of `forward`."""
         mixer, norm = self.mixer, self._mixer_norms.before
@@ -129,11 +123,7 @@ class ParallelDecoderLayer(DecoderLayer):
         self.mixer.derive_weights()
 
     def forward(
-        self,
-        micro_batches: MicroBatches,
-        tokens: ModelInput,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None = None,
+        self, micro_batches: MicroBatches, tokens: ModelInput, ctx: ForwardContext, logits_indices: Indices = None
     ) -> MicroBatches:
         settled, normed = zip(*[one.settled(self.input_norm) for one in micro_batches], strict=True)
         residual, x = join(settled), normed[0] if len(normed) == 1 else torch.cat(normed)

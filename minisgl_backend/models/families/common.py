@@ -7,6 +7,7 @@ from typing import Any
 
 from minisgl_backend.layers.config import (
     Activation,
+    DenseMlpConfig,
     LayerConfig,
     MlpConfig,
     MoeConfig,
@@ -103,7 +104,7 @@ def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderCo
 def uniform(
     keys: Keys,
     mixer: MixerConfig,
-    mlp: MlpConfig | UngatedMlpConfig | MoeConfig,
+    mlp: DenseMlpConfig | MoeConfig,
     norm: NormConfig,
     *,
     norms: Norms = "before",

@@ -92,15 +92,19 @@ def _mixture(keys: Keys) -> MoeConfig:
     )
 
 
+SIZES = {  # of the heads of both models
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 FAMILY = Family(
     model_type="deepseek_v2",
     read=read,
     defaults={
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **SIZES,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,

@@ -6,7 +6,7 @@ DeepSeek-AI, 2024: DeepSeek-V3 Technical Report.
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import SHARED_EXPERTS, DecoderConfig, Family, Keys, TensorNames
 from minisgl_backend.models.families.common import decoder, mlps, norm
-from minisgl_backend.models.families.deepseek_v2 import latent_attention
+from minisgl_backend.models.families.deepseek_v2 import SIZES, latent_attention
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -23,11 +23,7 @@ FAMILY = Family(
     model_type="deepseek_v3",
     read=read,
     defaults={
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **SIZES,
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,

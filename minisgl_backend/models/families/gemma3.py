@@ -1,5 +1,7 @@
 """Gemma 3, text: Gemma 2 without soft caps, with head norms, and another rope in layers with a window."""
 
+from dataclasses import replace
+
 from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, is_positive
 from minisgl_backend.models.families.common import every, layer_types, norm
@@ -38,10 +40,9 @@ _DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_0
 FAMILY = Family(model_type="gemma3_text", read=read, defaults=_DEFAULTS)
 
 # The text model of a checkpoint with an image encoder; with the names of transformers 4 and 5.
-MULTIMODAL_FAMILY = Family(
+MULTIMODAL_FAMILY = replace(
+    FAMILY,
     model_type="gemma3",
-    read=read,
-    defaults=_DEFAULTS,
     text_config="text_config",
     tensor_names=TensorNames(
         prefixes=(

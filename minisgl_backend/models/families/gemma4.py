@@ -6,6 +6,7 @@ Other sizes run on transformers' code.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.layers.config import LayerConfig
@@ -118,10 +119,9 @@ FAMILY = Family(model_type="gemma4_text", read=read, defaults=_DEFAULTS)
 _ENCODERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
 # The text model of a checkpoint with encoders.
-MULTIMODAL_FAMILY = Family(
+MULTIMODAL_FAMILY = replace(
+    FAMILY,
     model_type="gemma4",
-    read=read,
-    defaults=_DEFAULTS,
     text_config="text_config",
     tensor_names=TensorNames(
         prefixes=(("model.language_model.", "model."),), left_out=tuple(f"model.{name}." for name in _ENCODERS)

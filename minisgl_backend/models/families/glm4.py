@@ -1,21 +1,11 @@
 """GLM-4 (0414): norms before and after attention and MLP, interleaved rope over half of each head, merged gate_up."""
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
-from minisgl_backend.models.families.common import attention, mlp, norm, uniform
+from minisgl_backend.models.families import glm
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames
 
 
 def read(keys: Keys) -> DecoderConfig:
-    return uniform(
-        keys,
-        attention(
-            keys,
-            qkv_bias=keys.boolean("attention_bias", True),
-            rope=read_rope(keys, keys.integer("head_dim"), partial=True, interleaved=True),
-        ),
-        mlp(keys),
-        norm(keys, eps=1.5625e-07),
-        norms="both",
-    )
+    return glm.read(keys).with_layers(norms="both")
 
 
 FAMILY = Family(

@@ -1,6 +1,7 @@
 """Llama 4, text: chunked attention, except in layers without position embedding, whose queries are scaled by their
 position; one expert per token and a shared expert."""
 
+from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
@@ -130,10 +131,9 @@ _DEFAULTS = {
 FAMILY = Family(model_type="llama4_text", read=read, defaults=_DEFAULTS, tensor_names=TensorNames(stored=_STORED))
 
 # The text model of a checkpoint with an image encoder.
-MULTIMODAL_FAMILY = Family(
+MULTIMODAL_FAMILY = replace(
+    FAMILY,
     model_type="llama4",
-    read=read,
-    defaults=_DEFAULTS,
     text_config="text_config",
     tensor_names=TensorNames(
         stored=_STORED,

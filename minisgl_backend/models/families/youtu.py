@@ -2,8 +2,7 @@
 
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
 from minisgl_backend.models.families.common import mlp, norm, uniform
-from minisgl_backend.models.families.deepseek_v2 import latent_attention
-from minisgl_backend.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from minisgl_backend.models.families.deepseek_v2 import SIZES, latent_attention
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -13,9 +12,4 @@ def read(keys: Keys) -> DecoderConfig:
     )
 
 
-_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-FAMILY = Family(
-    model_type="youtu",
-    read=read,
-    defaults={"tie_word_embeddings": True, **{size: DEEPSEEK_V3.defaults[size] for size in _SIZES}},
-)
+FAMILY = Family(model_type="youtu", read=read, defaults={"tie_word_embeddings": True, **SIZES})

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,9 +120,10 @@ class PiecewiseRunner(ABC):
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
         self.aux = aux_states(self.sizes[-1])
-        for done, size in enumerate(reversed(self.sizes)):
-            self._capture(size)
-            self._on_progress(done + 1, len(self.sizes))
+        with self._captures():
+            for done, size in enumerate(reversed(self.sizes)):
+                self._capture(size)
+                self._on_progress(done + 1, len(self.sizes))
         self.prompt_sizes = tuple(size for size in self.sizes if self._captures_prompt(size))
 
     @property
@@ -161,6 +162,10 @@ class PiecewiseRunner(ABC):
 
     def close(self) -> None:  # noqa: B027  not every runner has something to free
         """Frees the captured graphs; nothing can be run afterwards."""
+
+    def _captures(self) -> AbstractContextManager[None]:
+        """Around all of them."""
+        return nullcontext()
 
     @abstractmethod
     def _capture(self, size: int) -> None:
@@ -216,15 +221,8 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         self._captured: dict[int, _Pieces] = {}
         self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by size of `prompt_sizes`
 
-    def capture(
-        self,
-        forward: Forward,
-        attention: AttentionPair,
-        prompt_inputs: PromptInputs,
-        aux_states: AuxStatesOf = no_aux_states,
-    ) -> None:
-        with many_captures():
-            super().capture(forward, attention, prompt_inputs, aux_states)
+    def _captures(self) -> AbstractContextManager[None]:
+        return many_captures()
 
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in uninitialised memory.
