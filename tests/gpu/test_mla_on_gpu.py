@@ -207,7 +207,7 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
 )
 def test_store(num_tokens: int, num_heads: int, scale: float | None) -> None:
     from minisgl_backend.kernels.attention.latent_store import latent_store
-    from minisgl_backend.kernels.ops import LatentNormRope
+    from minisgl_backend.kernels.ops import LatentNormRope, TokenPlaces
     from minisgl_backend.kv.layout import KVScales, LayerKV
 
     case = LatentCase(DEEPSEEK, 20, [400], 16, torch.bfloat16, "cuda", scale=scale)
@@ -222,7 +222,9 @@ def test_store(num_tokens: int, num_heads: int, scale: float | None) -> None:
     )
     found, expected = (case.layer.kv.k.clone() for _ in range(2))
     turned = [
-        store(q.clone(), latents, rotation, positions, slots, LayerKV(cache, cache, KVScales(scale or 1.0)))
+        store(
+            q.clone(), latents, rotation, TokenPlaces(positions, slots), LayerKV(cache, cache, KVScales(scale or 1.0))
+        )
         for store, cache in ((latent_store, found), (TorchOps().latent_store, expected))
     ]
     assert not num_heads or error(turned[0], turned[1]) < 1e-2
