@@ -12,11 +12,14 @@ import torch
 import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
+from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.linear.plain.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
@@ -136,13 +139,17 @@ def bench_moe(results: dict[str, dict]) -> None:
     mixtures = TritonMixtureKernels(plain)
     router = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05
     norm = torch.ones(hidden, device="cuda").bfloat16()
-    weights = (random_weights(experts, 2 * size, hidden), random_weights(experts, hidden, size))
+    weights = Experts(
+        gate_up=random_weights(experts, 2 * size, hidden), down=random_weights(experts, hidden, size),
+        num_experts=experts, hidden_size=hidden, intermediate_size=size, experts_per_token=k,
+    )  # fmt: skip
+    mixture = ExpertsKernels(PLAIN, mixtures)
     for tokens in (1, 2, 8, 16, 64, 256, 2048, 8192):
         # One set of weights and other tokens each time: a few tokens pick other experts, many read all of them.
         states = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(max(4, 24 // tokens))]
-        picked = [mixtures.route(plain.linear(x, router), k, True)[0].unique().numel() for x in states]
+        picked = [mixtures.route(plain.linear(x, router), k, True).ids.unique().numel() for x in states]
         us = time_graph([
-            functools.partial(mixtures.mixture, x, router, *weights, k, True, norm_weight=norm, eps=1e-6, residual=x)
+            functools.partial(mixture, x, weights, MixtureCall(router=router, norm_weight=norm, eps=1e-6, residual=x))
             for x in states
         ])  # fmt: skip
         read = statistics.mean(picked) * 3 * size * hidden * 2
