@@ -106,7 +106,7 @@ class SteeredEngine:
         self.most = self.driver.config.speculation.most_drafts  # type: ignore[union-attr]
         self._drafting: Any = self.driver.core._scheduler._drafting  # type: ignore[attr-defined]
         if config["method"] in METHODS_OF_HOST:
-            self._drafting._proposer = AnyTokens()
+            self._drafting._proposer = AnyTokens()  # type: ignore[union-attr]
         self._context, self._num_cached = context, 0
         self._largest_id = min(TOKEN_IDS, self.driver.engine.welcome.vocab_size)
         rng = np.random.default_rng(0)

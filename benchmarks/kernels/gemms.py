@@ -143,7 +143,7 @@ def bench_moe(results: dict[str, dict]) -> None:
         gate_up=random_weights(experts, 2 * size, hidden), down=random_weights(experts, hidden, size),
         num_experts=experts, hidden_size=hidden, intermediate_size=size, experts_per_token=k,
     )  # fmt: skip
-    mixture = ExpertsKernels(PLAIN, mixtures)
+    mixture: ExpertsKernels[torch.Tensor] = ExpertsKernels(PLAIN, mixtures)
     for tokens in (1, 2, 8, 16, 64, 256, 2048, 8192):
         # One set of weights and other tokens each time: a few tokens pick other experts, many read all of them.
         states = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(max(4, 24 // tokens))]
