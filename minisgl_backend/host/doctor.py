@@ -372,14 +372,14 @@ def _backends(attention: Mapping[str, Any]) -> Iterator[Finding]:
 def _idle_cpus(idle: Mapping[str, Any] | None) -> Iterator[Finding]:
     if idle is None:
         return
+    name, asks = "idle processors", idle["asks"]
     if idle["allowed"]:
-        text = "may be kept awake while sequences run" + ("" if idle["asks"] else "; auto lets them sleep here")
-        yield Finding("machine", "idle processors", OK, text)
+        text = "may be kept awake while sequences run" + ("" if asks else "; auto lets them sleep here")
+        yield Finding("machine", name, OK, text)
     else:
-        state = NOTE if idle["asks"] else OK
+        remedy = "run as root; in a container with --device /dev/cpu_dma_latency" if asks else ""
         text = "may not be kept awake while sequences run (idle_cpus)"
-        remedy = "run as root; in a container with --device /dev/cpu_dma_latency" if idle["asks"] else ""
-        yield Finding("machine", "idle processors", state, text, remedy)
+        yield Finding("machine", name, NOTE if asks else OK, text, remedy)
 
 
 def _size(count: int) -> str:

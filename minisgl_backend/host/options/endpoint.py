@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.options.arguments import add_options, tcp_port_or_none, values_of
+from minisgl_backend.host.options.arguments import tcp_port_or_none, values_of
 from minisgl_backend.option_table import Argument, at_least, check_all, one_of, option, options_of
 from minisgl_backend.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.writable import is_full, write_error
@@ -22,10 +21,6 @@ FILES, BATCHES = "files", "batches"  # the parts of a folder of files
 TENANTS = ("none", "key", "user")
 
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
-
-
-def _is_url(text: str) -> bool:
-    return not text or text.startswith(("http://", "https://"))
 
 
 def _is_name(text: str) -> bool:
@@ -86,7 +81,7 @@ class EndpointSettings:
         "",
         "of an OpenTelemetry collector (OTLP over HTTP), which gets the spans of requests",
         "a URL, as http://127.0.0.1:4318",
-        _is_url,
+        lambda text: not text or text.startswith(("http://", "https://")),
         argument=Argument(metavar="URL", default="none"),
     )
     ssl_certfile: str = option("", "serves https with this certificate", argument=Argument(metavar="FILE", default=""))
@@ -177,11 +172,6 @@ class EndpointSettings:
 
 
 ENDPOINT_OPTIONS = options_of(EndpointSettings)
-
-
-def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the endpoint's options to the server's command line; `endpoint_of` reads them."""
-    add_options(parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md"), ENDPOINT_OPTIONS)
 
 
 def endpoint_of(values: Mapping[str, Any], **others: Any) -> EndpointSettings:

@@ -29,7 +29,7 @@ from minisgl_backend.host.options.arguments import (
     tcp_port_or_none,
     values_of,
 )
-from minisgl_backend.host.options.endpoint import EndpointSettings, add_endpoint_options, endpoint_of
+from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, endpoint_of
 from minisgl_backend.host.options.parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
@@ -261,7 +261,7 @@ def server_parser(program: str) -> OptionParser:
     parser.add_argument("--config", metavar="FILE", help="YAML with options by name; those given here come before it")
     parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)
     add_options(parser, SERVER_OPTIONS)
-    add_endpoint_options(parser)
+    add_options(parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md"), ENDPOINT_OPTIONS)
     add_engine_options(parser)
     return parser
 
