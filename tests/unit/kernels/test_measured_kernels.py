@@ -183,3 +183,15 @@ def test_without_libraries_torchs_and_ours_contend() -> None:
     assert chooser.contenders(key(64)) == ("fp8_few_rows", "scaled_mm")
     assert chooser.contenders(key(65)) == ()
     assert chooser.kernel(key(65, block=(128, 128))) == "fp8_many_rows"  # nor is torch for CUDA 12.9
+
+
+def test_choices_are_measured_anew_where_any_kernel_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one of attention or of experts: what runs beside a GEMM has a part in what is fastest."""
+    (tmp_path / "moe").mkdir()
+    source = tmp_path / "moe" / "one.py"
+    monkeypatch.setattr("minisgl_backend.kernels.__path__", [str(tmp_path)])
+    digests = []
+    for text in ("before", "after"):
+        source.write_text(text)
+        digests.append(measured.sources_digest.__wrapped__())
+    assert len(set(digests)) == 2

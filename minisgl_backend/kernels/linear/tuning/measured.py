@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+import minisgl_backend.kernels
 from minisgl_backend.kernels.device_facts import DISTRIBUTIONS, DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import MEASURED_ROWS, LinearChooser, LinearKey, representative_rows
@@ -196,6 +197,6 @@ def version_of(package: str) -> str:
 def sources_digest() -> str:
     """Of this project's kernels: another one where any of their files changed."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
+    for file in sorted(Path(minisgl_backend.kernels.__path__[0]).rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
