@@ -319,27 +319,25 @@ def test_routers_that_start_early_see_what_was_written_before():
 
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
-    from minisgl_backend.kernels.moe.softmax_router import route
 
     logits = torch.randn(300, experts, device="cuda")
     for renormalize in (True, False):
-        ids, weights = route(logits, 8, renormalize)
+        ids, weights = on_gpu().route(logits, 8, renormalize)
         expected_ids, expected_weights = TORCH.route(logits, 8, renormalize)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
-    ids, _ = route(torch.full_like(logits, float("nan")), 8, True)
+    ids, _ = on_gpu().route(torch.full_like(logits, float("nan")), 8, True)
     assert int(ids.max()) < experts
 
 
 def test_choice_of_experts_matches_torch():
     from minisgl_backend.kernels.moe.router_config import RouterConfig
-    from minisgl_backend.kernels.moe.score_router import choose_experts
 
     groups = {"num_groups": 8, "groups_per_token": 4, "scaling": 2.5}
     for experts, more in ((256, groups), (160, groups), (384, {})):
         router = RouterConfig(scores="sigmoid", **more)
         logits, bias = torch.randn(300, experts, device="cuda"), torch.randn(experts, device="cuda")
-        ids, shares = choose_experts(logits, router, 8, bias)
+        ids, shares = on_gpu().choose_experts(logits, router, 8, bias)
         expected_ids, expected_shares = TORCH.choose_experts(logits, router, 8, bias)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(shares, expected_shares)

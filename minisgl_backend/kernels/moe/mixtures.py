@@ -33,14 +33,10 @@ class MixtureKernels:
         return Picked(ids, weights)
 
     def choose_experts(
-        self,
-        logits: torch.Tensor,
-        router: RouterConfig,
-        experts_per_token: int,
-        correction_bias: torch.Tensor | None = None,
+        self, logits: torch.Tensor, router: RouterConfig, k: int, correction_bias: torch.Tensor | None = None
     ) -> Picked:
-        """The general form of `route`: correction_bias float32 [num_experts] is added to the scores for the selection
-        only; only experts of the best groups are selected (DeepSeek-V2, V3)."""
+        """The general form of `route`, for k experts of each token: correction_bias float32 [num_experts] is added to
+        the scores for the selection only; only experts of the best groups are selected (DeepSeek-V2, V3)."""
         logits = logits.float()
         scores = logits.softmax(-1) if router.scores == "softmax" else logits.sigmoid()
         value = logits if router.by_logits else scores
@@ -49,7 +45,7 @@ class MixtureKernels:
         if router.num_groups > 1:
             count = 1 if correction_bias is None else BEST_OF_GROUP
             value = _of_best_groups(value, router.num_groups, router.groups_per_token, count)
-        ids = value.topk(experts_per_token, dim=-1).indices
+        ids = value.topk(k, dim=-1).indices
         shares = scores.gather(-1, ids)
         if router.renormalize:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
