@@ -164,7 +164,7 @@ def _noted(method: LinearMethod, notes: _Notes) -> None:
         fitting = (name for name in layouts_on(notes.facts) if name in fitting_layouts(operand))
         if (layout := next(fitting, None)) is not None:
             operand = replace(operand, repacked=_InLayout(layout))
-    method.multiply_by(_At(method._kernels, path, notes), operand)
+    method.multiply_by(_At(method.kernels, path, notes), operand)
 
 
 class _NotedMixtures(ExpertsKernels[Any]):

@@ -110,7 +110,7 @@ class Int4LinearMethod(LinearMethod):
     def add_repacked(self) -> str | None:
         found = self._layout()
         repacked = None if found is None else found[1].repack(self.operand)
-        self.multiply_by(self._kernels, replace(self.operand, repacked=repacked))
+        self.multiply_by(self.kernels, replace(self.operand, repacked=repacked))
         return None if repacked is None else repacked.layout
 
     def _layout(self) -> tuple[Layout, Repacker] | None:

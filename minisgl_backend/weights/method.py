@@ -89,7 +89,7 @@ class LinearMethod(WeightedLayer, ABC):
     operand: Any  # see `multiply_by`
     multiply: Multiply  # as `apply_weights`, with the operand, and a call that has `added_bias` and no `out`
     added_bias: torch.Tensor | None
-    _kernels: Multiplies
+    kernels: Multiplies
     bias: torch.Tensor | None
 
     def __init__(self, spec: LinearSpec) -> None:
@@ -105,7 +105,7 @@ class LinearMethod(WeightedLayer, ABC):
         """From now on, `apply_weights` is `kernels.linear` with this operand: the weight as its format has it."""
         # Plain attributes: a module's own look-up takes longer, and a tensor here is no parameter of its own.
         bias = self.bias if self.spec.adds_bias else None
-        self.__dict__.update(_kernels=kernels, multiply=kernels.direct, operand=operand, added_bias=bias)
+        self.__dict__.update(kernels=kernels, multiply=kernels.direct, operand=operand, added_bias=bias)
 
     def apply_weights(self, x: torch.Tensor, call: GemmCall = BARE) -> torch.Tensor:
         """epilogue(norm(x) @ weight.T + bias), x [num_tokens, local inputs] -> [num_tokens, local outputs].
@@ -115,7 +115,7 @@ class LinearMethod(WeightedLayer, ABC):
         """
         if self.added_bias is not None:
             call = GemmCall(call.norm_weight, call.eps, self.added_bias, *call[3:])
-        return self._kernels.linear(x, self.operand, call)
+        return self.kernels.linear(x, self.operand, call)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """`apply_weights` without norm and epilogue into out [num_tokens, local outputs]: see `GemmCall.out`."""
@@ -145,7 +145,7 @@ class LinearMethod(WeightedLayer, ABC):
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         """Chooses kernels for this weight and those `alike` (of its class and shape, itself among them): for these
         decode row counts, and for prefill up to `longest` rows. Called before anything is captured, or not at all."""
-        self._kernels.prepare([one.operand for one in alike], rows, longest)
+        self.kernels.prepare([one.operand for one in alike], rows, longest)
 
     def weight_parts(self) -> list[WeightPart]:
         parts = []

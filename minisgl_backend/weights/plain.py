@@ -42,7 +42,7 @@ class PlainLinearMethod(LinearMethod):
         self.multiply_by(kernels, self.weight)  # parameters are filled in place
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._kernels.linear(x, self.operand, GemmCall(out=out))
+        self.kernels.linear(x, self.operand, GemmCall(out=out))
         if self.added_bias is not None:
             out += self.added_bias
 
@@ -56,7 +56,7 @@ class PlainLinearMethod(LinearMethod):
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         # A GEMM with a bias stays with torch, which adds it on the way.
         if weights := [one.operand for one in alike if one.bias is None]:
-            self._kernels.prepare(weights, rows, longest)
+            self.kernels.prepare(weights, rows, longest)
 
     def parts_of(self, output: LinearOutput, rows: slice, index: int) -> list[WeightPart]:
         return [] if self._is_shared else [linear_part(self.spec, output, self.weight[rows])]
