@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.attention.latent.reference import TorchLatentBackend
 from minisgl_backend.attention.layer import LatentHeads
-from minisgl_backend.kernels.ops import LatentNormRope
+from minisgl_backend.kernels.ops import LatentNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.latents import LatentCase
 
@@ -110,7 +110,9 @@ def test_store(num_heads: int, scale: float | None) -> None:
         torch.manual_seed(0)
         q, latents = case.queries(count)[:, :num_heads], torch.randn(count, rank + rope + 3)[:, : rank + rope]
         cache = case.layer.kv.k.clone()
-        turned.append(store(q, latents, rotation, positions, slots, LayerKV(cache, cache, KVScales(scale or 1.0))))
+        turned.append(
+            store(q, latents, rotation, TokenPlaces(positions, slots), LayerKV(cache, cache, KVScales(scale or 1.0)))
+        )
         caches.append(cache)
     torch.testing.assert_close(turned[1], turned[0], atol=1e-5, rtol=1e-5)
     if scale is None:
