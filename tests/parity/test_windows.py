@@ -164,6 +164,8 @@ def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
             assert case.generate(llm, STARVED_TOKENS) == case.answers(STARVED_TOKENS)
             # Where all layers have a window, rows whose prompt fills it grow no further.
             grows = FULL in llm.engine.core._scheduler._limits.cache_kinds  # type: ignore[attr-defined]
+            # Columns of several large pages may let in no more sequences than can end.
+            grows = grows and (case.name not in UNEQUAL or (case.name, cell.name) in MORE)
             assert llm.stats.total_preempted > 0 or not grows, "this cell must take pages from running sequences"
         else:
             assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS)
