@@ -19,8 +19,8 @@ from minisgl_backend.attention.pass_attention import PassAttention
 from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
-from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layouts_on
+from minisgl_backend.kernels.linear.call import BARE, GemmCall, LinearKey
+from minisgl_backend.kernels.linear.choose import LinearChooser, layouts_on
 from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.linear.int4.repacked import fitting_layouts
 from minisgl_backend.kernels.linear.kernels import GemmDevice

@@ -35,7 +35,7 @@ def triton_kernels(dependent_launch=True):
 
 
 def chosen_kernel(kernels, x, weight, **more):
-    from minisgl_backend.kernels.linear.choose import LinearKey
+    from minisgl_backend.kernels.linear.call import LinearKey
 
     return kernels.chooser.kernel(LinearKey(len(x), *weight.shape, x.dtype, **more))
 

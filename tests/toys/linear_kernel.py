@@ -6,8 +6,8 @@ import torch
 
 from minisgl_backend.kernels.candidate import PLAIN, Candidate, Table
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.choose import CANDIDATES, LinearKey
+from minisgl_backend.kernels.linear.call import GemmCall, LinearKey
+from minisgl_backend.kernels.linear.choose import CANDIDATES
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 
 

@@ -1,4 +1,5 @@
-"""What a layer asks of a GEMM beside x and the weight: one value, whatever the weight's number format."""
+"""What a layer asks of a GEMM beside x and the weight: one value, whatever the weight's number format; and what the
+choice of a kernel sees of it."""
 
 from __future__ import annotations
 
@@ -40,6 +41,37 @@ class WeightKind(NamedTuple):
         """Of numbers [(num_experts,) size_out, size_in] that have scales."""
         size_out, size_in = numbers.shape[-2:]
         return cls(size_out, size_in, numbers.nbytes, block)
+
+
+class LinearKey(NamedTuple):
+    """Key of the choice of a kernel for epilogue(norm(x) @ weight.T): x [rows, size_in], weight [size_out, size_in]."""
+
+    rows: int
+    size_out: int  # gate and up rows both count
+    size_in: int
+    dtype: torch.dtype  # of x
+    norm: bool = False
+    bias: bool = False
+    residual: bool = False
+    activation: str | None = None  # layers.config.Activation, of a gated weight
+    unit_stride: bool = True  # the rows of x are contiguous
+    into: bool = False  # the result's rows may be strided, and in another GPU's memory: no norm, no epilogue
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of the weight; None: one per output
+    repacked: str | None = None  # the layout of a library in which the weight is also held
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of the weight."""
+        return self.size_out * self.size_in
+
+    def is_aligned(self, numbers: int) -> bool:
+        """Whether both sizes of the weight are multiples of `numbers`."""
+        return self.size_out % numbers == 0 and self.size_in % numbers == 0
+
+    @property
+    def is_bare(self) -> bool:
+        """Neither norm nor epilogue."""
+        return not (self.norm or self.bias or self.residual or self.activation)
 
 
 BARE = GemmCall()  # x @ weight.T

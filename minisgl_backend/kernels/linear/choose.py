@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
@@ -38,6 +37,7 @@ from minisgl_backend.kernels.candidate import (
     on_gpu,
 )
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
+from minisgl_backend.kernels.linear.call import LinearKey
 from minisgl_backend.kernels.linear.libraries import machete_tiles
 from minisgl_backend.kernels.linear.libraries.machete_tiles import TILES
 from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
@@ -72,37 +72,6 @@ MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this 
 _TORCH = "everything else: cuBLAS or oneDNN"
 CPU_ROWS = 64  # largest for kernels.cpp: with more, torch's oneDNN is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: the reduced dimension is a multiple of it
-
-
-class LinearKey(NamedTuple):
-    """Key of the choice of a kernel for epilogue(norm(x) @ weight.T): x [rows, size_in], weight [size_out, size_in]."""
-
-    rows: int
-    size_out: int  # gate and up rows both count
-    size_in: int
-    dtype: torch.dtype  # of x
-    norm: bool = False
-    bias: bool = False
-    residual: bool = False
-    activation: str | None = None  # layers.config.Activation, of a gated weight
-    unit_stride: bool = True  # the rows of x are contiguous
-    into: bool = False  # the result's rows may be strided, and in another GPU's memory: no norm, no epilogue
-    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of the weight; None: one per output
-    repacked: str | None = None  # the layout of a library in which the weight is also held
-
-    @property
-    def weights(self) -> int:
-        """Number of elements of the weight."""
-        return self.size_out * self.size_in
-
-    def is_aligned(self, numbers: int) -> bool:
-        """Whether both sizes of the weight are multiples of `numbers`."""
-        return self.size_out % numbers == 0 and self.size_in % numbers == 0
-
-    @property
-    def is_bare(self) -> bool:
-        """Neither norm nor epilogue."""
-        return not (self.norm or self.bias or self.residual or self.activation)
 
 
 def _fits_small_rows(key: LinearKey, facts: DeviceFacts) -> bool:

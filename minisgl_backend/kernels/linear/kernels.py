@@ -13,8 +13,8 @@ import torch
 
 from minisgl_backend.kernels.candidate import PLAIN, Run, on_gpu
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.call import BARE, GemmCall, WeightKind
-from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
+from minisgl_backend.kernels.linear.call import BARE, GemmCall, LinearKey, WeightKind
+from minisgl_backend.kernels.linear.choose import LinearChooser
 from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS
 from minisgl_backend.kernels.linear.plain.tuned import TunedLinear, prompt_rows
 from minisgl_backend.kernels.linear.tuning.measured import KernelTuner

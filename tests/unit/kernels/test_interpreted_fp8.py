@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 import triton.language as tl
 
 from minisgl_backend.kernels.linear import int8
-from minisgl_backend.kernels.linear.choose import LinearKey
+from minisgl_backend.kernels.linear.call import LinearKey
 from minisgl_backend.kernels.linear.fp8 import few_rows as linear_fp8
 from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
 from minisgl_backend.kernels.linear.fp8 import many_rows

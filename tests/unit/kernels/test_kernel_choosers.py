@@ -14,7 +14,8 @@ from minisgl_backend.kernels.attention.choose import SPLITS, DecodeKey, decode_s
 from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
-from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey, layouts_on
+from minisgl_backend.kernels.linear.call import LinearKey
+from minisgl_backend.kernels.linear.choose import LinearChooser, layouts_on
 from minisgl_backend.kernels.moe import choose as moe
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.number_formats import WEIGHT_FORMATS

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.call import GemmCall, WeightKind
-from minisgl_backend.kernels.linear.choose import LinearChooser, LinearKey
+from minisgl_backend.kernels.linear.call import GemmCall, LinearKey, WeightKind
+from minisgl_backend.kernels.linear.choose import LinearChooser
 from minisgl_backend.kernels.linear.tuning import measured
 from minisgl_backend.kernels.linear.tuning.measured import KernelTuner, rows_to_measure
 
