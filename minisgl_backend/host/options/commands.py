@@ -64,6 +64,8 @@ def _parameter(option: Option, panel: str | None, flag: str | None) -> inspect.P
     flags = option.flags if flag is None else (flag,)
     shown: dict[str, Any] = {"rich_help_panel": panel, "show_default": False, "hidden": option.internal}
     if option.type is bool:
+        if option.argument is not None:
+            flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}",)
         return one_option(option.dest, bool, typer.Option(*flags, help=option.help, **shown), False)
     default = f"default: {option.shown_default}" if option.shown_default else ""
     argument = option.argument

@@ -59,6 +59,8 @@ def test_a_command_is_made_of_the_same_table() -> None:
     done = CliRunner().invoke(app, ["here", "--size", "7", "--name", "x", "--word", "b", "--loud", "--seed", "2"])
     assert done.exit_code == 0, done.output
     assert got == [Toy(size=7, names=("x",), word="b", loud=True), {"seed": 2}, "here"]
+    assert CliRunner().invoke(app, ["there", "--no-loud"]).exit_code == 0
+    assert got[3] == Toy()
     text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output.split())
     assert "a size; default: 3" in text
     assert "a word; allowed: a, b; default: a" in text
