@@ -187,7 +187,7 @@ def main() -> None:
 
 
 # The endpoint's options that are spelled otherwise than on the server's command line, and those that are not there.
-_SPELLED = {"workers": "--workers", "ignore_unknown_fields": "--ignore-unknown-fields/--no-ignore-unknown-fields"}
+_SPELLED = {"workers": "--workers"}
 _OTHER = {option.dest: option.default for option in map(ENDPOINT_OPTIONS.__getitem__, ("port", "max_body_bytes"))}
 _ENDPOINT = {name: option for name, option in ENDPOINT_OPTIONS.items() if option.dest not in _OTHER}
 
