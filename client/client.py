@@ -205,7 +205,8 @@ class Client:
         **settings: Unpack[Settings],
     ) -> None:
         make = partial(AsyncClient, url, protocol, model, **settings)
-        self._open_loop: LoopThread[AsyncClient] | None = LoopThread(make)
+        over_http = parse_url(url, protocol).protocol == "http"  # gRPC's library works in one process
+        self._open_loop: LoopThread[AsyncClient] | None = LoopThread(make, survives_forks=over_http)
 
     def generate(
         self,

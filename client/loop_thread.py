@@ -31,18 +31,29 @@ class Portal(Protocol):
 class LoopThread(Generic[ClientT]):
     """The thread and the client in it, which both end when nothing refers to this object any more."""
 
-    def __init__(self, make: Callable[[], ClientT]) -> None:
-        """Raises what `make` raises, which is called in the loop."""
-        begun: SimpleQueue[Any] = SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(make, begun), name="minisgl-client", daemon=True)
+    def __init__(self, make: Callable[[], ClientT], *, survives_forks: bool = True) -> None:
+        """Raises what `make` raises, which is called in the loop. survives_forks: a forked process, which does not have
+        the thread, begins another one with a client of its own; else it gets an error."""
+        self._make, self._survives_forks = make, survives_forks
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process, begun = os.getpid(), SimpleQueue[Any]()
+        thread = threading.Thread(target=_serve, args=(self._make, begun), name="minisgl-client", daemon=True)
         thread.start()
-        self._process = os.getpid()
         found = begun.get()
         if isinstance(found, BaseException):
             raise found
-        self.client: ClientT
-        self._loop, self.client, stop = found
+        self._client: ClientT
+        self._loop, self._client, stop = found
         weakref.finalize(self, self._loop.call_soon_threadsafe, stop).atexit = False  # it ends with the program
+
+    @property
+    def client(self) -> ClientT:
+        """To be used by `run` alone."""
+        if self._process != os.getpid() and self._survives_forks:
+            self._begin()
+        return self._client
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """See Portal."""
@@ -51,7 +62,9 @@ class LoopThread(Generic[ClientT]):
         tasks: list[asyncio.Task[None]] = []
         try:
             if self._process != os.getpid():
-                raise ClientError("this client was made before the process was forked; make one in each process")
+                raise ClientError(
+                    "a forked process cannot go on with a stream, nor with a client over gRPC; make one in each process"
+                )
             self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(_settle(coroutine, done))))
             result, error = done.get()
         except BaseException:
