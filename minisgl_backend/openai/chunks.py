@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from minisgl_backend.openai.sse import DONE, KEEP_ALIVE, event, event_prefix
 from minisgl_backend.openai.triton import Generation
 
 
-class ChunkedAnswer:
+class ChunkedAnswer(ABC):
     """One request in progress. A subclass says what a choice holds."""
 
     keep_alive = KEEP_ALIVE
@@ -43,12 +44,12 @@ class ChunkedAnswer:
         yield last + DONE
         await self._drain()
 
+    @abstractmethod
     def _is_plain(self) -> bool:
         """Whether all chunks hold text alone, of one generation."""
-        raise NotImplementedError
 
-    def _full_events(self) -> AsyncIterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _full_events(self) -> AsyncIterator[bytes]: ...
 
     async def _plain_events(self) -> AsyncIterator[bytes]:
         """The common case: each event is three pieces of bytes, of which one is new."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple, Protocol
 
 STOP, STOP_TEXT = "stop", "stop text"  # why an answer ended: by itself, or at a text that the request named
@@ -48,7 +49,7 @@ class ReasoningParser(ToolParser, Protocol):
         ...
 
 
-class HoldingParser:
+class HoldingParser(ABC):
     """Holds the end of the text until what follows decides what it is. A subclass takes from `_held` what is certain.
 
     Pieces of white space that decide nothing are joined once something follows: models write endless runs of it.
@@ -81,17 +82,17 @@ class HoldingParser:
         self._held = "".join((self._held, *self._spaces))
         self._spaces.clear()
 
+    @abstractmethod
     def _advance(self, parts: list[Part]) -> None:
         """Takes what is certain."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, parts: list[Part], reason: str) -> None:
         """Takes all: the answer has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ignores_space(self) -> bool:
         """Whether white space alone decides nothing now."""
-        raise NotImplementedError
 
 
 def content(text: str) -> list[Part]:
