@@ -53,6 +53,10 @@ class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Int32Array  # all tokens so far, [num_tokens]; penalties and bad words need the cached ones too
     cached_len: int  # tokens whose keys and values are already in this row's pages
     pooling: PoolingParams | None = None  # not None: it samples nothing
+    # Of a model with states (0 without): the slot that holds the state after `cached_len` tokens, read by the row's
+    # first chunk; 0: there is none, it starts from zeros. And the row's own slot, which its chunks write.
+    state_source: int = 0
+    state_slot: int = 0
 
     def asking_nothing(self) -> AdmittedRow:
         """The row with one token and no options."""
@@ -69,6 +73,9 @@ class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
     start: int  # tokens of the sequence that are cached before this step
     token_ids: Int32Array  # [chunk_len]
     wants: int  # bits of Wants; only TOKEN makes the row one of the step's sampled rows
+    # States to keep on the way, of a model with states: (tokens of the sequence, a multiple of a page, within the
+    # chunk; the slot that the state after them is written to), ascending.
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -119,6 +126,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # layers have not computed yet.
     num_proposed: int = 0
     num_proposing: int = 0
+    # [num_folds]  of a model with states: rows whose state moves on to a later page border before this step's forward
+    # pass. The state in slot `fold_sources` takes in the row's tokens up to `fold_borders` (tokens of the sequence, a
+    # multiple of a page) and is written to slot `fold_targets`, the row's own from now on. Not repeated in a retry.
+    fold_rows: Int32Array = NO_INT32
+    fold_sources: Int32Array = NO_INT32
+    fold_targets: Int32Array = NO_INT32
+    fold_borders: Int32Array = NO_INT32
 
     @property
     def num_tokens(self) -> int:

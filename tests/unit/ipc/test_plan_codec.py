@@ -26,11 +26,13 @@ PARAMS = SamplingParams(
 def test_round_trip() -> None:
     plan = StepPlan(
         step=41,
-        admitted=(AdmittedRow(2, 1 << 60, PARAMS, 3, ints(5, 6, 7), 2, PoolingParams(kind="mean", dimensions=7)),),
+        admitted=(
+            AdmittedRow(2, 1 << 60, PARAMS, 3, ints(5, 6, 7), 2, PoolingParams(kind="mean", dimensions=7), 5, 6),
+        ),
         page_rows=ints(2, 2),
         page_columns=ints(0, 1),
         page_ids=ints(9, 8),
-        prefill=(PrefillChunk(2, 2, ints(7), Wants.TOKEN), PrefillChunk(3, 0, ints(1, 2), Wants.STATE_SUM)),
+        prefill=(PrefillChunk(2, 2, ints(7), Wants.TOKEN), PrefillChunk(3, 0, ints(1, 2), Wants.STATE_SUM, ((1, 9),))),
         decode_rows=ints(0, 1),
         decode_lengths=ints(10, 11),
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
@@ -40,6 +42,10 @@ def test_round_trip() -> None:
         draft_tokens=ints(-1, 7),
         num_proposed=3,
         num_proposing=1,
+        fold_rows=ints(0, 1),
+        fold_sources=ints(0, 3),
+        fold_targets=ints(2, 3),
+        fold_borders=ints(8, 4),
     )
     decisions = StepDecisions(
         graph_size=8,
@@ -62,9 +68,10 @@ def test_round_trip() -> None:
         assert getattr(copy, name).tolist() == getattr(plan, name).tolist()
     assert (copy.admitted[0].params, copy.admitted[0].pooling) == (PARAMS, plan.admitted[0].pooling)
     assert copy.admitted[0].token_ids.tolist() == [5, 6, 7]
-    assert [(c.row, c.start, c.token_ids.tolist(), c.wants) for c in copy.prefill] == [
-        (2, 2, [7], Wants.TOKEN),
-        (3, 0, [1, 2], Wants.STATE_SUM),
+    assert (copy.admitted[0].state_source, copy.admitted[0].state_slot) == (5, 6)
+    assert [(c.row, c.start, c.token_ids.tolist(), c.wants, c.checkpoints) for c in copy.prefill] == [
+        (2, 2, [7], Wants.TOKEN, ()),
+        (3, 0, [1, 2], Wants.STATE_SUM, ((1, 9),)),
     ]
 
 
