@@ -239,11 +239,37 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """Placeholder tokens of a prompt for an image or a sound: different content means different keys and values."""
+    """Placeholder tokens of a prompt for an image: different content means different keys and values.
 
-    start: int  # position of the first of them in the prompt
-    length: int  # tokens
-    digest: bytes  # of the content
+    Metadata stays with the sequence for its whole life. Pixels are read only to encode them.
+    """
+
+    start: int  # position of the span's first token in the prompt
+    length: int  # tokens of the span, including breaks and separators between its vectors
+    digest: bytes  # 32 bytes, of the content and of all that changes its pixels
+    # Positions of its vectors by time, row and column, before spatial merging; (0, 0, 0): it has no such order.
+    grid: tuple[int, int, int] = (0, 0, 0)
+    # Which of the span's tokens have vectors: start and length of each run of them, relative to the span; (): all.
+    runs: tuple[int, ...] = ()
+    pixels: str = ""  # the shared segment of its pixels
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # of these, uint8: tiles, height, width, 3
+
+    @property
+    def end(self) -> int:
+        """Position behind the span."""
+        return self.start + self.length
+
+    @property
+    def num_vectors(self) -> int:
+        """How many of its tokens have vectors."""
+        return sum(self.runs[1::2]) if self.runs else self.length
+
+    def vector_runs(self) -> list[tuple[int, int]]:
+        """The runs of tokens that have vectors, ascending: positions in the prompt, of the first and behind the
+        last."""
+        runs = self.runs or (0, self.length)
+        pairs = zip(runs[::2], runs[1::2], strict=True)
+        return [(self.start + start, self.start + start + length) for start, length in pairs]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,16 @@
 """The prefix cache's ids of placeholder tokens, which stand for other content such as an image.
 
 A vocabulary token's id is its own. A placeholder gets an id beyond any vocabulary, made of the content's digest and
-its position in the content, so that equal placeholders share a page only where their contents are equal, too. SGLang
-pads prompts with such ids (pad_value); vLLM adds the digests to the block hashes.
+its position in the content, so that equal placeholders share a page only where their contents are equal, too. The first
+two of a span have 61 bits of the digest each, so that two contents with equal ids are out of reach even of one who
+chooses both: a path of the tree that reaches further has passed both. SGLang pads prompts with such ids (pad_value);
+vLLM adds the digests to the block hashes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +20,7 @@ from minisgl_backend.request import Content
 
 FIRST = 1 << 62  # ids from here on stand for content; int64
 _LARGEST_TOKEN = 2**31 - 1
+_KIND = b"minisgl content"  # tells these hashes from those of other things
 
 
 def content_ids(token_ids: Int32Array, contents: Sequence[Content]) -> IdArray:
@@ -26,8 +30,10 @@ def content_ids(token_ids: Int32Array, contents: Sequence[Content]) -> IdArray:
     ids = token_ids.astype(np.int64)
     for content in contents:
         part = ids[content.start : content.start + content.length]
-        digest = hashlib.blake2b(content.digest, digest_size=8).digest()
-        part[:] = (FIRST | int.from_bytes(digest, "little") >> 3) + np.arange(len(part))
+        digest = hashlib.blake2b(content.digest, digest_size=16, person=_KIND).digest()
+        first, second = (FIRST | value >> 3 for value in struct.unpack("<QQ", digest))
+        part[:] = first + np.arange(len(part))
+        part[1:2] = second
     return ids
 
 

@@ -136,6 +136,8 @@ def _block_hashes(
     value = hash(cache_salt)
     for start in range(0, len(token_ids) - block_bytes + 1, block_bytes):
         first, end = start // TOKEN_BYTES, (start + block_bytes) // TOKEN_BYTES
-        inside = [(one.start - first, one.digest) for one in contents if first - one.length < one.start < end]
+        inside = [
+            ("content", one.start - first, one.digest) for one in contents if first - one.length < one.start < end
+        ]
         value = hash((value, token_ids[start : start + block_bytes], *inside))
         yield value

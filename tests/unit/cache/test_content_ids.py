@@ -31,6 +31,25 @@ def test_ids_are_those_of_the_tokens_but_where_contents_are() -> None:
     assert np.array_equal(content_ids(PROMPT[:12], (CAT,)), cat[:12])
 
 
+def test_the_first_two_ids_hold_what_tells_two_contents_apart() -> None:
+    """An id has 61 bits, of which one who chooses both contents finds an equal pair within an hour."""
+    ids = [content_ids(PROMPT, (msgspec.structs.replace(CAT, digest=bytes([n])),))[10:18] for n in range(200)]
+    assert len({one[0] for one in ids}) == len({one[1] for one in ids}) == 200
+    assert {int(one[1] - one[0]) for one in ids} != {1}, "the second says more than the first"
+    assert all((one[2:] - one[0] == range(2, 8)).all() and (one >= FIRST).all() for one in ids)
+
+
+def test_vectors_of_a_content_with_breaks() -> None:
+    """What a family has between the rows of an image is part of the span, without vectors."""
+    rows = msgspec.structs.replace(CAT, runs=(0, 3, 4, 3))
+    assert rows.num_vectors == 6
+    assert rows.vector_runs() == [(10, 13), (14, 17)]
+    assert (CAT.end, CAT.num_vectors) == (18, 8)
+    assert CAT.vector_runs() == [(10, 18)]
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(rows), type=Content)
+    assert back == rows
+
+
 def test_pages_are_shared_as_far_as_contents_are_equal() -> None:
     manager = KVManager(40, CacheGroups((FULL,), 4), 4, 20, "radix")
     for row, contents in enumerate([(CAT,), ()]):
