@@ -143,7 +143,7 @@ if [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])
 fi
 
 # --- what belongs to the package
-extras=client,engine,gguf,grammar,openai
+extras=client,engine,gguf,grammar,images,openai
 if [[ $mode == dev ]]; then extras+=,dev,docs; fi
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then
