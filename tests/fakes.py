@@ -90,6 +90,7 @@ class FakeRunner:
     def __init__(self, limits: SchedulerLimits, vocab_size: int = VOCAB_SIZE) -> None:
         rows, length = limits.max_running_requests, limits.max_seq_len
         self._page_size = limits.page_size
+        self._chunk_multiple = limits.chunk_multiple
         self._eos = limits.eos_token_ids
         self._vocab_size = vocab_size
         self._kinds = limits.cache_kinds
@@ -125,6 +126,7 @@ class FakeRunner:
         prompt_logprobs: dict[int, list[Logprobs]] = {}
         pooled: dict[int, Float32Array] = {}
         for chunk in plan.prefill:
+            assert chunk.start % self._chunk_multiple == 0, "a chunk ends its prompt or at a multiple"
             self._compute(chunk.row, chunk.start, chunk.token_ids)
             if chunk.wants & Wants.PROMPT_LOGPROBS:
                 last = min(chunk.end + 1, int(self._prompt_len[chunk.row]))

@@ -86,10 +86,12 @@ def _limits(
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )
     start.phases.ended("timed steps")
+    page_size = runtime.page_size * runner.columns.kernel_pages
     return scheduler_limits(
         runtime.config,
         start.model,
-        page_size=runtime.page_size * runner.columns.kernel_pages,
+        page_size=page_size,
+        chunk_multiple=page_size if start.model.ends_with_pages else 1,
         num_pages=runner.num_pages,
         max_seq_len=runtime.max_seq_len,
         max_prefill_length=runtime.max_prefill_length,

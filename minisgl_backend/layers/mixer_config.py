@@ -59,6 +59,12 @@ class MixerConfig(ABC):
         """Itself, where backends compute it and its tokens are kept in pages; None for other kinds."""
         return None
 
+    @property
+    def ends_with_pages(self) -> bool:
+        """Whether prompt chunks end with their prompt or with a page, since a chunk reads what is kept at the end of
+        the page before it."""
+        return False
+
     @abstractmethod
     def num_weights(self, hidden_size: int) -> int:
         """Of its linear layers."""

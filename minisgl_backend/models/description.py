@@ -64,6 +64,11 @@ class DecoderConfig:
         return next((attention.latents for attention in self.attentions), None)
 
     @property
+    def ends_with_pages(self) -> bool:
+        """See `MixerConfig`; of the whole model."""
+        return any(layer.mixer.ends_with_pages for layer in self.layers)
+
+    @property
     def mixture(self) -> MoeConfig | None:
         """The mixture of the first layer that has one; None: all MLPs are dense."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeConfig)), None)

@@ -19,12 +19,15 @@ from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 MIN_LATER_CHUNK, MIN_LATER_BACKGROUND_CHUNK = 64, 8
 
 
-def chunk_end(sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder) -> int:
-    """Where a chunk that begins at `start` ends; `start` if it should not begin."""
+def chunk_end(sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder, multiple: int = 1) -> int:
+    """Where a chunk that begins at `start` ends; `start` if it should not begin. `multiple`: see `SchedulerLimits`; the
+    first chunk of a step has one whatever the budget, so that every prompt goes on."""
     if start + budget >= (total := len(sequence.token_ids)):
         return total
-    least = MIN_LATER_BACKGROUND_CHUNK if sequence.is_background else MIN_LATER_CHUNK
-    return start + budget if not builder.has_prefill or budget >= least else start
+    least = max(multiple, MIN_LATER_BACKGROUND_CHUNK if sequence.is_background else MIN_LATER_CHUNK)
+    if builder.has_prefill and budget < least:
+        return start
+    return min(start + max(budget // multiple, 1) * multiple, total)
 
 
 class Admitter:
@@ -111,7 +114,7 @@ class Admitter:
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
         match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
-        end = chunk_end(sequence, cached, budget, builder)
+        end = chunk_end(sequence, cached, budget, builder, self._limits.chunk_multiple)
         if not running.num_active:  # nothing else runs: start if it fits at all
             end = min(end, kv.max_tokens_at_start(match, len(tokens)))
             new_pages = kv.pages_to_take(match, len(tokens), end)

@@ -19,6 +19,9 @@ class SchedulerLimits:
     max_waiting_requests: int
     max_prefill_length: int
     mixed_prefill_length: int
+    # Tokens; a prompt chunk ends with its prompt or at a multiple of it. The page size, where a model keeps what later
+    # tokens need with whole pages (`MixerConfig.ends_with_pages`).
+    chunk_multiple: int = 1
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of it; larger budgets end on one
     cache_kinds: tuple[CacheKind, ...] = (FULL,)  # of the pages of a column (`kv.groups`)

@@ -201,7 +201,7 @@ class Planner:
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
-            end = chunk_end(sequence, start, budget, builder)
+            end = chunk_end(sequence, start, budget, builder, self._limits.chunk_multiple)
             if end == start:
                 return
             if (end := self.preemption.for_window_pages(sequence, start, end)) == start:

@@ -70,6 +70,11 @@ def resolve(
         )
     _check_cache_scales(config, kv_dtype, model)
     max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
+    if model.ends_with_pages and max_prefill_length < attention.page_size:
+        raise ConfigError(
+            f"max_prefill_length is {max_prefill_length}; allowed for {model.architecture}, whose prompts are computed "
+            f"in whole pages: {attention.page_size} or more, the page size"
+        )
     max_seq_len = model.max_seq_len(config.max_seq_len_override)
     if max_seq_len < model.max_position and not config.max_seq_len_override:
         log.info(

@@ -92,6 +92,38 @@ def test_budgets_and_policies_change_no_answer(policy: str, most: int, mixed: in
         assert prompt_tokens <= (min(mixed, most) if len(plan.decode_rows) else most)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("most", "mixed"), [(16, 16), (18, 0), (64, 5), (64, 1), (4096, 30)])
+def test_chunks_end_with_pages_where_a_model_needs_it(most: int, mixed: int, overlap: bool) -> None:
+    """Each step's first prompt goes on by a page at least, however small the budget."""
+    bounds = limits(chunk_multiple=4, max_prefill_length=most, mixed_prefill_length=mixed, num_pages=60)
+    loop = make_loop(bounds, overlap)
+    requests = random_requests(12, seed=most + mixed)
+    for request in requests:
+        loop.scheduler.add(request)
+        loop.step()
+    loop.run()
+    assert_same_as_alone(loop, requests, 200)
+    for plan in loop.runner.plans:
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        assert prompt_tokens <= max(4, min(mixed, most) if len(plan.decode_rows) else most)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "priority", "expected"),
+    [(1, 0, [[64, 100], [60]]), (16, 0, [[64, 96], [64]]), (128, 0, [[64], [160]]), (128, 9, [[64], [160]])],
+)
+def test_a_later_chunk_is_cut_to_whole_pages_or_left_out(
+    page_size: int, priority: int, expected: list[list[int]]
+) -> None:
+    """Prompts of 64 and 160 tokens in steps of 164, in each of which 100 are left for the second."""
+    loop = make_loop(limits(page_size=page_size, chunk_multiple=page_size, max_prefill_length=164, num_pages=400))
+    for uid, length in enumerate((64, 160)):
+        loop.scheduler.add(make_request(uid, [uid] * length, max_tokens=1, priority=priority))
+    loop.run()
+    assert [[len(chunk.token_ids) for chunk in plan.prefill] for plan in loop.runner.plans] == expected
+
+
 @pytest.mark.parametrize(("mixed", "expected"), [(384, 381), (300, 253), (256, 253), (250, 250), (200, 200)])
 def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
     """Three streams and a long prompt: together a multiple of 128 tokens, where that is worth it."""

@@ -58,6 +58,7 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(4, cache_type="naive"),
         bounds_of(8, num_pages=4, max_seq_len=100),
         bounds_of(2, num_pages=100, max_running_requests=8),
+        bounds_of(4, chunk_multiple=4),
         bounds_of(2, cache_kinds=(Sliding(5),), num_pages=12),
         bounds_of(4, cache_kinds=(FULL, Sliding(6), Chunked(6)), num_pages=21),
         bounds_of(1, cache_kinds=(FULL, Sliding(2), Sliding(7)), num_pages=60, cache_type="naive"),
@@ -109,6 +110,7 @@ def long_run(seed: int, num_events: int) -> None:
         schedule_policy=rng.choice(["fcfs", "lpm"]),
         fair_shares=seed % 3 == 0,
         background_slowdown=(1.0, 1.4)[seed % 2],
+        chunk_multiple=page_size if seed % 5 == 0 else 1,
         step_times=StepTimes(prompts=((0, 1.0), (4, 1.2)), rows=((1, 1.0), (4, 1.4))) if seed % 4 else None,
     )
     cache_kinds = rng.choice(CACHE_KINDS)
