@@ -58,9 +58,11 @@ class SegmentFolder:
 
     def __init__(self) -> None:
         remove_abandoned()
-        self._folder = SHARED / f"{_PREFIX}-{os.getuid()}-{secrets.token_hex(8)}"
-        self._folder.mkdir(mode=0o700)
-        self._lock = _locked(self._folder)
+        own = f"{os.getuid()}-{secrets.token_hex(8)}"
+        new, self._folder = SHARED / f".{_PREFIX}-{own}", SHARED / f"{_PREFIX}-{own}"
+        new.mkdir(mode=0o700)
+        self._lock = _locked(new)
+        new.rename(self._folder)  # locked before another process sees it
         self._numbers = itertools.count()
 
     def close(self) -> None:
