@@ -81,8 +81,9 @@ class EngineConfig:
     )
     dtype: str = one_of(
         "auto",
-        "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX-512 "
-        "BF16 and g++ 11 or later; all others become float16 on a GPU, float32 on a CPU",
+        "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX2 and "
+        "g++ 11 or later (experts and quantized weights: AVX-512 BF16); all others become float16 on a GPU, float32 "
+        "on a CPU",
         DTYPES,
     )
     kv_cache_dtype: str = one_of(

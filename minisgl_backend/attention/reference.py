@@ -6,8 +6,9 @@ computed in separate groups, so that a long one does not pad all others. It does
 Gathered values beyond the end of a sequence are zeroed before use. A mask is not enough: the weight of a masked
 position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
-On a CPU with AVX-512 BF16, decode steps and chunks of at most _IN_PLACE_QUERIES tokens read the pages in place
-(`kernels/cpu/kernels.cpp`), one query token after the other.
+On a CPU in bfloat16, decode steps and chunks of at most _IN_PLACE_QUERIES tokens read the pages in place
+(`kernels/cpu/kernels.cpp`), one query token after the other. Longer chunks are computed in float32
+where the processor has no AVX-512 BF16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.cpu.library import cpu_library, has_bfloat16_units
 from minisgl_backend.kernels.torch_ops import as_bits
 
 _QUERY_TILE = 512  # queries that share one mask; bounds the mask to this times the context
@@ -101,6 +102,8 @@ class TorchBackend(AttentionBackend):
         self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
+        is_slow = formats[:2] == ("cpu", torch.bfloat16) and not has_bfloat16_units()
+        self._dtype = torch.float32 if is_slow else spec.dtype  # of what torch computes
         self._library = cpu_library() if is_served and self._is_plain and group.chunk is None else None
 
     @classmethod
@@ -138,7 +141,7 @@ class TorchBackend(AttentionBackend):
                 continue
             k, v = self._gather("k", layer.kv.k, sequence.chunks, 1), self._gather("v", layer.kv.v, sequence.chunks, 1)
             for tile in sequence.tiles:
-                queries = q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
+                queries = q[tile.begin : tile.end].to(self._dtype).transpose(0, 1).unsqueeze(0)
                 keys, values = k[:, :, tile.kv_begin : tile.kv_end], v[:, :, tile.kv_begin : tile.kv_end]
                 if self._is_plain:
                     attended = F.scaled_dot_product_attention(
@@ -224,7 +227,7 @@ class TorchBackend(AttentionBackend):
 
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
-        queries = q.reshape(group.size, self._num_kv_heads, -1, self._head_dim)
+        queries = q.to(self._dtype).reshape(group.size, self._num_kv_heads, -1, self._head_dim)
         k = self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond)
         v = self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond)
         if self._is_plain:
@@ -233,9 +236,9 @@ class TorchBackend(AttentionBackend):
         else:
             sinks = None if layer.sinks is None else layer.sinks.view(self._num_kv_heads, -1, 1)
             attended = _attention(layer, queries, k, v, group.mask, sinks)
-        return (
-            attended.reshape(q.shape) if layer.kv.scales.v == 1.0 else attended.mul_(layer.kv.scales.v).reshape(q.shape)
-        )
+        if layer.kv.scales.v != 1.0:
+            attended.mul_(layer.kv.scales.v)
+        return attended.reshape(q.shape).to(q.dtype)
 
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:
@@ -270,7 +273,7 @@ class TorchBackend(AttentionBackend):
         beyond = hidden = positions.unsqueeze(0) >= kv_lens.unsqueeze(1)
         if lowest is not None:
             hidden = beyond | (positions.unsqueeze(0) < lowest.unsqueeze(1))
-        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self.spec.device)
         mask = mask.masked_fill_(hidden, -torch.inf).view(len(rows), 1, 1, -1)
         return _DecodeGroup(
             members,
@@ -319,7 +322,7 @@ class TorchBackend(AttentionBackend):
             torch.index_select(rows, 0, chunks, out=as_bits(gathered))
         else:
             gathered = rows.index_select(0, chunks).view(cache.dtype)
-        return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
+        return gathered.to(self._dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
     def _scratch_rows(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get((name, size))
@@ -358,7 +361,7 @@ class TorchBackend(AttentionBackend):
         """Causal and aligned at the end: the last query sees the last key; the first key is seen by the first query."""
         if num_queries == 1:
             return None
-        mask = torch.full((num_queries, num_keys), -torch.inf, dtype=self.spec.dtype, device=self.spec.device)
+        mask = torch.full((num_queries, num_keys), -torch.inf, dtype=self._dtype, device=self.spec.device)
         mask.triu_(num_keys - num_queries + 1)
         if self.group.window is not None:
             behind = torch.full_like(mask, -torch.inf).tril_(num_keys - num_queries - self.group.window)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.cpu.library import has_bfloat16_units
 from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 
 # Packages of published kernels for GEMMs, and distributions that have them.
@@ -35,6 +36,7 @@ class DeviceFacts:
     multiprocessors: int  # an H200 has 132; 0 on the CPU
     shared_memory: int = LARGEST_SHARED  # bytes that a program may have; a CPU has no limit of its own
     own_kernels: bool = True  # this project's kernels run here: Triton is installed, or the CPU's could be compiled
+    bfloat16_units: bool = True  # it multiplies bfloat16: a CPU has AVX-512 BF16, or its GEMMs in it are slow
     dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
     tensor_memory: bool = False  # tensor memory access (TMA): Hopper and later, with a Triton that has its descriptors
     libraries: frozenset[str] = frozenset()  # those of DISTRIBUTIONS that are installed, and TORCH_BLOCKS
@@ -45,12 +47,13 @@ class DeviceFacts:
     def of(cls, device: torch.device) -> DeviceFacts:
         """Facts of a device of this process. A CPU's kernels are assumed to be compiled already."""
         if device.type != "cuda":
-            return cls.cpu()
+            return cls.cpu(bfloat16_units=has_bfloat16_units())
         return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
     @classmethod
-    def cpu(cls, own_kernels: bool = True) -> DeviceFacts:
-        return cls(kind="cpu", name="CPU", capability=None, multiprocessors=0, own_kernels=own_kernels)
+    def cpu(cls, own_kernels: bool = True, bfloat16_units: bool = True) -> DeviceFacts:
+        facts = cls(kind="cpu", name="CPU", capability=None, multiprocessors=0)
+        return replace(facts, own_kernels=own_kernels, bfloat16_units=bfloat16_units)
 
     @classmethod
     def named(cls, name: str) -> DeviceFacts:

@@ -17,7 +17,7 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
-    CPU with AVX-512 BF16, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
+    CPU with AVX2, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 

@@ -1,1 +1,1 @@
-"""Kernels for CPUs that multiply bfloat16, in C++, and the `Ops` and GEMMs that call them."""
+"""Kernels for CPUs in C++, and the `Ops` and GEMMs that call them."""

@@ -1,6 +1,6 @@
 """The compiled kernels of `kernels.cpp`: built by the machine's C++ compiler at the first start and cached.
 
-A wheel cannot carry them for every processor, and a compiler needs two seconds.
+There is a build for each of INSTRUCTION_SETS; a processor takes the first whose instructions it has.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch  # noqa: F401  the library uses torch's OpenMP, which must be loaded before it
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
+_HEADERS = (Path(__file__).with_name("vector.h"),)
+_FLAGS = ("-O3", "-mtune=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is not the one that torch uses
 _COMPILE_S = 120.0
 _DIGEST_BYTES = 32  # SHA-256, at the end of a cached library
@@ -45,23 +47,55 @@ _ARGUMENTS = {
 }
 
 
-def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this processor has AVX-512 BF16, which the kernels are written for: Intel's Xeons from Cooper Lake and
-    Sapphire Rapids on, AMD's from Zen 4 on."""
+@dataclass(frozen=True)
+class InstructionSet:
+    """What a build is compiled for: the flags of /proc/cpuinfo that a processor needs, and the compiler's."""
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
+INSTRUCTION_SETS = (  # best first
+    # Intel's Xeons from Cooper Lake and Sapphire Rapids on, AMD's processors from Zen 4 on.
+    InstructionSet("avx512", _AVX512, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
+    # Every x86 processor since Haswell and Zen, but for some of Intel's without AVX.
+    InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
+)
+
+# By torch's own variable, with which its kernels do without instructions that the processor has.
+_ALLOWED_BY_TORCH: Mapping[str, tuple[InstructionSet, ...]] = MappingProxyType(
+    {"default": (), "avx2": INSTRUCTION_SETS[1:]}
+)
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> InstructionSet | None:
+    """The best one that this processor has, or that torch is told to use; None: it has none of them."""
+    allowed = _ALLOWED_BY_TORCH.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), INSTRUCTION_SETS)
     try:
         text = cpuinfo.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
+        return None
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    return {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= set(flags)
+    return next((one for one in allowed if one.needs <= set(flags)), None)
+
+
+def has_bfloat16_units() -> bool:
+    """Whether this processor multiplies bfloat16: elsewhere torch's GEMMs in it are slow, too."""
+    found = instruction_set()
+    return found is not None and "avx512_bf16" in found.needs
 
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The functions of kernels.cpp. `library`: None where there are none; `refusal` then says why, else ""."""
+    """The functions of kernels.cpp. `library`: None where there are none; `refusal` then says why, else "".
+    `instructions`: the name of the InstructionSet that they were compiled for."""
 
     library: ctypes.CDLL | None
     refusal: str
+    instructions: str = ""
 
 
 class _FailedError(Exception):
@@ -71,15 +105,16 @@ class _FailedError(Exception):
 @functools.cache
 def cpu_kernels() -> CpuKernels:
     """Compiled by the first call of a process and loaded. The log tells of compilers that failed."""
-    if not multiplies_bfloat16():
-        return CpuKernels(None, "this processor has no AVX-512 BF16")
+    instructions = instruction_set()
+    if instructions is None:
+        return CpuKernels(None, "this processor has no AVX2 with FMA")
     compilers = _compilers()
     if not compilers:
         return CpuKernels(None, "no C++ compiler is installed")
     refusals = []
     for compiler in compilers:
         try:
-            return CpuKernels(_library(compiler), "")
+            return CpuKernels(_library(compiler, instructions), "", instructions.name)
         except _FailedError as failed:
             refusals.append(str(failed))
     log.warning("no compiled CPU kernels, without which bfloat16 is slow: %s", "; ".join(refusals))
@@ -106,9 +141,9 @@ def _compilers() -> list[tuple[str, ...]]:
     return list(found.values())
 
 
-def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
+def _library(compiler: tuple[str, ...], instructions: InstructionSet) -> ctypes.CDLL:
     """The cached library where it can be loaded; else it is compiled, cached if that is possible, and loaded."""
-    kept = _kept_file(compiler)
+    kept = _kept_file(compiler, instructions)
     if kept is not None and _is_own(kept, stat.S_ISREG) and _is_whole(kept):
         try:
             return _loaded(kept)
@@ -116,7 +151,7 @@ def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
             log.info("kept CPU kernels: %s", failed)
     try:
         with tempfile.TemporaryDirectory(prefix="minisgl-") as temporary:
-            built = _built(compiler, Path(temporary))
+            built = _built(compiler, instructions, Path(temporary))
             if kept is not None and _keep(built, kept):
                 with contextlib.suppress(_FailedError):
                     return _loaded(kept)
@@ -136,9 +171,9 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _built(compiler: tuple[str, ...], folder: Path) -> Path:
+def _built(compiler: tuple[str, ...], instructions: InstructionSet, folder: Path) -> Path:
     built, shared = folder / "cpu.o", folder / "cpu.so"
-    _run(*compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(built))
+    _run(*compiler, *_FLAGS, *instructions.flags, "-c", str(SOURCE), "-o", str(built))
     # Linked without OpenMP: its symbols are found in the libgomp that torch has loaded, and its threads are shared.
     _run(*compiler, "-shared", str(built), "-o", str(shared))
     return shared
@@ -157,7 +192,7 @@ def _run(*command: str) -> str:
     return found.stdout
 
 
-def _kept_file(compiler: tuple[str, ...]) -> Path | None:
+def _kept_file(compiler: tuple[str, ...], instructions: InstructionSet) -> Path | None:
     """Path of this compiler's library in the cache, whether it exists or not; None: it cannot be cached, since other
     users could write there, or this one cannot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -173,8 +208,9 @@ def _kept_file(compiler: tuple[str, ...]) -> Path | None:
         log.info("CPU kernels are compiled at each start: %s is not this user's alone", folder)
         return None
     version = _run(*compiler, "--version")
-    parts = [SOURCE.read_text(encoding="utf-8"), version, *compiler[1:], *_FLAGS, _processor()]
-    return folder / f"cpu-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *_HEADERS)]
+    parts = [*sources, version, *compiler[1:], *_FLAGS, *instructions.flags, _processor()]
+    return folder / f"cpu-{instructions.name}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
@@ -216,6 +252,6 @@ def _keep(built: Path, kept: Path) -> bool:
 
 
 def _processor() -> str:
-    """The CPU flags, on which -march=native depends: a home directory may be shared by machines."""
+    """The CPU flags, by which -mtune=native is told here: a home directory may be shared by machines."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     return next((line for line in lines if line.startswith("flags")), "")

@@ -1,9 +1,10 @@
-"""`Ops` and GEMMs on a CPU with AVX-512 BF16: the compiled kernels of `kernels.cpp` where they apply, torch
-elsewhere."""
+"""`Ops` and GEMMs on a CPU: the compiled kernels of `kernels.cpp` where they apply, torch elsewhere."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -16,14 +17,15 @@ from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
+# By their numbers in kernels.cpp.
+_ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2})
+
 
 class CpuOps(TorchOps):
     """See `Ops`. Number formats other than bfloat16 use torch."""
 
-    facts = DeviceFacts.cpu()
-
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
+        self.library, self.facts = library, DeviceFacts.of(torch.device("cpu"))
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -71,8 +73,8 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
     norm_weight, eps, bias, residual, activation, _ = call
     if not _are_plain(x, weight, norm_weight, bias, residual):
         return reference.linear(device, x, weight, call)
-    (rows, size), gated = x.shape, activation is not None
-    outputs = len(weight) // 2 if gated else len(weight)
+    rows, size = x.shape
+    outputs = len(weight) // 2 if activation else len(weight)
     out = torch.empty((rows, outputs), dtype=x.dtype)
     ops.library.minisgl_linear(
         x.data_ptr(),
@@ -81,7 +83,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
         eps,
         _pointer(bias),
         _pointer(residual),
-        gated,
+        _ACTIVATIONS[activation],
         rows,
         size,
         outputs,

@@ -70,7 +70,7 @@ SGL_ALIGNMENT = 16  # likewise for sgl-kernel's 8-bit GEMMs
 SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0), (9, 0))
 MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
 _TORCH = "everything else: cuBLAS or oneDNN"
-CPU_ROWS = 64  # largest for kernels.cpp: with more, torch's oneDNN is as fast, and faster on processors with AMX
+CPU_ROWS = 64  # largest for kernels.cpp with AVX-512 BF16: with more, torch's oneDNN is as fast, and faster with AMX
 CPU_LANES = 32  # numbers of a register: the reduced dimension is a multiple of it
 
 
@@ -232,9 +232,9 @@ def _int8(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _on_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
-    fuses = key.activation in (None, "silu") and not (key.activation and key.bias)
+    fuses = key.activation in (None, "silu", "gelu_tanh") and not (key.activation and key.bias)
     fits = key.dtype == torch.bfloat16 and key.size_in % CPU_LANES == 0 and key.unit_stride and not key.into
-    return fits and fuses and 0 < key.rows <= CPU_ROWS
+    return fits and fuses and (key.rows <= CPU_ROWS or not facts.bfloat16_units)
 
 
 def _own_cpu(facts: DeviceFacts) -> bool:
@@ -278,7 +278,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 run=f"{_HERE}.plain.gpu:cublaslt",
             ),
             _Row(
-                "cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu,
+                "cpu", "few rows in bfloat16, or no AVX-512 BF16: norm, activation and residual inside", _on_cpu,
                 run="minisgl_backend.kernels.cpu.ops:linear", on=_own_cpu,
             ),
             _Row("torch", _TORCH, always, run=f"{_HERE}.plain.gpu:cublas"),

@@ -35,7 +35,7 @@ class MachineFacts(DeviceFacts):
     def detect(cls) -> MachineFacts:
         """The first CUDA device where there is one, else the CPU."""
         if not torch.cuda.is_available():
-            return cls(**vars(DeviceFacts.cpu()), count=1, bfloat16=_cpu_has_kernels)
+            return cls(**vars(DeviceFacts.of(torch.device("cpu"))), count=1, bfloat16=_cpu_has_kernels)
         facts = DeviceFacts.of(torch.device("cuda", 0))
         has_bfloat16 = facts.capability is not None and facts.capability >= (8, 0)
         return cls(

@@ -54,7 +54,7 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
-    dtype = _dtype(config.dtype, model.dtype, device)
+    dtype = _dtype(config, model, device)
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     needs = attention_needs(
         model, tp_size=config.tp, compute_capability=device.compute_capability, dtype=dtype, kv_dtype=kv_dtype
@@ -149,9 +149,13 @@ def _check_num_pages(num_pages: int | None, page_size: int) -> None:
         )
 
 
-def _dtype(requested: str, saved: str, device: MachineFacts) -> str:
+def _dtype(config: EngineConfig, model: ModelConfig, device: MachineFacts) -> str:
+    requested = config.dtype
     if requested == "auto":
-        if saved == "bfloat16" and device.bfloat16():
+        # Without units for it, all that is not computed by this project's kernels is slower in bfloat16.
+        is_ours = model.implementation == "native" and model.mixture is None
+        is_plain = not model.quantization.with_option(config.quantization).schemes
+        if model.dtype == "bfloat16" and (device.bfloat16_units or (is_ours and is_plain)) and device.bfloat16():
             return "bfloat16"
         return "float32" if device.kind == "cpu" else "float16"
     if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16():

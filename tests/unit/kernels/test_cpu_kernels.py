@@ -16,8 +16,9 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
-from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
+from minisgl_backend.kernels.cpu.library import INSTRUCTION_SETS, cpu_kernels, cpu_library, instruction_set
 from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
@@ -31,15 +32,18 @@ CPU = torch.device("cpu")
 EPS = 1e-6
 
 
-@pytest.fixture(scope="module")
-def ops() -> Iterator[CpuOps]:
-    """Their threads are torch's: several here, whatever the other tests take."""
-    library = cpu_library()
-    if library is None:
-        pytest.skip("no AVX-512 BF16 or no C++ compiler here")
+@pytest.fixture(scope="module", params=[one.name for one in INSTRUCTION_SETS])
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    """Of each build that runs here. Their threads are torch's: several here, whatever the other tests take."""
+    best, wanted = instruction_set(), next(one for one in INSTRUCTION_SETS if one.name == request.param)
+    if best is None or not wanted.needs <= best.needs or cpu_library() is None:
+        pytest.skip(f"no {request.param} or no C++ compiler here")
+    library = library_module._library(library_module._compilers()[0], wanted)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield CpuOps(library)
+    ops = CpuOps(library)
+    ops.facts = DeviceFacts.cpu(bfloat16_units=request.param == "avx512")
+    yield ops
     torch.set_num_threads(before)
 
 
@@ -53,11 +57,13 @@ def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [*range(1, 12), 16, 17, CPU_ROWS, CPU_ROWS + 1])
-@pytest.mark.parametrize("kind", ["plain", "norm", "bias", "residual", "gated", "gated norm", "bias residual norm"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "norm", "bias", "residual", "gated", "gated norm", "gated tanh", "bias residual norm"]
+)
 @pytest.mark.parametrize(("size", "outputs"), [(256, 100), (32, 2), (1024, 62)])
 def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> None:
     x, weight = numbers(rows, size), numbers(outputs, size, scale=size**-0.5)
-    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+    options: dict[str, Any] = {"activation": ("gelu_tanh" if "tanh" in kind else "silu") if "gated" in kind else None}
     if "norm" in kind:
         options |= {"norm_weight": numbers(size), "eps": EPS}
     if "bias" in kind:
@@ -113,7 +119,7 @@ def test_argmax(ops: CpuOps, rows: int, size: int) -> None:
     token_ids = torch.empty((2, rows), dtype=torch.int32)
 
     def found() -> list[list[int]]:
-        cpu_library().minisgl_argmax(logits.data_ptr(), rows, size, token_ids.data_ptr())  # type: ignore[union-attr]
+        ops.library.minisgl_argmax(logits.data_ptr(), rows, size, token_ids.data_ptr())
         return token_ids.tolist()
 
     assert found() == [[int((line == line.max()).nonzero()[0]) for line in logits], [1] * rows]
@@ -126,16 +132,22 @@ def test_argmax(ops: CpuOps, rows: int, size: int) -> None:
     assert found()[1][0] == 0
 
 
-def test_a_processor_is_known_by_its_flags(tmp_path: Path) -> None:
+def test_a_processor_is_known_by_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str | None:
+        best = instruction_set(cpuinfo)
+        return best and best.name
+
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     cpuinfo = tmp_path / "cpuinfo"
-    assert not multiplies_bfloat16(cpuinfo)
-    for flags, expected in (
-        ("avx2 avx512f avx512bw avx512vl avx512_bf16", True),
-        ("avx2 avx512f avx512bw avx512vl", False),
-        ("avx2", False),
-    ):
+    assert found() is None
+    avx2 = "avx2 fma f16c bmi1 bmi2"
+    avx512 = f"{avx2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+    for flags, expected in ((avx512, "avx2"), (avx2, "avx2"), ("avx fma", None), (f"{avx512} avx512_bf16", "avx512")):
         cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
-        assert multiplies_bfloat16(cpuinfo) == expected
+        assert found() == expected
+    for told, allowed in (("avx2", "avx2"), ("default", None)):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", told)
+        assert found() == allowed, "torch's own variable counts"
 
 
 @pytest.fixture
@@ -147,7 +159,7 @@ def another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     source = tmp_path / "empty.cpp"
     source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in library_module._ARGUMENTS))
     monkeypatch.setattr(library_module, "SOURCE", source)
-    monkeypatch.setattr(library_module, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(library_module, "instruction_set", lambda: INSTRUCTION_SETS[-1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     cpu_kernels.cache_clear()
