@@ -284,6 +284,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # the client's own id, for logs
     tenant: str = ""  # for fair shares; at most MAX_TENANT_NAME characters
     contents: tuple[Content, ...] = ()  # of the prompt; distinguished by the prefix cache
+    # For models with states: tokens of the prompt that a later turn renders alike (0: all), and of parts at its
+    # beginning that other prompts have, too.
+    stable_len: int = 0
+    borders: tuple[int, ...] = ()
 
 
 def check_prompt(

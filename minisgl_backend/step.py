@@ -310,4 +310,10 @@ class StepStats:
     total_cancelled: int
     total_failed: int
     total_preempted: int
+    # of a model with states
+    states_total: int = 0  # slots
+    states_free: int = 0
+    states_cached: int = 0  # kept only by the prefix cache, evictable
+    states_owned: int = 0  # held by sequences
+    total_state_misses: int = 0  # prompt tokens that the prefix cache had pages of, but no state behind them
     speculation: DraftStats = DraftStats()

@@ -79,6 +79,81 @@ class FakePending:
         return self.value
 
 
+class FakeStates:
+    """Slots that know the tokens which they stand for, and rings of each row's latest tokens, as the device has them.
+
+    Each read is compared with the row's tokens, so that a state that is stale, another's, or folded into while someone
+    reads it is found in the step that would have computed nonsense.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._page_size, self._size = limits.page_size, limits.page_size + limits.most_drafts
+        self._slots: list[tuple[int, ...] | None] = [None] * (limits.num_state_slots + 1)  # None: nonsense
+        self._rings = np.full((limits.max_running_requests, self._size, 2), -1, dtype=np.int64)  # position, token
+        self._slot: dict[int, int] = {}  # by row, as the next two
+        self._border: dict[int, int] = {}
+        self._source: dict[int, int] = {}
+        self.num_folds = self.num_checkpoints = 0
+
+    def begin(self, plan: StepPlan, tokens: Int32Array, failing: set[int]) -> None:
+        """What precedes the forward pass: rows that are admitted, then folds. What failing rows leave is nonsense."""
+        for one in plan.admitted:
+            assert one.state_slot > 0, "a row has a slot"
+            assert bool(one.state_source) == bool(one.cached_len), "a cached prefix has a state behind it"
+            self._slot[one.row], self._source[one.row] = one.state_slot, one.state_source
+            self._border[one.row] = one.cached_len
+            self._rings[one.row] = -1
+        folds = [array.tolist() for array in (plan.fold_rows, plan.fold_sources, plan.fold_targets, plan.fold_borders)]
+        assert len(set(folds[0])) == len(folds[0]), "a row is folded twice"
+        assert len(set(folds[2])) == len(folds[2]), "two rows are folded into one slot"
+        read = {one.state_source for one in plan.admitted} | {slot for cp in plan.prefill for _, slot in cp.checkpoints}
+        assert not read & set(folds[2]), "a slot is folded into that a chunk reads or writes"
+        for row, source, target, border in zip(*folds, strict=True):
+            assert source == self._slot[row], "a row's fold begins at its own slot"
+            known = None if row in failing else self._known(row, tokens[row], border)
+            assert border % self._page_size == 0
+            assert border > self._border[row]
+            self._slots[target] = known
+            self._slot[row], self._border[row] = target, border
+            self.num_folds += 1
+
+    def compute_chunk(self, chunk: PrefillChunk, tokens: Int32Array, fails: bool) -> None:
+        """`tokens`: of the row's token table."""
+        row, page_size = chunk.row, self._page_size
+        source = self._source.pop(row, self._slot[row])
+        assert chunk.start % page_size == 0, "a chunk begins within a page"
+        known = fails or chunk.start == 0 or self._slots[source] == tuple(tokens[: chunk.start].tolist())
+        assert known, "a chunk begins with a state of other tokens"
+        border = chunk.end // page_size * page_size
+        for at, slot in chunk.checkpoints:
+            assert chunk.start < at <= border, "a state is left outside the chunk"
+            assert at % page_size == 0
+            self._slots[slot] = None if fails else tuple(tokens[:at].tolist())
+            self.num_checkpoints += 1
+        self._slots[self._slot[row]] = None if fails else tuple(tokens[:border].tolist())
+        self._border[row] = border
+        for at in range(border, chunk.end):
+            self._rings[row, at % self._size] = at, tokens[at]
+
+    def compute(self, row: int, tokens: Int32Array, fails: bool) -> None:
+        """A decode entry, the last of `tokens`."""
+        at = len(tokens) - 1
+        assert at - self._border[row] < self._size, "the ring has no room"
+        self._rings[row, at % self._size] = at, tokens[at]
+        if not fails:
+            self._known(row, tokens, at + 1)
+
+    def _known(self, row: int, tokens: Int32Array, end: int) -> tuple[int, ...]:
+        """What state and ring stand for up to the token `end`."""
+        border = self._border[row]
+        known = self._slots[self._slot[row]] if border else ()
+        assert known == tuple(tokens[:border].tolist()), "a row's state stands for other tokens"
+        kept = self._rings[row, np.arange(border, end) % self._size]
+        assert kept[:, 0].tolist() == list(range(border, end)), "a token of the ring is overwritten or missing"
+        assert kept[:, 1].tolist() == tokens[border:end].tolist(), "a token of the ring is another"
+        return (*known, *tokens[border:end].tolist())
+
+
 class FakeRunner:
     """Executes plans on a pretended device: a page table, a token table, and one token for each slot of the cache.
 
@@ -102,6 +177,7 @@ class FakeRunner:
         # By slot, what a proposer on the device has seen there.
         self._proposers = np.full(len(self._slots), -1, dtype=np.int32)
         self.unseen = 0  # proposals that such a proposer made without having seen all tokens before
+        self.states = FakeStates(limits) if limits.num_state_slots else None
         self._params: dict[int, SamplingParams] = {}
         self._prompt_len = np.zeros(rows, dtype=np.int32)
         self.fail: Callable[[int], bool] = lambda uid: False  # which sequences' steps fail
@@ -119,6 +195,8 @@ class FakeRunner:
         plan = batch
         self.plans.append(plan)
         self._apply(plan)
+        if self.states is not None:
+            self.states.begin(plan, self._token_table, {row for row, uid in self._uids.items() if self.fail(uid)})
         if plan.num_proposed:
             return FakePending(StepResult(plan.step, NO_INT32, proposed=self._propose(plan)))
         tokens: list[int] = []
@@ -128,6 +206,8 @@ class FakeRunner:
         for chunk in plan.prefill:
             assert chunk.start % self._chunk_multiple == 0, "a chunk ends its prompt or at a multiple"
             self._compute(chunk.row, chunk.start, chunk.token_ids)
+            if self.states is not None:
+                self.states.compute_chunk(chunk, self._token_table[chunk.row], self.fail(self._uids[chunk.row]))
             if chunk.wants & Wants.PROMPT_LOGPROBS:
                 last = min(chunk.end + 1, int(self._prompt_len[chunk.row]))
                 prompt_logprobs[chunk.row] = [
@@ -143,6 +223,8 @@ class FakeRunner:
             if draft >= 0:
                 self._token_table[row, length - 1] = draft
             self._compute(row, length - 1, self._token_table[row, length - 1 : length])
+            if self.states is not None:
+                self.states.compute(row, self._token_table[row, :length], self.fail(self._uids[row]))
             tokens.append(self._sample(row, length, len(tokens), logprobs))
         self._token_table[plan.decode_rows, plan.decode_lengths] = tokens[first:]  # drafts were there
         rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
@@ -237,8 +319,9 @@ class FakeRunner:
 
 
 def make_request(uid: int, prompt: Sequence[int], **params: object) -> Request:
-    """A request; `priority`, `deadline`, `pooling` and `tenant` go to it, all else to its sampling parameters."""
-    outer = {name: params.pop(name) for name in ("priority", "deadline", "pooling", "tenant") if name in params}
+    """A request; these go to it, and all else to its sampling parameters."""
+    names = ("priority", "deadline", "pooling", "tenant", "stable_len", "borders")
+    outer = {name: params.pop(name) for name in names if name in params}
     token_ids = np.array(prompt, dtype="<i4").tobytes()
     return Request(uid=uid, token_ids=token_ids, params=SamplingParams(**params), **outer)  # type: ignore[arg-type]
 

@@ -17,14 +17,17 @@ from minisgl_backend.cache.lease import PageLease, Swap, TableEntries
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.row_states import RowStates
+from minisgl_backend.cache.state_slots import StateSlots
 from minisgl_backend.kv.groups import CacheGroups
 
-# By the values of the option cache_type; each gets the groups, the number of pages, and whether changes are recorded.
-PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]] = {
-    "radix": lambda groups, num_pages, record_changes: RadixCache(
-        groups.page_size, groups=groups, num_pages=num_pages, record_changes=record_changes
+# By the values of the option cache_type; each gets the groups, the number of pages, whether changes are recorded, and
+# the slots of a model with states.
+PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool, StateSlots | None], PrefixCache[Any]]] = {
+    "radix": lambda groups, num_pages, record_changes, states: RadixCache(
+        groups.page_size, groups=groups, num_pages=num_pages, record_changes=record_changes, states=states
     ),
-    "naive": lambda groups, num_pages, record_changes: NaiveCache(groups.num_pages),
+    "naive": lambda groups, num_pages, record_changes, states: NaiveCache(groups.num_pages),
 }
 
 
@@ -40,15 +43,20 @@ class KVManager:
         cache_type: str,
         *,
         record_changes: bool = False,
+        num_state_slots: int = 0,
     ) -> None:
-        """`record_changes`: record the prefix cache's changes for `take_cache_changes`."""
+        """`record_changes`: record the prefix cache's changes for `take_cache_changes`. `num_state_slots`: of a model
+        with states."""
         self.groups = groups
         self.page_size = groups.page_size
         self.keeps_all = groups.num_windows == 0  # rows keep all their pages until they end
         self.version = 0  # incremented whenever pages become available: until then, what did not fit does not fit
         self._num_full, self._num_windows = groups.num_full, groups.num_windows
         self._pool = PagePool(num_pages)
-        self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes)
+        slots = StateSlots(num_state_slots) if num_state_slots else None
+        self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes, slots)
+        # None: a model without states.
+        self.states = None if slots is None else RowStates(slots, self._cache, groups.page_size, max_rows)
         # [num_groups, max_rows, max_pages_per_row]; 0 where a group with a window has no page
         self._table: Int32Array = np.zeros((groups.num_pages, max_rows, max_pages_per_row), dtype=np.int32)
         self._only = self._table[0] if groups.num_pages == 1 else None  # indexed faster than with an axis of length 1
@@ -100,6 +108,8 @@ class KVManager:
     def unmatch(self, match: PrefixMatch[Any]) -> None:
         """Unpins a match that no lease was made of."""
         self._unref(match.pages[self._num_full :])
+        if self.states is not None:
+            self.states.unmatch(match)
         self._cache.unpin(match.pin)
 
     @property
@@ -149,6 +159,8 @@ class KVManager:
             self._first[:, row] = np.maximum(self.groups.first_needed(np.full(1, shared, np.int32))[:, 0], 0)
         self._held[row], self._matched[row], self.covered[row] = held, shared, held * self.page_size
         self._shared[row] = shared
+        if self.states is not None:
+            self.states.acquire(row, match)
         return PageLease(row, match.pin, shared, match.salt)
 
     def max_tokens_now(self, row: int) -> int:
@@ -254,9 +266,10 @@ class KVManager:
         self._pool.give_back(pages)
         self.version += 1
 
-    def release(self, lease: PageLease, token_ids: IdArray = NO_INT32) -> Int32Array:
-        """Ends a lease. The full pages of `token_ids` (computed tokens from the row's first one on) stay in the prefix
-        cache. Returns the other pages, which are free now, int32 [num_freed].
+    def release(self, lease: PageLease, token_ids: IdArray = NO_INT32, *, resumes: bool = False) -> Int32Array:
+        """Ends a lease. The full pages of `token_ids` (computed tokens from the row's first one on) and their state
+        stay in the prefix cache; `resumes`: the sequence will come back for them. Returns the other pages, which are
+        free now, int32 [num_freed].
 
         Raises RuntimeError for a lease that has ended already.
         """
@@ -264,6 +277,8 @@ class KVManager:
         swap = self.publish(lease, token_ids)
         if swap is not None:
             self._pool.give_back(swap.old)
+        if self.states is not None:
+            self.states.release(lease, len(token_ids), resumes=resumes)
         row, pages = lease.row, self.pages_of(lease)
         own = pages[:, lease.num_shared :].flatten()
         if not self.keeps_all:
@@ -323,6 +338,8 @@ class KVManager:
         used = [self.pages_of(lease)[self._num_full :, : lease.num_shared].reshape(-1) for lease in leases]
         in_use = np.concatenate(used) if used else NO_INT32
         self._cache.check([lease.pin for lease in leases], in_use[in_use > 0])
+        if self.states is not None:
+            self.states.check(leases)
         assert len({lease.row for lease in leases}) == len(leases), "two leases share a row"
         assert (self.covered == self._held * self.page_size).all(), "a row's pages and its room disagree"
         assert int((self._held > 0).sum()) == sum(1 for one in leases if self._held[one.row]), "pages without a lease"

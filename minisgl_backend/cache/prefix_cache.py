@@ -23,6 +23,10 @@ class PrefixMatch(msgspec.Struct, Generic[Pin], frozen=True):
     )
     pin: Pin
     salt: bytes = b""  # the prompt's salt
+    # Of a model with states: the slot of the state behind these pages, pinned, too (0: there are none), and how many
+    # pages the cache has of the prompt, which may be more than those with a state behind them.
+    state: int = 0
+    known_pages: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -90,6 +94,26 @@ class PrefixCache(abc.ABC, Generic[Pin]):
     @abc.abstractmethod
     def evict(self, count: int) -> Int32Array:
         """Removes up to `count` evictable pages, least recently used first, and returns their ids."""
+
+    def keep_state(self, pin: Pin, behind: int, slot: int, hits: int) -> bool:
+        """Adds the state of a model with states that is in `slot`. Returns whether the cache keeps it: not where it has
+        one there already.
+
+        Args:
+            pin: of the prefix to which the state belongs.
+            behind: columns of the prefix that follow the state.
+            hits: how often it counts as used from the start (`state_slots`).
+        """
+        return False
+
+    def drop_state(self, slot: int) -> None:
+        """Removes the state in this slot from the cache."""
+        raise AssertionError("no state is in this cache")
+
+    def evict_state(self, *, proved: bool) -> bool:
+        """Removes a state that nobody uses, and so frees its slot; False: there is none. `proved`: also one that
+        prompts have used."""
+        return False
 
     def take_changes(self) -> list[CacheChange]:
         """What was stored and removed since the last call, in order; empty unless changes are recorded."""

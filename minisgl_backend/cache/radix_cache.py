@@ -9,6 +9,9 @@ A node holds the pages of every cache group. In groups without a window none is 
 from its end. In groups with a window there are holes (page 0) where a page was given back or evicted, independently of
 the pages around it: a prefix is usable as far as the token after it finds all pages that it sees. If all groups have
 windows, a node is removed when only holes are left.
+
+Of a model with states a prefix is usable as far as there is a state behind it. Pages of a leaf behind its deepest state
+cannot be used: they are evicted first. Until then they tell a second prompt where to leave a state.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored
 from minisgl_backend.cache.content_ids import id_bytes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_node import RadixNode
+from minisgl_backend.cache.state_slots import StateSlots
 from minisgl_backend.cache.window_pages import WindowPages
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL
+
+DEAD = 1 << 62  # subtracted from the tick of pages that no match can use
 
 
 class PrefixPool(Protocol):
@@ -43,15 +49,22 @@ class RadixCache(PrefixCache[RadixNode]):
     O(log n): the heap holds unpinned leaves, and outdated entries are dropped when they reach the top."""
 
     def __init__(
-        self, page_size: int, *, groups: CacheGroups | None = None, num_pages: int = 0, record_changes: bool = False
+        self,
+        page_size: int,
+        *,
+        groups: CacheGroups | None = None,
+        num_pages: int = 0,
+        record_changes: bool = False,
+        states: StateSlots | None = None,
     ) -> None:
         """`num_pages`: page ids are 1 to num_pages; only groups with windows need it. `record_changes`: for
-        `take_changes`, which must then be called regularly."""
+        `take_changes`, which must then be called regularly. `states`: of a model with states."""
         self._page_size = page_size
         groups = groups or CacheGroups((FULL,), page_size)
         self._num_full = groups.num_full
         self._windows = WindowPages(groups, num_pages) if groups.num_windows else None
-        self._pools: list[PrefixPool] = [self._windows] if self._windows is not None else []
+        self._states = states
+        self._pools: list[PrefixPool] = [pool for pool in (self._windows, states) if pool is not None]
         self._none: Int32Array = np.zeros((groups.num_pages, 0), dtype=np.int32)
         self._records = record_changes
         self._changes: list[CacheChange] = []
@@ -75,11 +88,15 @@ class RadixCache(PrefixCache[RadixNode]):
         return full if windows is None else full + windows.num_pages - windows.num_pinned
 
     def peek(self, token_ids: IdArray, salt: bytes = b"") -> int:
-        return self._path(token_ids, salt)[1]
+        return self._prefix_end(*self._path(token_ids, salt))
 
     def match(self, token_ids: IdArray, salt: bytes = b"") -> PrefixMatch[RadixNode]:
         self._tick += 1
-        path, end = self._path(token_ids, salt)
+        path, found = self._path(token_ids, salt)
+        end = self._prefix_end(path, found)
+        known = 0
+        if self._states is not None:
+            known = self._windows.prefix_end(path, found) if self._windows is not None and found else found
         node, position = self._root, 0
         runs: list[Int32Array] = []
         for child in path:
@@ -94,7 +111,10 @@ class RadixCache(PrefixCache[RadixNode]):
         if self._windows is not None and runs:
             pages = pages.copy() if len(runs) == 1 else pages
             self._windows.pin_seen(pages)
-        return PrefixMatch(pages, node, salt)
+        if self._states is None:
+            return PrefixMatch(pages, node, salt)
+        state = self._states.pin_end(path[: len(runs) - 1], node) if runs else 0
+        return PrefixMatch(pages, node, salt, state, known)
 
     def unpin(self, pin: RadixNode) -> None:
         self._tick += 1
@@ -163,6 +183,29 @@ class RadixCache(PrefixCache[RadixNode]):
             return evicted[0]
         return np.concatenate(evicted) if evicted else NO_INT32
 
+    def keep_state(self, pin: RadixNode, behind: int, slot: int, hits: int) -> bool:
+        if self._states is None:
+            return False
+        node, column = pin.column_before(behind)
+        if node.states[column]:
+            return False
+        node.keep_state(column, slot)
+        self._states.add(slot, node, hits)
+        return True
+
+    def drop_state(self, slot: int) -> None:
+        assert self._states is not None, "a state is dropped that is cached"
+        node = self._states.forget(slot)
+        node.drop_state(slot)
+        if node.is_idle_leaf:
+            self._sink(node)
+
+    def evict_state(self, *, proved: bool) -> bool:
+        slot = 0 if self._states is None else self._states.next_evicted(proved=proved)
+        if slot:
+            self.drop_state(slot)
+        return slot > 0
+
     def pages(self) -> Int32Array:
         runs = [node.pages for node in self._nodes()]
         pages = np.concatenate(runs, axis=1) if runs else self._none
@@ -201,9 +244,14 @@ class RadixCache(PrefixCache[RadixNode]):
         assert len(nodes) == self._num_nodes, "nodes are miscounted"
         if self._windows is not None:
             self._windows.check(nodes, in_use)
+        if self._states is not None:
+            self._states.check(nodes)
+            for node in nodes:
+                dead = node.is_idle_leaf and node.num_reached < node.num_columns
+                assert not dead or not self._num_full or (node.used_at < 0 and not node.num_reached), "dead pages stay"
 
     def _path(self, token_ids: IdArray, salt: bytes) -> tuple[list[RadixNode], int]:
-        """The nodes that hold a prefix of `token_ids`, and how many of their pages are usable."""
+        """The nodes that hold a prefix of `token_ids`, and how many of their columns."""
         path: list[RadixNode] = []
         node, position, count = self._root, 0, len(token_ids) // self._page_size
         while position < count:
@@ -216,7 +264,7 @@ class RadixCache(PrefixCache[RadixNode]):
             if common < child.num_columns:
                 break
             node = child
-        return path, self._prefix_end(path, position)
+        return path, position
 
     def _prefix_end(self, path: list[RadixNode], end: int) -> int:
         """Where a path's longest prefix ends that no pool lacks anything of. A pool that has its all behind one prefix
@@ -249,11 +297,14 @@ class RadixCache(PrefixCache[RadixNode]):
             ends = self._windows.of(leaf.pages[:, kept:])
             self._windows.forget(ends[ends > 0])
             evicted = evicted[evicted > 0]
+        if self._states is not None:
+            self._states.forget_all(leaf.states[kept:])
         self._num_columns -= size - kept
         if self._records:
             self._changes.append(PagesRemoved(leaf.hashes[kept:]))
         if kept:
             leaf.cut(kept, self._page_size)
+            self._sink(leaf)
         else:
             heapq.heappop(self._leaves)
             if (parent := self._remove_leaf(leaf)).is_idle_leaf:
@@ -264,13 +315,29 @@ class RadixCache(PrefixCache[RadixNode]):
         """Queues a node without children and pins for eviction, or removes it once it is all holes (all groups
         windowed)."""
         if self._num_full:
-            self._push_leaf(node)
+            if not self._sink(node):
+                self._push_leaf(node)
             return
         while node is not self._root and not (node.children or node.pins or node.pages.any()):
             self._num_columns -= node.num_columns
+            if self._states is not None:
+                self._states.forget_all(node.states)
             if self._records:
                 self._changes.append(PagesRemoved(node.hashes))
             node = self._remove_leaf(node)
+
+    def _sink(self, leaf: RadixNode) -> bool:
+        """Queues a leaf's pages behind its deepest state before all others. False: there are none, or they are queued
+        so already."""
+        if self._states is None or not self._num_full or leaf.used_at < 0:
+            return False
+        if (reached := leaf.num_reached) == leaf.num_columns:
+            return False
+        if reached:
+            self._split(leaf, reached)
+        leaf.use(leaf.used_at - DEAD)
+        self._push_leaf(leaf)
+        return True
 
     def _key(self, parent: RadixNode, token_ids: IdArray, page: int, salt: bytes) -> bytes:
         """The key, in `parent`'s children, of a child that begins with this page."""
@@ -283,6 +350,8 @@ class RadixCache(PrefixCache[RadixNode]):
         upper = node.split(count, self._page_size, self._key(node, node.token_ids, count, b""), next(self._serials))
         if self._windows is not None:
             self._windows.move(upper)
+        if self._states is not None:
+            self._states.move(upper)
         self._num_nodes += 1
         return upper
 
@@ -292,7 +361,8 @@ class RadixCache(PrefixCache[RadixNode]):
             before, own = (parent.hashes[-1], b"") if parent is not self._root else (None, salt)
             hashes = page_hashes(before, token_ids, self._page_size, own)
             self._changes.append(PagesStored(list(hashes), before, token_ids, own))
-        leaf = RadixNode(parent, key, token_ids, pages.copy(), next(self._serials), hashes)
+        states = NO_INT32 if self._states is None else np.zeros(pages.shape[1], dtype=np.int32)
+        leaf = RadixNode(parent, key, token_ids, pages.copy(), next(self._serials), hashes, states)
         parent.add(leaf)
         self._num_nodes += 1
         self._num_columns += pages.shape[1]

@@ -54,6 +54,7 @@ class Admitter:
         self.num_admissions = 0
         self.prompt_tokens = 0  # of requests at their first admission
         self.cached_tokens = 0  # those of them that the prefix cache supplied
+        self.state_misses = 0  # those that it had pages of, but no state behind them
 
     def may_admit(self) -> bool:
         """Whether an admission can succeed: a sequence waits, a row is free, and pages or the queue have changed since
@@ -130,6 +131,7 @@ class Admitter:
         if not sequence.resumed and sequence.reports_prompt:  # pages shared with siblings are not counted as cache hits
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
+            self.state_misses += max(match.known_pages - match.num_pages, 0) * self._limits.page_size
         running.start(sequence, match, end, self.num_admissions, builder)
         if self._shares is not None:
             self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)
@@ -137,10 +139,11 @@ class Admitter:
         return cached, end
 
     def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
-        """Whether there are pages for the prompt now, and probably later for the expected growth of all sequences.
-        `promised`: pages that are reserved for others."""
-        available = self._running.kv.num_available - promised
-        if new_pages > available:
+        """Whether there are pages (and a slot, with states) for the prompt now, and probably pages later for the
+        expected growth of all sequences. `promised`: so many others are promised as much."""
+        kv = self._running.kv
+        available = kv.num_available - promised * new_pages
+        if new_pages > available or (kv.states is not None and not kv.states.fit(1 + promised)):
             return False
         if not self._running.num_active:
             return True

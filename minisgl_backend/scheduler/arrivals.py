@@ -56,6 +56,8 @@ class Arrivals:
                 pooling=request.pooling,
                 tenant=tenant,
                 contents=request.contents,
+                stable_len=request.stable_len or len(token_ids),
+                borders=request.borders,
             )
             for index in range(params.n)
         ]

@@ -25,6 +25,7 @@ class SchedulerLimits:
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of it; larger budgets end on one
     cache_kinds: tuple[CacheKind, ...] = (FULL,)  # of the pages of a column (`kv.groups`)
+    num_state_slots: int = 0  # of a model with states, at least 2; 0: a model without
     cache_type: str = "radix"
     record_cache_changes: bool = False  # the caller drains them continually
     schedule_policy: str = "fcfs"

@@ -154,6 +154,8 @@ class Planner:
             if len(short):
                 columns, pages = kv.extend(index[short])
                 builder.write_pages(rows[short], columns, pages)
+        if kv.states is not None and (folds := kv.states.fold(index, lengths)) is not None:
+            builder.fold(folds)
         if self._drafting is not None and not self.prompts_wait:
             self._plan_drafts(self._drafting, builder, step, index, (rows, uids, lengths))
             return

@@ -17,7 +17,7 @@ from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Sequence, preempted_first
 
 Fits = Callable[[Sequence, int, int], bool]
-"""Whether a waiting sequence can be admitted that takes so many new pages, while so many others are promised."""
+"""Whether a waiting sequence can be admitted that takes so many new pages, while so many others get as many."""
 
 
 class Preemption:
@@ -87,7 +87,7 @@ class Preemption:
         victims = shares.victims(running.active())
         # Each victim makes way for one sequence like the head; none is needed for those that already fit.
         pages, fitting = running.kv.groups.pages_of_row(len(head.token_ids)), 0
-        while fitting < min(len(victims), running.rows.num_free) and fits(head, pages, pages * fitting):
+        while fitting < min(len(victims), running.rows.num_free) and fits(head, pages, fitting):
             fitting += 1
         # Where preempting all of them would not make enough room, none is.
         if pages <= running.kv.num_available + _private_pages(running, victims[fitting:]):

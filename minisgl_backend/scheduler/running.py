@@ -11,6 +11,7 @@ from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.cache.prefix_cache import PrefixMatch
 from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.scheduler.checkpoints import states_to_keep
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
@@ -39,6 +40,7 @@ class RunningSet:
             most_pages,
             limits.cache_type,
             record_changes=limits.record_cache_changes,
+            num_state_slots=limits.num_state_slots,
         )
         self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # columns of a row of the page table
         self._columns.flags.writeable = False
@@ -98,7 +100,12 @@ class RunningSet:
         columns = self._columns[: pages.shape[1]]
         builder.write_pages(np.int32(row).repeat(len(columns)), columns, pages.flatten())
         params, pooling = sequence.params, sequence.pooling
-        builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling))
+        source, slot = 0, 0
+        if self.kv.states is not None:
+            source, slot = self.kv.states.slots_of(row)
+            sequence.keep_states(states_to_keep(sequence, match, self.kv.page_size))
+        admitted = AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling, source, slot)
+        builder.admit(admitted)
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:
         """Plans the prompt tokens up to `end`; after the chunk that ends the prompt the row decodes, if it samples."""
@@ -106,7 +113,13 @@ class RunningSet:
         start, is_last = int(self.rows.planned[row]), end == len(tokens)
         if (entries := self.kv.grow(row, end)) is not None:
             builder.write_entries(entries)
-        builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end)))
+        checkpoints: tuple[tuple[int, int], ...] = ()
+        if self.kv.states is not None:
+            # What the row's own slot holds after its last chunk need not be written twice.
+            own = self.kv.states.border_of(end) if is_last else 0
+            borders = [border for border in sequence.kept_states if start < border <= end and border != own]
+            checkpoints = self.kv.states.plan_chunk(row, end, borders)
+        builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end), checkpoints))
         self.rows.plan_chunk(row, end, step)
         if is_last:
             self.prefilling.remove(sequence)
@@ -140,7 +153,24 @@ class RunningSet:
         """Lower bound of the pages that come back once the steps in flight are committed."""
         return sum(self.kv.num_exclusive(one.lease) for one in self.releasing if one.lease is not None)
 
-    def publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
+    def commit_chunk(self, sequence: Sequence, chunk: PrefillChunk, last_planned: int, *, is_last: bool) -> None:
+        """A chunk has been computed: publishes what the prefix cache is to have by now."""
+        states = self.kv.states
+        if states is not None:
+            states.note_computed(chunk.row)
+        # With windows each chunk is published, since its first pages are given back before the prompt ends.
+        if sequence.state is not SequenceState.RUNNING or not (is_last or chunk.checkpoints or not self.kv.keeps_all):
+            return
+        self._publish(sequence, chunk.end, last_planned)
+        if states is None:
+            return
+        assert sequence.lease is not None, "a running sequence has a lease"
+        for border, slot in chunk.checkpoints:
+            states.keep(sequence.lease, border, slot, shared=sequence.kept_states[border])
+        if is_last and (border := states.border_of(chunk.end)) in sequence.kept_states:
+            states.keep_own(sequence.lease, shared=sequence.kept_states[border])
+
+    def _publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
         """Publishes the full pages of the first `num_tokens` tokens, all committed, to the prefix cache."""
         assert sequence.lease is not None, "a running sequence has a lease"
         tokens = self.rows.token_ids[sequence.row, :num_tokens]
@@ -234,7 +264,8 @@ class RunningSet:
         assert sequence.lease is not None, "a sequence with a row has a lease"
         tokens = rows.tokens_of(row)
         computed = 0 if sequence.failed else min(int(rows.planned[row]), len(tokens))
-        freed = self.kv.release(sequence.lease, sequence.cache_ids(tokens[:computed]))
+        resumes = sequence.state is SequenceState.PREEMPTED
+        freed = self.kv.release(sequence.lease, sequence.cache_ids(tokens[:computed]), resumes=resumes)
         if sequence.failed:
             self._to_zero.append(freed)
         self._changed = [entry for entry in self._changed if entry[0] is not sequence]

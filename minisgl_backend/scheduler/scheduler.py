@@ -200,8 +200,21 @@ class Scheduler:
             total_cancelled=self._ended[FinishReason.CANCELLED],
             total_failed=self._ended[FinishReason.ERROR],
             total_preempted=planner.preemption.num_preemptions,
+            **self._state_stats(),
             speculation=DraftStats() if self._drafting is None else self._drafting.stats(),
         )
+
+    def _state_stats(self) -> dict[str, int]:
+        if (states := self._running.kv.states) is None:
+            return {}
+        free, cached = states.num_free, states.num_evictable
+        return {
+            "states_total": states.num_slots,
+            "states_free": free,
+            "states_cached": cached,
+            "states_owned": states.num_slots - free - cached,
+            "total_state_misses": self._planner.admitter.state_misses,
+        }
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """By name; {} without fair shares."""
@@ -263,9 +276,7 @@ class Scheduler:
         if chunk.row in result.pooled:
             sequence.add_pooled(result.pooled[chunk.row])
         is_last = chunk.samples if sequence.pooling is None else chunk.end == sequence.prompt_len
-        # With windows each chunk is published, since its first pages are given back before the prompt ends.
-        if sequence.state is SequenceState.RUNNING and (is_last or not self._running.kv.keeps_all):
-            self._running.publish(sequence, chunk.end, self._next_step - 1)
+        self._running.commit_chunk(sequence, chunk, self._next_step - 1, is_last=is_last)
         if not is_last:
             return
         if sequence.pooling is not None:

@@ -47,6 +47,8 @@ class Sequence:
     pooling: PoolingParams | None = None  # not None: the sequence ends with its prompt, which becomes a vector
     tenant: int = 0  # the tenant's number, where shares are fair
     contents: tuple[Content, ...] = ()  # images and the like in its prompt
+    stable_len: int = 0  # leading tokens that a later prompt is likely to have, and
+    borders: tuple[int, ...] = ()  # of parts that others have, too (`Request`)
 
     prompt_len: int = field(init=False)
     first_planned: float = 0.0  # by the scheduler's clock; 0: not yet
@@ -57,6 +59,7 @@ class Sequence:
     group: Group | None = None
     failed: bool = False  # one of its steps has failed: its pages may hold NaN
     reports_prompt: bool = False  # it reports the prompt's details for all sequences of its request
+    kept_states: dict[int, bool] = field(default_factory=dict)  # of this admission's prompt (`states_to_keep`)
     cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
     prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
     pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
@@ -107,6 +110,10 @@ class Sequence:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()  # a preempted prompt starts again
         self.pooled = None
+
+    def keep_states(self, borders: dict[int, bool]) -> None:
+        """Its prompt leaves states behind these borders (`states_to_keep`)."""
+        self.kept_states = borders
 
     def note_planned(self, now: float) -> None:
         """A step with one of its tokens has been planned; records the first time."""

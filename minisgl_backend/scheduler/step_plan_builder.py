@@ -8,6 +8,7 @@ import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from minisgl_backend.cache.lease import TableEntries
+from minisgl_backend.cache.row_states import NO_FOLDS, Folds
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 _Entries = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
@@ -24,6 +25,7 @@ class StepPlanBuilder:
         "_decode_uids",
         "_draft_tokens",
         "_entries",
+        "_folds",
         "_num_pages",
         "_num_proposed",
         "_num_proposing",
@@ -39,6 +41,7 @@ class StepPlanBuilder:
         self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._num_proposed = self._num_proposing = 0
+        self._folds = NO_FOLDS
         self._entries: list[_Entries] = []  # made in every step: plain tuples of the fields of TableEntries
 
     @property
@@ -69,6 +72,10 @@ class StepPlanBuilder:
         """Sets all decode entries of the step, [num_decode] each; `draft_tokens` may be [0]."""
         self._decode_rows, self._decode_uids, self._decode_lengths = rows, uids, lengths
         self._draft_tokens = draft_tokens
+
+    def fold(self, folds: Folds) -> None:
+        """Sets the folds that precede the step's decode entries."""
+        self._folds = folds
 
     def propose(self, count: int, num_rows: int) -> None:
         """Makes this a step of the proposer: `count` tokens for each row of the first `num_rows` decode entries."""
@@ -123,6 +130,10 @@ class StepPlanBuilder:
             draft_tokens=self._draft_tokens,
             num_proposed=self._num_proposed,
             num_proposing=self._num_proposing,
+            fold_rows=self._folds.rows,
+            fold_sources=self._folds.sources,
+            fold_targets=self._folds.targets,
+            fold_borders=self._folds.borders,
         )
 
 

@@ -83,7 +83,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             params["min_tokens"] = min(early, params["max_tokens"])
         if params["pooling"] is not None:
             params.update(n=1, prompt_logprobs=None)
-        request = make_request(self.next_uid, tokens[: self.scheduler.max_length - 1], **params)
+        tokens = tokens[: self.scheduler.max_length - 1]
+        if self.bounds.num_state_slots:
+            params["stable_len"] = max(len(tokens) - self.next_uid % 4, 0)
+            params["borders"] = (len(tokens) // 2,) if self.next_uid % 3 == 0 else ()
+        request = make_request(self.next_uid, tokens, **params)
         self.next_uid += request.params.n
         self.scheduler.add(request)
         self.requests.append(request)
@@ -130,7 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.records.take(self.scheduler)
         stats = self.scheduler.stats()
         assert stats.pages_free + stats.pages_cached + stats.pages_leased == self.bounds.num_pages
-
+        states = stats.states_free, stats.states_cached, stats.states_owned
+        assert (min(states) >= 0, sum(states)) == (True, self.bounds.num_state_slots)
         self.windows_are_kept()
 
     def windows_are_kept(self) -> None:
@@ -171,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not busy:
                 break
         assert not self.scheduler.has_work
-        assert self.scheduler.stats().pages_leased == 0
+        assert (self.scheduler.stats().pages_leased, self.scheduler.stats().states_owned) == (0, 0)
         assert self.runner.unseen == 0, "a proposer has not seen all tokens before those that it proposes"
         for request in self.requests:
             answer, reason = expected_answer(request, self.scheduler.max_length, EOS, VOCAB_SIZE)

@@ -62,8 +62,16 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(2, cache_kinds=(Sliding(5),), num_pages=12),
         bounds_of(4, cache_kinds=(FULL, Sliding(6), Chunked(6)), num_pages=21),
         bounds_of(1, cache_kinds=(FULL, Sliding(2), Sliding(7)), num_pages=60, cache_type="naive"),
+        bounds_of(1, chunk_multiple=1, num_state_slots=2),
+        bounds_of(2, chunk_multiple=2, num_state_slots=5),
+        bounds_of(2, chunk_multiple=2, num_state_slots=20, num_pages=100, max_running_requests=8),
+        bounds_of(4, chunk_multiple=4, num_state_slots=7, cache_kinds=(FULL, Sliding(6)), num_pages=14),
+        bounds_of(4, chunk_multiple=4, num_state_slots=4, cache_type="naive"),
     ],
-    ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.cache_kinds}",
+    ids=lambda one: (
+        f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.cache_kinds}-"
+        f"{one.num_state_slots}"
+    ),
 )
 def test_any_order_of_events_keeps_every_law(
     bounds: SchedulerLimits, careless: bool, pytestconfig: pytest.Config
@@ -115,6 +123,9 @@ def long_run(seed: int, num_events: int) -> None:
     )
     cache_kinds = rng.choice(CACHE_KINDS)
     bounds = dataclasses.replace(bounds, cache_kinds=cache_kinds, num_pages=bounds.num_pages * len(cache_kinds))
+    if seed % 2:
+        num_slots = 2 + seed * 7 % (3 * bounds.max_running_requests)
+        bounds = dataclasses.replace(bounds, num_state_slots=num_slots, chunk_multiple=page_size)
     kinds = ("", *KINDS, ON_DEVICE)
     kind = kinds[seed % len(kinds)]
     parts = {"bounds": bounds, "careless": rng.random() < 0.7, "proposer_kind": kind}
