@@ -65,6 +65,10 @@ class ImageStore:
                 remove_segment(evicted)
         return lent
 
+    def give_back(self, name: str) -> None:
+        """Of a lent segment that nobody took."""
+        remove_segment(name)
+
     def _check_room(self, num_bytes: int) -> None:
         waiting = self._folder.remove_forgotten(_FORGOTTEN_S)
         # One image may exceed the capacity when nothing else waits: it is served and not kept.
