@@ -10,15 +10,17 @@ from typing import Any
 
 from minisgl_backend.errors import InvalidRequestError
 
+IMAGE = {"type": "image"}  # a content part as templates read it
 MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages in the form that nearly every template accepts.
 
-    The content is a text, "" if there is none: OpenAI's content parts are joined by newlines, as in vLLM. `tool_calls`
-    is present only if there are calls; arguments are objects, {} if there are none. Other null values are removed;
-    other keys stay as they are. Raises InvalidRequestError naming message, part and type.
+    The content is a text, "" if there is none: OpenAI's content parts are joined by newlines, as in vLLM. With parts of
+    type image it is a list of parts, as templates of models that see take it: in their order, texts as they are.
+    `tool_calls` is present only if there are calls; arguments are objects, {} if there are none. Other null values are
+    removed; other keys stay as they are. Raises InvalidRequestError naming message, part and type.
     """
     return [_plain(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
@@ -33,7 +35,7 @@ def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
         if message["role"] != "developer":
             found.append(dict(message))
         elif len(found) == 1 and found[0]["role"] == "system":
-            found[0]["content"] = "\n\n".join(filter(None, (found[0]["content"], message["content"])))
+            found[0]["content"] = joined([found[0]["content"], message["content"]])
         else:
             found.append({**message, "role": "system"})
     return found
@@ -95,7 +97,10 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
         found.setdefault("reasoning_content", found.pop("reasoning"))
     content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        content = "\n".join(_text_of(f"{name}.content[{number}]", part) for number, part in enumerate(content))
+        parts = [_part(f"{name}.content[{number}]", part) for number, part in enumerate(content)]
+        if any(part == IMAGE for part in parts):
+            return {**found, "content": parts}
+        content = "\n".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise InvalidRequestError(f"{name}.content is {shown(content)}; allowed: a text, or a list of text parts")
     return {**found, "content": content}
@@ -121,9 +126,11 @@ def _arguments(arguments: Any) -> Any:
     return {} if arguments is None else arguments
 
 
-def _text_of(name: str, part: Any) -> str:
+def _part(name: str, part: Any) -> dict[str, str]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type") == "image":
+        return IMAGE
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequestError(f"{name} is {shown(part)}; allowed: an object with type and text")
     if part["type"] != "text":
@@ -131,7 +138,28 @@ def _text_of(name: str, part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequestError(f"{name}.text is {shown(text)}; allowed: a text")
-    return text
+    return {"type": "text", "text": text}
+
+
+def as_parts(content: Any) -> list[dict[str, str]]:
+    """A content of `plain_messages` as a list; no parts for none."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def joined(contents: Sequence[Any]) -> Any:
+    """Contents of `plain_messages` one after the other, a blank line between texts; empty ones are left out."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return "\n\n".join(given)
+    parts: list[dict[str, str]] = []
+    for content in map(as_parts, given):
+        if parts and "text" in parts[-1] and "text" in content[0]:
+            parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}\n\n{content[0]['text']}"}
+            content = content[1:]
+        parts += content
+    return parts
 
 
 def shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.remote_errors import NO_CHAT_TEMPLATE
 from minisgl_backend.text.chat import (
     arguments_as_text,
+    as_parts,
     calls_without_content,
     developer_as_system,
     plain_messages,
@@ -37,6 +38,7 @@ _OWN_ARGUMENTS = frozenset(
 )
 _REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 _ASKS_FOR_NO_CONTENT = re.compile(r"content['\"]?\]? is none")  # DeepSeek-R1's first: calls only with null content
+_ASKS_FOR_PARTS = re.compile(r"\btype\b")
 _ASKS_FOR_SHORT_IDS = re.compile(r"length *!= *9\b")  # Mistral's
 _PROBE = "probe_of_calls"
 _A_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
@@ -97,7 +99,8 @@ class ChatTemplate:
         """Some templates show the model no system message but the first, or the last, and say nothing."""
         if self._has_warned:
             return
-        texts = [message["content"].strip() for message in messages if message["role"] in ("system", "developer")]
+        systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+        texts = [part["text"].strip() for content in systems for part in as_parts(content) if "text" in part]
         if len(texts) > 1 or (texts and messages[0]["role"] not in ("system", "developer")):
             self._has_warned = any(text not in prompt for text in texts)
             if self._has_warned:
@@ -172,7 +175,26 @@ class ChatTemplate:
                 raise
             return self._apply(as_text, arguments)
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows a content only as a list of parts, as some of models that see do."""
+        if not _ASKS_FOR_PARTS.search(self.source):
+            return False
+        return self._shows([{"type": "text", "text": _PROBE}]) and not self._shows(_PROBE)
+
+    def _shows(self, content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            return _PROBE in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except _REFUSALS:
+            return False
+
     def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        if self._wants_parts:
+            messages = [
+                message if message["content"] is None else {**message, "content": as_parts(message["content"])}
+                for message in messages
+            ]
         if _render_template is None or all(message["content"] is not None for message in messages):
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         # apply_chat_template drops null values, which makes a difference to templates that test for them.

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.text.chat_template import ChatTemplate
+from minisgl_backend.text.private_tokens import PrivateTokens
 from minisgl_backend.text.tokenizer_file import TokenizerFiles
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,10 @@ class Tokenizer:
         ids: list[int] = self._tokenizer(first, second, verbose=False)["input_ids"]
         return ids
 
+    def private_tokens(self, texts: Sequence[str], model: str) -> PrivateTokens:
+        """Its second reading, in which the tokens of these texts have names that no client can write."""
+        return PrivateTokens(self._tokenizer, texts, model)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, special ones included."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -106,8 +111,8 @@ class Tokenizer:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
         The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments` are
-        passed to the template (tools, enable_thinking ...). Content parts of type text are joined, and calls have the
-        form that the template expects. Raises InvalidRequestError.
+        passed to the template (tools, enable_thinking ...). Content parts of type text are joined, unless there are
+        images among them, and calls have the form that the template expects. Raises InvalidRequestError.
         """
         return self._template.render(messages, template_arguments)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from minisgl_backend.text.chat import joined
+
 Conversation = list[dict[str, Any]]
 _SYSTEM = ("system", "developer")
 
@@ -69,10 +71,10 @@ def _joined(messages: Conversation) -> dict[str, Any]:
     for message in reversed(messages):
         found |= message
     for key in ("content", "reasoning_content"):
-        if any(isinstance(message.get(key), str) for message in messages):
+        if any(isinstance(message.get(key), (str, list)) for message in messages):
             found[key] = _text(messages, key)
     return found
 
 
-def _text(messages: Conversation, key: str) -> str:
-    return "\n\n".join(text for message in messages if (text := message.get(key)))
+def _text(messages: Conversation, key: str) -> Any:
+    return joined([message.get(key) for message in messages])
