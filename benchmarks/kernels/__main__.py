@@ -1,6 +1,6 @@
 """Kernels alone on one GPU: decode attention and small-batch GEMMs against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,kv8,latents,linear,shards,moe,sampling,chain] [--json]
+    python -m benchmarks.kernels [--only attention,kv8,latents,linear,shards,moe,sampling,chain,states] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -16,6 +16,7 @@ from benchmarks.kernels.chain import bench_chain
 from benchmarks.kernels.gemms import bench_linear, bench_moe, bench_shards
 from benchmarks.kernels.latents import bench_latents
 from benchmarks.kernels.sampling import bench_sampling
+from benchmarks.kernels.states import bench_states
 from benchmarks.kernels.timing import Timer
 
 
@@ -48,6 +49,8 @@ def main() -> None:
         bench_sampling(results, timer, options.tune, options.profile)
     if "chain" in parts:
         bench_chain(results, options.profile)
+    if "states" in parts:
+        bench_states(results)
     if options.json:
         print(json.dumps(results))
 
