@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
 from minisgl_backend.attention.needs import MHA, MLA
 from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kernels.recurrent.calls import ChunkBatch, WindowBatch
 from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
 from minisgl_backend.kv.layout import CacheLayout, LayerKV
 from minisgl_backend.kv.pool import LayerPlace
@@ -166,6 +167,7 @@ class PrefillInputs(PagedInputs):
     cu_seqlens_q_host: Int32Array
     kv_lens_host: Int32Array
     rows_host: Int32Array
+    chunks: ChunkBatch | None = None  # the same tokens, of a model with states
 
     @property
     def max_q_len(self) -> int:
@@ -183,6 +185,13 @@ class PromptInputs(PagedInputs):
     kv_lens: torch.Tensor  # int32 [1]; at most PROMPT_GRAPH_CONTEXT
 
 
+class RowStates(NamedTuple):
+    """Where the state of each row is, on the device; live, shared by all steps."""
+
+    slot: torch.Tensor  # int32 [max_rows]
+    border: torch.Tensor  # int32 [max_rows]: tokens that it stands for
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeInputs(PagedInputs):
     """The decode part of one step: one query token per sequence, the last of its kv_lens tokens.
@@ -197,6 +206,12 @@ class DecodeInputs(PagedInputs):
     rows_host: Int32Array
     # Some entries see keys of others: all keys are stored before attention, and `decode_with_rope` cannot be used.
     has_drafts: bool = False
+    states: RowStates | None = None  # of a model with states
+
+    @property
+    def window(self) -> WindowBatch | None:
+        """These entries, of a model with states."""
+        return None if self.states is None else WindowBatch(self.rows, self.kv_lens, *self.states, self.has_drafts)
 
     @property
     def batch_size(self) -> int:

@@ -21,6 +21,7 @@ from minisgl_backend.attention.base import (
 )
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
+from minisgl_backend.kernels.recurrent.calls import ChunkBatch, WindowBatch
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class PairPlan:
     decode: tuple[Plan, ...] | None
     num_prefill_tokens: int
     has_drafts: bool = False  # see DecodeInputs
+    # The same two parts for layers with a state, where the model has such.
+    chunks: ChunkBatch | None = None
+    window: WindowBatch | None = None
 
 
 class AttentionPair:
@@ -54,6 +58,8 @@ class AttentionPair:
             else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
             has_drafts=decode is not None and decode.has_drafts,
+            chunks=None if prefill is None else prefill.chunks,
+            window=None if decode is None else decode.window,
         )
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan) -> torch.Tensor:
@@ -117,7 +123,7 @@ class AttentionPair:
 
     def plan_capture(self, inputs: DecodeInputs) -> PairPlan:
         plans = tuple([one.plan_capture(inputs.of(one.group.cache_group)) for one in self._decode])
-        return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts)
+        return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts, window=inputs.window)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:

@@ -52,6 +52,24 @@ class NormOverHeadsAttention(_PreparedAttention):
         return qkv
 
 
+class GatedAttention(SelfAttention):
+    """The gate is a fourth output of qkv_proj, split over ranks like the queries."""
+
+    def _outputs(self, outputs: dict[str, int]) -> dict[str, int]:
+        return {**outputs, "q_gate": outputs["q_proj"]}
+
+    def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
+        attended = super().mix(self._ungated(projected), tokens, ctx)
+        return attended.mul_(projected[:, -self._sizes[0] :].sigmoid())
+
+    def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
+        super().store(self._ungated(projected), tokens, slots)
+
+    def _ungated(self, projected: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values: a view, each of whose rows is contiguous."""
+        return projected[:, : -self._sizes[0]]
+
+
 class ValueNormAttention(_PreparedAttention):
     _config: ValueNormAttentionConfig
 

@@ -6,7 +6,8 @@ A column layer followed by a row layer needs one all-reduce, at the end: the sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -76,6 +77,43 @@ class ColumnParallelLinear(nn.Module):
         residual, x = residual.settled(norm)
         self.method.apply_into(x, out)
         return residual
+
+
+class JoinedColumnParallelLinear(nn.Module):
+    """As one `ColumnParallelLinear`, of layers whose weights differ in their number format: several, whose outputs
+    follow one another."""
+
+    def __init__(self, parts: Sequence[ColumnParallelLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._parts = tuple(parts)
+
+    def forward(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
+        residual, x = residual.settled(norm)
+        return residual, self.of(x)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.of(x) for part in self._parts], dim=1)
+
+    def empty_outputs(self, num_tokens: int) -> torch.Tensor:
+        return torch.cat([part.empty_outputs(num_tokens) for part in self._parts], dim=1)
+
+    def into(self, residual: Residual, norm: Norm | None, out: torch.Tensor) -> Residual:
+        residual, outputs = self(residual, norm)
+        out.copy_(outputs)
+        return residual
+
+
+def column_parallel(
+    input_size: int, outputs: Mapping[str, int], layer_context: LayerContext
+) -> ColumnParallelLinear | JoinedColumnParallelLinear:
+    """Linear layers without biases with the same input, whose weights are stacked where they have one number format."""
+    runs = layer_context.methods.alike([layer_context.name(name) for name in outputs])
+    names, parts = iter(outputs), list[ColumnParallelLinear]()
+    for length in runs:
+        own = {name: outputs[name] for name in islice(names, length)}
+        parts.append(ColumnParallelLinear(input_size, own, False, layer_context))
+    return parts[0] if len(parts) == 1 else JoinedColumnParallelLinear(parts)
 
 
 class RowParallelLinear(nn.Module):

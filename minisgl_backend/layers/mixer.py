@@ -9,8 +9,9 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl_backend.layers.linear import ColumnParallelLinear, JoinedColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.mixer_config import MixerConfig
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -21,7 +22,7 @@ class Mixer(WeightedLayer, ABC):
     """Projection of the hidden states, `mix`, and output projection. Made of its config, the model's hidden size and a
     `LayerContext` at its path."""
 
-    qkv_proj: ColumnParallelLinear
+    qkv_proj: ColumnParallelLinear | JoinedColumnParallelLinear
     o_proj: RowParallelLinear
 
     @classmethod
@@ -33,6 +34,9 @@ class Mixer(WeightedLayer, ABC):
     @abstractmethod
     def bind(self, spec: AttentionSpec, pool: KVPool, layers: Iterator[int]) -> None:
         """Binds it to this pool. One that keeps tokens in pages takes the next of `layers`, those of `spec`."""
+
+    def bind_states(self, states: StatePool, layers: Iterator[int]) -> None:
+        """Binds it to this pool. One that has a state takes the next of `layers`, those of the pool."""
 
     def derive_weights(self) -> None:
         """To be called when all weights are loaded."""

@@ -1,4 +1,5 @@
-"""What mixes the tokens of a layer, as data: self-attention in its variants, latent attention (MLA).
+"""What mixes the tokens of a layer, as data: self-attention in its variants, latent attention (MLA). The gated delta
+rule is in `layers.gated_delta_config`.
 
 Another kind is a subclass of `MixerConfig` and the module that it names; nothing else asks which kind a layer has.
 Needs neither torch nor transformers, as `layers.config`.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.state_config import StateConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,11 @@ class MixerConfig(ABC):
         """Whether prompt chunks end with their prompt or with a page, since a chunk reads what is kept at the end of
         the page before it."""
         return False
+
+    @property
+    def state(self) -> StateConfig | None:
+        """What it keeps of a row beside pages; None: nothing."""
+        return None
 
     @abstractmethod
     def num_weights(self, hidden_size: int) -> int:
@@ -135,6 +142,16 @@ class AttentionConfig(HeadsConfig):
 
     def num_weights(self, hidden_size: int) -> int:
         return 2 * (self.num_q_heads + self.num_kv_heads) * self.head_dim * hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttentionConfig(AttentionConfig):
+    """Self-attention whose output, of all heads, is multiplied by sigmoid(gate(x)) (Qwen3-Next)."""
+
+    module: ClassVar[str] = "minisgl_backend.layers.attention_variants:GatedAttention"
+
+    def num_weights(self, hidden_size: int) -> int:
+        return super().num_weights(hidden_size) + self.num_q_heads * self.head_dim * hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)

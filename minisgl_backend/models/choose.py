@@ -29,7 +29,12 @@ def load_model_config(
     if model_impl == "transformers":
         return _through_transformers(folder, trust_remote_code)
     try:
-        return ModelConfig.load(folder)
+        served = ModelConfig.load(folder)
+        if served.has_states:
+            raise ConfigError(
+                f"{served.architecture} has recurrent layers, whose states the scheduler does not know yet"
+            )
+        return served
     except ReadElsewhereError:  # transformers' code ignores that key in silence
         raise
     except ConfigError as error:

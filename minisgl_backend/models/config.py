@@ -88,7 +88,7 @@ class ModelConfig(DecoderConfig):
         keys.choice("is_causal", (True,))  # False in embedding models with bidirectional attention
         decoder = family.read(keys)
         decoder.check()
-        names = family.tensor_names
+        names = family.names_of(decoder)
         return cls(
             **{field.name: getattr(decoder, field.name) for field in fields(decoder)},
             architecture=architecture,
@@ -96,7 +96,7 @@ class ModelConfig(DecoderConfig):
             eos_token_ids=end_tokens(config, generation, tokenizer_eos, decoder.vocab_size),
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
-            tensor_names=replace(names, left_out=(*names.left_out, *decoder.draft_prefixes)),
+            tensor_names=names,
             quantization=QuantizationConfig(names=names) if quantization is None else quantization.read(names),
             unknown_keys=check_unread(keys, family.model_type, decoder.max_position),
         )

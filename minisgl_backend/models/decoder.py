@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import cast
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
@@ -229,9 +230,17 @@ class CausalLM(nn.Module):
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         """Binds the mixers to this pool."""
         layers = count()
-        for module in self.modules():
-            if isinstance(module, Mixer):
-                module.bind(spec, pool, layers)
+        for mixer in self._mixers():
+            mixer.bind(spec, pool, layers)
+
+    def bind_states(self, states: StatePool) -> None:
+        """Binds the mixers to this pool."""
+        layers = count()
+        for mixer in self._mixers():
+            mixer.bind_states(states, layers)
+
+    def _mixers(self) -> Iterator[Mixer]:
+        return (module for module in self.modules() if isinstance(module, Mixer))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's dtype."""

@@ -64,6 +64,11 @@ class DecoderConfig:
         return next((attention.latents for attention in self.attentions), None)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep something of a row beside pages."""
+        return any(layer.mixer.state is not None for layer in self.layers)
+
+    @property
     def ends_with_pages(self) -> bool:
         """See `MixerConfig`; of the whole model."""
         return any(layer.mixer.ends_with_pages for layer in self.layers)
@@ -75,6 +80,8 @@ class DecoderConfig:
 
     def check(self) -> None:
         """Raises ConfigError for combinations that the engine does not support for any family."""
+        if not self.attentions:
+            raise ConfigError("config.json: no layer has attention; allowed: one or more that have it")
         if len({attention.latents is None for attention in self.attentions}) > 1:
             raise ConfigError("config.json: some layers keep latents (MLA); allowed: in all layers, or in none")
         for layer in self.layers:

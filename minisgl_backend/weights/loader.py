@@ -6,10 +6,10 @@ A tensor-parallel rank reads only its own slices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,19 @@ from minisgl_backend.weights.shards import hint_at_prefix, some
 log = logging.getLogger(__name__)
 
 
+class Outputs(NamedTuple):
+    """Those of one part, where several take turns: of each run of `period` outputs `taken`, from `first` on."""
+
+    period: int
+    first: int
+    taken: int
+
+    def of(self, values: torch.Tensor, axis: int) -> torch.Tensor:
+        """values: whole runs along `axis`."""
+        runs = values.unflatten(axis, (-1, self.period))
+        return runs.narrow(axis + 1, self.first, self.taken).flatten(axis, axis + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Read:
     """One part of one tensor of the checkpoint."""
@@ -30,7 +43,7 @@ class Read:
     part: WeightPart
     index: tuple[slice | int, ...]  # of the tensor in the file
     transposed: bool = False
-    outputs: slice | None = None  # of what was read, along the outputs: those that belong to the part
+    outputs: Outputs | None = None  # of what was read, along the outputs: those that belong to the part
     axis: int = 0  # of the outputs, as the part has them
 
     def turned(self) -> Read:
@@ -42,7 +55,7 @@ class Read:
         if self.transposed:
             values = values.transpose(-1, -2)
         if self.outputs is not None:
-            values = values[(slice(None),) * self.axis + (self.outputs,)]
+            values = self.outputs.of(values, self.axis)
         self.part.fill(values.reshape(self.part.shape) if self.part.is_scalar else values)
 
 
@@ -75,19 +88,21 @@ def _turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
-def plan_reads(parts: Sequence[WeightPart], names: TensorNames) -> dict[str, TensorReads]:
+def plan_reads(
+    parts: Sequence[WeightPart], names: TensorNames, found: Container[str] | None = None
+) -> dict[str, TensorReads]:
     """By name in the checkpoint, with this project's prefix: what is read of each tensor, and the shape that it must
-    have. Together the parts of a tensor, of all ranks, are the whole tensor."""
+    have. Together the parts of a tensor, of all ranks, are the whole tensor. found: see `TensorNames.find`."""
     shapes = {part.name: part.shape for part in parts}
     plan: dict[str, TensorReads] = {}
     for part in parts:
-        found = names.find(part.name)
-        if found is None:
+        other = names.find(part.name, found)
+        if other is None:
             stored, layer, suffix = Stored(name=part.name, of=(part.name,)), "", ""
         else:
-            stored, layer, suffix = found
+            stored, layer, suffix = other
+        outputs = [shapes[f"{layer}{one}{suffix}"] for one in stored.of]
         name = f"{layer}{stored.name}{suffix}"
-        outputs = [shapes[f"{layer}{other}{suffix}"] for other in stored.of]
         position = stored.of.index(part.name[len(layer) : len(part.name) - len(suffix)])
         if part.experts and "{expert}" in name:
             for expert in range(part.shape[0]):
@@ -118,9 +133,10 @@ def _add(
     start, stop = ranges[axis or 0]
     if axis is None:
         pass
-    elif stored.interleaved:
-        turns = len(stored.of)
-        ranges[axis], outputs = (start * turns, stop * turns), slice(position, None, turns)
+    elif stored.interleaved or stored.groups > 1:
+        counts = [1 if stored.interleaved else shape[axis] // stored.groups for shape in shapes]
+        outputs = Outputs(sum(counts), sum(counts[:position]), counts[position])
+        ranges[axis] = (start // outputs.taken * outputs.period, stop // outputs.taken * outputs.period)
     else:
         before = sum(shape[axis] for shape in shapes[:position])
         ranges[axis] = (before + start, before + stop)
@@ -157,8 +173,8 @@ def load_weights(
     `on_progress` gets (bytes read so far, bytes to read), of this rank, after every tensor. `model`: its name in
     messages. `is_redundant`: whether a tensor with this name may be there and says nothing new.
     """
-    plan = plan_reads(parts, names)
     found = {name for name in checkpoint.names() if name.startswith(names.within)}
+    plan = plan_reads(parts, names, found)
     plan = {name: tensor for name, tensor in plan.items() if name in found or not tensor.is_optional}
     _check_names(plan, found, model, names.left_out, is_redundant)
     total = sum(tensor.target_bytes for tensor in plan.values())

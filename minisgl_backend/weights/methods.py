@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 
 from minisgl_backend.errors import ConfigError
@@ -43,6 +46,10 @@ class WeightMethods:
             found = ", ".join(f"{path} is {scheme or 'plain'}" for scheme, path in schemes.items())
             raise ConfigError(f"quantization: {found}; allowed: one format for layers that are multiplied together")
         return self._factory(next(iter(schemes))).linear(spec)
+
+    def alike(self, names: Sequence[str]) -> list[int]:
+        """Paths of outputs, as runs that `linear` can have in one weight: how many each has."""
+        return [len(list(run)) for _, run in groupby(names, self._config.scheme_of)]
 
     def linear_as_numbers(self, spec: LinearSpec) -> LinearMethod:
         """`linear` of a weight that is computed with, too, and so is never converted while it loads: `dequantized` of

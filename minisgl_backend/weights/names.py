@@ -7,6 +7,7 @@ layer in one tensor each: mlp.experts.gate_proj.weight, [num_experts, intermedia
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
@@ -27,6 +28,9 @@ class Stored:
     transposed: bool = False  # [inputs, outputs]
     either_way: bool = False  # some checkpoints have it so, and others not: its shape tells
     one_row: bool = False  # a vector, stored as [1, size]
+    # As many groups follow one another, each with an equal part of the outputs of every one in `of`: those of a head.
+    groups: int = 1
+    may_be_absent: bool = False  # some checkpoints have those in `of` under their own names instead
 
 
 # As in Qwen's mixtures: every expert has its own tensors.
@@ -52,15 +56,18 @@ class TensorNames:
     left_out: tuple[str, ...] = ()  # what names of tensors begin with that are not used: of encoders, of draft layers
     within: str = ""  # what names of tensors begin with that are its own: the others are of another model
 
-    def find(self, name: str) -> tuple[Stored, str, str] | None:
+    def find(self, name: str, found: Container[str] | None = None) -> tuple[Stored, str, str] | None:
         """How a tensor with this project's full name is stored: with the prefix of its layer, and the suffix that its
-        `Stored` leaves open. None: under its own name, as it is."""
+        `Stored` leaves open. None: under its own name, as it is. found: the names of a checkpoint, with this project's
+        prefixes; None: any."""
         match = _LAYER.fullmatch(name)
         layer, local = (match[1], match[2]) if match else ("", name)
         module, dot, kind = local.rpartition(".")
         for stored in (*self.stored, *_EXPERTS):
             for base, suffix in ((local, ""), (module, dot + kind)):
-                if base in stored.of:
+                if base in stored.of and not (
+                    stored.may_be_absent and found is not None and f"{layer}{stored.name}{suffix}" not in found
+                ):
                     return stored, layer, suffix
         return None
 

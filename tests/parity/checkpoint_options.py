@@ -77,3 +77,13 @@ ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 2,
 }
+
+# The gated delta rule in three of four layers.
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}

@@ -18,6 +18,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.parity.checkpoint_options import (
+    DELTA,
     ENCODER,
     GEMMA,
     GEMMA4,
@@ -328,6 +329,14 @@ CHECKPOINTS: dict[str, Callable[..., Plan]] = {
     "sarvam_moe": _maker("Glm4MoeForCausalLM", model_type="sarvam_moe", head_dim=32, attention_bias=True, **ROUTED),
     "vaultgemma": _maker("VaultGemmaForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **GEMMA),
     "youtu": _maker("YoutuForCausalLM", **LATENT),
+    "qwen3_next": _maker(
+        "Qwen3NextForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **{**DELTA, **MOE}
+    ),
+    "qwen3_5": _maker("Qwen3_5ForCausalLM", **{**DELTA, "linear_value_head_dim": 32}),
+    "qwen3_5_moe": _vision_maker(
+        "Qwen3_5MoeForConditionalGeneration", ENCODER, shared_expert_intermediate_size=48, **{**DELTA, **MOE}
+    ),
+    "olmo_hybrid": _maker("OlmoHybridForCausalLM", pad_token_id=0, **{**DELTA, "linear_num_key_heads": 4}),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=SLIDES),
 }
 
@@ -372,6 +381,8 @@ def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
         for name, values in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 values.copy_(torch.randn_like(values) * 0.2)
+            elif name.endswith("A_log"):  # what came long ago counts: decays of 0.6 to 0.99 a token
+                values.uniform_(-5, -1)
             elif name.endswith("_proj_bias"):  # of all experts
                 values.copy_(torch.randn_like(values))
     model.save_pretrained(folder, max_shard_size=plan.shard_size)

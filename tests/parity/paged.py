@@ -17,9 +17,11 @@ from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.fallback.build import build_fallback
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.tensor_parallel import TensorParallel
+from tests.parity.paged_states import PagedStates
 from tests.specs import make_pool
 
 
@@ -40,7 +42,7 @@ class PagedModel:
         quantization: str | None = None,
     ) -> None:
         tp = tp or TensorParallel.single()
-        config = load_model_config(folder, model_impl)
+        config = ModelConfig.load(folder) if model_impl == "native" else load_model_config(folder, model_impl)
         self.device = torch.device(device)
         self.spec = attention_spec(
             config,
@@ -59,6 +61,9 @@ class PagedModel:
         num_pages = math.prod(shape)
         self.pool = make_pool(self.spec, num_pages)
         self.model.bind_attention(self.spec, self.pool)
+        self.states = PagedStates.of(config, self.spec, tp.size)
+        if self.states is not None:
+            self.model.bind_states(self.states.pool)
         self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
         entries = (*(index.reshape(-1).astype(np.int32) for index in np.indices(shape)), order.astype(np.int32))
@@ -74,6 +79,8 @@ class PagedModel:
         self.page_tables[:, target, :num_pages] = self.page_tables[:, source, :num_pages]
         self.lengths[target] = num_pages * self.spec.page_size
         self.tokens[target] = self.tokens[source][: self.lengths[target]]
+        if self.states is not None:
+            self.states.share_prefix(source, target, num_pages)
 
     @torch.inference_mode()
     def step(
@@ -90,6 +97,14 @@ class PagedModel:
         Returns the logits of every token, [num_tokens of the row, vocab_size], by row; `last_only`: of the last one.
         `aux` gets further hidden states, of the tokens of `prefill`, then of `decode`. `change`: of the pass's input.
         """
+        again = dict.fromkeys([*prefill, *decode], 0)  # tokens of each row that are computed once more
+        if self.states is not None:
+            self.states.fold({row: self.lengths[row] for row in again})
+            for row in prefill:  # whose chunk begins with its page
+                again[row] = self.lengths[row] % self.spec.page_size
+                self.lengths[row] -= again[row]
+            prefill = {row: self.tokens[row][self.lengths[row] :] + tokens for row, tokens in prefill.items()}
+            self.tokens = [tokens[:length] for tokens, length in zip(self.tokens, self.lengths, strict=True)]
         new = {**prefill, **{row: [token] for row, token in decode.items()}}
         positions = {row: range(self.lengths[row], self.lengths[row] + len(tokens)) for row, tokens in new.items()}
         for row, tokens in new.items():
@@ -116,7 +131,8 @@ class PagedModel:
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
         logits = self.model.logits(self.model(change(ModelInput(input_ids, flat_positions)), ctx)).cpu()
-        return dict(zip(new, logits.split([1] * len(new) if last_only else counts), strict=True))
+        parts = zip(new, logits.split([1] * len(new) if last_only else counts), strict=True)
+        return {row: part if last_only else part[again[row] :] for row, part in parts}
 
     def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:
         if not prefill:
@@ -133,6 +149,7 @@ class PagedModel:
             cu_seqlens_q_host=cu_seqlens,
             kv_lens_host=kv_lens,
             rows_host=rows,
+            chunks=None if self.states is None else self.states.chunks(rows, kv_lens - np.diff(cu_seqlens), kv_lens),
         )
 
     def _decode_inputs(self, rows: list[int]) -> DecodeInputs | None:
@@ -147,4 +164,5 @@ class PagedModel:
             page_tables=tuple(self.page_tables),
             kv_lens_host=kv_lens,
             rows_host=row_array,
+            states=None if self.states is None else self.states.tables,
         )

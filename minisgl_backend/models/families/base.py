@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minisgl_backend.models.description import DecoderConfig
@@ -13,6 +13,7 @@ from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
 
 __all__ = [
     "FULL",
+    "LINEAR",
     "SHARED_EXPERTS",
     "SLIDING",
     "DecoderConfig",
@@ -28,7 +29,8 @@ __all__ = [
     "refuse",
 ]
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
+# Entries of layer_types.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +44,11 @@ class Family:
     text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
     may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
     tensor_names: TensorNames = field(default_factory=TensorNames)
+    # What is stored in groups, whose number the model's config has: beside those of `tensor_names`.
+    grouped: Callable[[DecoderConfig], tuple[Stored, ...]] | None = None
+
+    def names_of(self, decoder: DecoderConfig) -> TensorNames:
+        """Those of one model's checkpoints, without its draft layers."""
+        names = self.tensor_names
+        stored = () if self.grouped is None else self.grouped(decoder)
+        return replace(names, stored=(*names.stored, *stored), left_out=(*names.left_out, *decoder.draft_prefixes))

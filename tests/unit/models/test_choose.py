@@ -155,7 +155,7 @@ def test_a_module_that_the_config_does_not_fit_is_named(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
-        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
+        ("Qwen3NewForCausalLM", "Qwen3NextForCausalLM"),
         ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
         ("MistralForCausalLm", "MistralForCausalLM"),
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from minisgl_backend.kv.state import StateLayout
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
 
@@ -110,7 +112,80 @@ GLM_4_7_FLASH: dict[str, Any] = {
     "rope_theta": 1000000, "tie_word_embeddings": False, "dtype": "bfloat16", "q_lora_rank": 768, "kv_lora_rank": 512,
     "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "full_attention_interval": 4, "head_dim": 256,
+    "hidden_act": "silu", "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 262144, "num_attention_heads": 16, "tie_word_embeddings": False, "use_cache": True,
+}  # fmt: skip
+QWEN3_NEXT_80B: dict[str, Any] = {
+    **_DELTA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "hidden_size": 2048, "intermediate_size": 5120,
+    "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False,
+    "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+_QWEN3_5_TEXT: dict[str, Any] = {
+    **_DELTA, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "vocab_size": 248320,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}  # fmt: skip
+_QWEN3_5_AROUND: dict[str, Any] = {
+    "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "tie_word_embeddings": False, "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+}  # fmt: skip
+
+
+def _qwen3_5(num_layers: int, model_type: str = "qwen3_5", **text: Any) -> dict[str, Any]:
+    types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(num_layers)]
+    sizes = {"num_hidden_layers": num_layers, "layer_types": types, "model_type": f"{model_type}_text"}
+    architecture = (
+        "Qwen3_5ForConditionalGeneration" if model_type == "qwen3_5" else "Qwen3_5MoeForConditionalGeneration"
+    )
+    inner = {**_QWEN3_5_TEXT, **sizes, **text}
+    return {**_QWEN3_5_AROUND, "architectures": [architecture], "model_type": model_type, "text_config": inner}
+
+
+QWEN3_5_9B = _qwen3_5(32, hidden_size=4096, intermediate_size=12288, num_key_value_heads=4)
+QWEN3_5_27B = _qwen3_5(
+    64, hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4,
+    linear_num_value_heads=48,
+)  # fmt: skip
+QWEN3_5_35B_A3B = _qwen3_5(
+    40, "qwen3_5_moe", hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, num_experts=256,
+    num_experts_per_tok=8, shared_expert_intermediate_size=512, router_aux_loss_coef=0.001,
+)  # fmt: skip
+OLMO_HYBRID_7B: dict[str, Any] = {
+    "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": None, "dtype": "bfloat16", "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 3840, "initializer_range": 0.02, "intermediate_size": 11008, "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 96, "linear_num_key_heads": 30, "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192, "max_position_embeddings": 65536, "num_attention_heads": 30, "num_hidden_layers": 32,
+    "num_key_value_heads": 30, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"}, "tie_word_embeddings": False, "use_cache": True,
+    "vocab_size": 100352,
+}  # fmt: skip
+# MiB of the states in a slot, and KiB of the inputs of convolutions.
+SLOTS = {
+    "qwen3-next-80b": (72, 36 * 48),
+    "qwen3.5-9b": (48, 24 * 48),
+    "qwen3.5-27b": (144, 48 * 60),
+    "qwen3.5-35b-a3b": (60, 30 * 48),
+    "olmo-hybrid-7b": (24 * 30 * 96 * 192 * 4 / 2**20, 24 * 3 * 30 * 384 * 2 / 2**10),
+}
+
 RELEASED = {
+    "qwen3-next-80b": QWEN3_NEXT_80B,
+    "qwen3.5-9b": QWEN3_5_9B,
+    "qwen3.5-27b": QWEN3_5_27B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
+    "olmo-hybrid-7b": OLMO_HYBRID_7B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3": DEEPSEEK_V3,
     "kimi-k2": KIMI_K2,
@@ -136,8 +211,19 @@ RELEASED = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_config_is_read(name: str) -> None:
     config = ModelConfig.from_dicts(RELEASED[name], {})
-    assert config.num_layers == RELEASED[name]["num_hidden_layers"]
+    assert config.num_layers == RELEASED[name].get("text_config", RELEASED[name])["num_hidden_layers"]
     assert config.architecture in FAMILIES
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_bytes_of_a_state(name: str) -> None:
+    config, (mib, kib) = ModelConfig.from_dicts(RELEASED[name], {}), SLOTS[name]
+    config.check_tensor_parallel(2)
+    for tp_size in (1, 2):
+        layout = StateLayout.of((layer.mixer.state for layer in config.layers), torch.bfloat16, tp_size)
+        assert layout is not None
+        assert layout.bytes_per_slot == (mib * 2**20 + kib * 2**10) / tp_size
+    assert all(one.rope is None or one.rope.rotary_dim == 64 for one in config.attentions)
 
 
 def test_minimax_m2_rotates_as_many_dimensions_as_rotary_dim_says() -> None:

@@ -52,6 +52,34 @@ def test_merged_outputs(rank: int, suffix: str, tmp_path: Path) -> None:
         assert torch.equal(one.target, expected(whole, one))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("suffix", ["weight", "bias"])
+def test_outputs_in_groups(ranks: int, suffix: str, tmp_path: Path) -> None:
+    """Of each head what belongs to it, as Qwen3-Next has queries, keys, and the values of two value heads."""
+    heads, sizes, shape = 4, (3, 3, 10), (HIDDEN,) if suffix == "weight" else ()
+    names = TensorNames(stored=(Stored(name="attn.qkv", of=("attn.q", "attn.k", "attn.v"), groups=heads),))
+    wholes = [torch.randn(heads * size, *shape) for size in sizes]
+    by_head = torch.cat([whole.unflatten(0, (heads, -1)) for whole in wholes], 1).flatten(0, 1)
+    for rank in range(ranks):
+        parts = [part(f"attn.{n}.{suffix}", whole, rank, ranks) for n, whole in zip("qkv", wholes, strict=True)]
+        load(tmp_path, {f"{PREFIX}attn.qkv.{suffix}": by_head}, parts, names)
+        for one, whole in zip(parts, wholes, strict=True):
+            assert torch.equal(one.target, expected(whole, one))
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_what_some_checkpoints_have_merged(is_merged: bool, tmp_path: Path) -> None:
+    names = TensorNames(stored=(Stored(name="attn.qk", of=("attn.q", "attn.k"), may_be_absent=True),))
+    wholes = {name: torch.randn(8, HIDDEN) for name in "qk"}
+    tensors = {f"{PREFIX}attn.{name}.weight": whole for name, whole in wholes.items()}
+    if is_merged:
+        tensors = {f"{PREFIX}attn.qk.weight": torch.cat(list(wholes.values()))}
+    parts = [part(f"attn.{name}.weight", whole, 1, 2) for name, whole in wholes.items()]
+    load(tmp_path, tensors, parts, names)
+    for one, whole in zip(parts, wholes.values(), strict=True):
+        assert torch.equal(one.target, expected(whole, one))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,0 +1,57 @@
+"""Qwen3.5 and 3.6, text: Qwen3-Next with a dense MLP, or with experts in every layer; without the image encoder."""
+
+from dataclasses import replace
+
+from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, refuse
+from minisgl_backend.models.families.common import mlp
+from minisgl_backend.models.families.delta import CONVOLUTION, gated_queries, shared_experts
+from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
+from minisgl_backend.models.families.qwen3_next import hybrid
+
+
+def read(keys: Keys) -> DecoderConfig:
+    return hybrid(keys, [mlp(keys)] * _layers(keys), mrope=True)
+
+
+def _read_moe(keys: Keys) -> DecoderConfig:
+    keys.choice("norm_topk_prob", (True,), True)
+    mixture = shared_experts(keys)
+    mixture = replace(mixture, router=replace(mixture.router, renormalize=True))
+    return hybrid(keys, [mixture] * _layers(keys), mrope=True)
+
+
+def _layers(keys: Keys) -> int:
+    if dense := keys.sequence("mlp_only_layers"):  # all MLPs are alike here
+        refuse("mlp_only_layers", list(dense), "[]")
+    return keys.integer("num_hidden_layers")
+
+
+def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
+    return (gated_queries(decoder),)
+
+
+_FUSED = Stored(
+    name="linear_attn.in_proj_qkv", of=tuple(f"linear_attn.in_proj_{kind}" for kind in "qkv"), may_be_absent=True
+)
+# Of all experts together; others' quantized files have each expert's tensors.
+_EXPERTS = (
+    Stored(
+        name="mlp.experts.gate_up_proj",
+        of=("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"),
+        may_be_absent=True,
+    ),
+    Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), may_be_absent=True),
+)
+_NAMES = TensorNames(
+    stored=(CONVOLUTION, _FUSED), prefixes=TEXT_NAMES.prefixes, left_out=(*TEXT_NAMES.left_out, "mtp.")
+)
+
+FAMILY = Family(model_type="qwen3_5_text", read=read, tensor_names=_NAMES, grouped=_grouped)
+MOE_FAMILY = replace(
+    FAMILY,
+    model_type="qwen3_5_moe_text",
+    read=_read_moe,
+    tensor_names=replace(_NAMES, stored=(*_NAMES.stored, *_EXPERTS)),
+)
+MULTIMODAL_FAMILY = replace(FAMILY, model_type="qwen3_5", text_config="text_config")
+MULTIMODAL_MOE_FAMILY = replace(MOE_FAMILY, model_type="qwen3_5_moe", text_config="text_config")

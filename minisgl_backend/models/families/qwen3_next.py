@@ -1,0 +1,71 @@
+"""Qwen3-Next: the gated delta rule in three of four layers, and attention with a gate, whose heads are rotated in part;
+experts, and a shared one with a gate."""
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import DenseMlpConfig, LayerConfig, MoeConfig
+from minisgl_backend.layers.mixer_config import GatedAttentionConfig
+from minisgl_backend.models.families.base import FULL, DecoderConfig, Family, Keys, Stored, TensorNames, read_rope
+from minisgl_backend.models.families.common import attention, decoder, mlp, norm
+from minisgl_backend.models.families.delta import (
+    CONVOLUTION,
+    gated_delta,
+    gated_queries,
+    hybrid_types,
+    shared_experts,
+)
+from minisgl_backend.models.families.qwen3_moe import sparse_layers
+
+
+def read(keys: Keys) -> DecoderConfig:
+    dense, mixture = mlp(keys), shared_experts(keys)
+    return hybrid(keys, [mixture if is_sparse else dense for is_sparse in sparse_layers(keys)])
+
+
+def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: bool = False) -> DecoderConfig:
+    """Mixers by layer_types around these MLPs; `mrope`: see `read_rope`."""
+    keys.choice("attn_output_gate", (True,), True)
+    keys.choice("output_gate_type", ("swish", "silu"), "swish")  # of the gated delta rule
+    # States are float32. Of the layers that draft: transformers does not run them.
+    keys.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    around = norm(keys, weight_offset=1.0)
+    head_dim, bias = keys.integer("head_dim", 256), keys.boolean("attention_bias", False)
+    full = attention(
+        keys,
+        GatedAttentionConfig,
+        head_dim=head_dim,
+        rope=read_rope(keys, head_dim, partial=True, part=0.25, mrope=mrope),
+        bias=bias,
+        qk_norm=around,
+    )
+    linear = gated_delta(keys, replace(around, weight_offset=0.0))
+    types = hybrid_types(keys)
+    mixers = [full if kind == FULL else linear for kind in types]
+    return decoder(
+        keys, [LayerConfig(mixer=mixer, mlp=one, norm=around) for mixer, one in zip(mixers, mlps, strict=True)]
+    )
+
+
+def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
+    """By key head: its query, key, values and their z; b and a of its value heads."""
+    num_k_heads = next(one.num_k_heads for layer in decoder.layers if (one := layer.mixer.state) is not None)
+    return (
+        gated_queries(decoder),
+        *(
+            Stored(
+                name=f"linear_attn.in_proj_{kinds}",
+                of=tuple(f"linear_attn.in_proj_{kind}" for kind in kinds),
+                groups=num_k_heads,
+            )
+            for kinds in ("qkvz", "ba")
+        ),
+    )
+
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    read=read,
+    defaults={"norm_topk_prob": True},
+    tensor_names=TensorNames(stored=(CONVOLUTION,), left_out=("mtp.",)),
+    grouped=_grouped,
+)
