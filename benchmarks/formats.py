@@ -79,7 +79,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "q14-awq": Row("qwen3-14b-awq", "q14", {}, "int4"),
         "q14-gptq": Row("qwen3-14b-gptq", "q14", {}, "int4"),
         "q30": Row("qwen3-30b-a3b", None, _EQUAL_PAGES),
-        "q30-blocks": Row("qwen3-30b-a3b-fp8", "q30", _EQUAL_PAGES, "fp8-blocks"),
+        "q30-blocks": Row("qwen3-30b-a3b-fp8", "q30", {}, "fp8-blocks"),
         "q30-blocks-cache": Row("qwen3-30b-a3b-fp8", "q30", {**_EQUAL_PAGES, **_FP8_CACHE}, "fp8-blocks"),
         "gpt-oss": Row("gpt-oss-20b", offline=False),
         "gpt-oss-mxfp4": Row("gpt-oss-20b-mxfp4", "gpt-oss", {}, "plain", "mxfp4", offline=False),

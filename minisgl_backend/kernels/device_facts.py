@@ -20,6 +20,8 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"sgl_kernel": ("sgl-kernel", "sglang-kernel"), vllm_library.PACKAGE: ("vllm",)}
 )
 TORCH_BLOCKS = "torch: FP8 in blocks"  # listed as a library: torch for CUDA 12.9 or later; removed where a trial fails
+# Likewise: a grouped GEMM of sgl-kernel, on whose version it depends.
+SGL_EXPERTS = "sgl-kernel: FP8 experts in blocks"
 LARGEST_SHARED = 227 << 10  # bytes of shared memory that a program can have on any GPU
 # Shared memory of a program, by compute capability; in between, that of the next lower one.
 _SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
@@ -39,7 +41,7 @@ class DeviceFacts:
     bfloat16_units: bool = True  # it multiplies bfloat16: a CPU has AVX-512 BF16, or its GEMMs in it are slow
     dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
     tensor_memory: bool = False  # tensor memory access (TMA): Hopper and later, with a Triton that has its descriptors
-    libraries: frozenset[str] = frozenset()  # those of DISTRIBUTIONS that are installed, and TORCH_BLOCKS
+    libraries: frozenset[str] = frozenset()  # those of DISTRIBUTIONS that are installed, TORCH_BLOCKS, SGL_EXPERTS
     bytes_per_s: float | None = None  # of memory
     flop_per_s: float | None = None  # of dense bfloat16 GEMMs
 
@@ -90,7 +92,7 @@ def _gpu(
         own_kernels=has_triton,
         dependent_launch=is_hopper,
         tensor_memory=is_hopper and has_descriptors,
-        libraries=frozenset({*DISTRIBUTIONS, TORCH_BLOCKS}) if libraries is None else libraries,
+        libraries=frozenset({*DISTRIBUTIONS, TORCH_BLOCKS, SGL_EXPERTS}) if libraries is None else libraries,
         bytes_per_s=bytes_per_s,
         flop_per_s=flop_per_s,
     )
@@ -127,7 +129,7 @@ def _of_gpu(index: int) -> DeviceFacts:
         shared_memory=getattr(properties, "shared_memory_per_block_optin", None),
         has_triton=has_triton,
         has_descriptors=has_triton and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None,
-        libraries=frozenset(filter(_is_installed, DISTRIBUTIONS)) | {TORCH_BLOCKS},
+        libraries=frozenset(filter(_is_installed, DISTRIBUTIONS)) | {TORCH_BLOCKS, SGL_EXPERTS},
         bytes_per_s=None if known is None else known.bytes_per_s,
         flop_per_s=None if known is None else known.flop_per_s,
     )

@@ -95,7 +95,7 @@ class MoeMLP(nn.Module):
         router = self.router.method
         fits = self._norms and self._tp.size == 1 and router.bias is None
         if fits and norms.adds_as_is and isinstance(norms.before, RMSNorm):
-            self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method.plain_weight)
+            self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method.streamed_weight)
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.device_facts import TORCH_BLOCKS
+from minisgl_backend.kernels.device_facts import SGL_EXPERTS, TORCH_BLOCKS
 from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
+from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
 from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.experts.method import ExpertsSpec
@@ -80,6 +81,16 @@ class Fp8Factory(MethodFactory):
             if not torch_has_blocks(self.device):
                 facts = replace(facts, libraries=facts.libraries - {TORCH_BLOCKS})
         return LinearKernels(self.weight_format, gemms, facts)
+
+    @cached_property
+    def mixtures(self) -> ExpertsKernels[Any]:
+        mixtures, facts = self.kernels.mixtures, self.kernels.mixtures.facts
+        if self.kernels.on_gpu:
+            from minisgl_backend.kernels.moe.fp8_library import has_grouped_gemm
+
+            if not has_grouped_gemm(self.device):
+                facts = replace(facts, libraries=facts.libraries - {SGL_EXPERTS})
+        return ExpertsKernels(self.weight_format, mixtures, facts)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         if self.parameters is None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.kernels.select import DeviceKernels
@@ -129,9 +130,10 @@ class LinearMethod(WeightedLayer, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no plain numbers")
 
     @property
-    def plain_weight(self) -> torch.Tensor | None:
-        """The weight [outputs, inputs], where it is in the model's own number format and has no bias."""
-        return None
+    def streamed_weight(self) -> torch.Tensor | Fp8Weight | None:
+        """The weight [outputs, inputs] as a kernel reads it that computes another layer, too: in the model's own number
+        format or in FP8, and without a bias; None: it is another."""
+        return self.operand if self.bias is None and isinstance(self.operand, torch.Tensor | Fp8Weight) else None
 
     def repacked_bytes(self) -> int:
         """What `add_repacked` takes on this device, once the weight is loaded; 0: there is nothing to be added."""

@@ -49,10 +49,6 @@ class PlainLinearMethod(LinearMethod):
     def dequantized(self) -> torch.Tensor:
         return self.weight
 
-    @property
-    def plain_weight(self) -> torch.Tensor | None:
-        return self.weight if self.bias is None else None
-
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         # A GEMM with a bias stays with torch, which adds it on the way.
         if weights := [one.operand for one in alike if one.bias is None]:

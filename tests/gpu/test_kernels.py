@@ -280,7 +280,7 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
     weighted = experts_of(gate_up, down, k, renormalize)
     expected = by_torch(states, weighted, MixtureCall(router=router, residual=states, **norm))
     mixture = ExpertsKernels("plain", on_gpu())
-    early = mixture.early_router(router, norm_weight, product)
+    early = mixture.early_router(router, norm_weight, product, weighted)
     for _ in range(3):  # each launch may overlap the one before
         assert relative(mixture(x, weighted, MixtureCall(residual=residual, early=early, **norm)), expected) < 2e-2
 
@@ -297,7 +297,8 @@ def test_routers_that_start_early_see_what_was_written_before():
         product = torch.randn(hidden, hidden, device="cuda").bfloat16() * 0.03
         gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.03
         down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.06
-        layers.append((ops.early_router(router, norm, product), experts_of(gate_up, down, k)))
+        weighted = experts_of(gate_up, down, k)
+        layers.append((ops.early_router(router, norm, product, weighted), weighted))
 
     def chain(by, x):
         for early, weighted in layers:

@@ -34,6 +34,7 @@ class Tiles:
     first: torch.Tensor  # [max_tiles]  index into `order`
     end: torch.Tensor  # [max_tiles]
     used: torch.Tensor  # [1]  the number of tiles that hold pairs; they come first
+    totals: torch.Tensor  # [at least num_experts]  pairs of each expert
 
 
 def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool = False) -> Tiles:
@@ -62,7 +63,7 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
         expert_ids, counts, totals, order, place, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
         TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=2 if blocks > FEW_BLOCKS else 8, **pdl_options(pdl),
     )  # fmt: skip
-    return Tiles(order, place, tiles[0], tiles[1], tiles[2], used)
+    return Tiles(order, place, tiles[0], tiles[1], tiles[2], used, totals)
 
 
 @triton.jit(do_not_specialize=["pairs"])

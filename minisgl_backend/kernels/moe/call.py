@@ -8,6 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight, dequantize
+
 Weight = TypeVar("Weight")  # of all experts of a layer; what it is depends on the format
 
 
@@ -21,14 +23,19 @@ class Picked(NamedTuple):
 class EarlyRouter(NamedTuple):
     """An o_proj that a mixture runs itself, with a router beside it: see early_router.py."""
 
-    o_proj: torch.Tensor  # [hidden_size, inputs]
+    o_proj: torch.Tensor | Fp8Weight  # [hidden_size, inputs]
     weight: torch.Tensor  # [num_experts, inputs + hidden_size]
 
     @classmethod
-    def of(cls, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor) -> EarlyRouter:
+    def of(cls, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor | Fp8Weight) -> EarlyRouter:
         """router [num_experts, hidden_size], norm_weight [hidden_size], o_proj [hidden_size, inputs]."""
+        outer = (
+            o_proj.float()
+            if isinstance(o_proj, torch.Tensor)
+            else dequantize(o_proj.numbers, o_proj.scale, o_proj.block)
+        )
         normed = router.float() * norm_weight.float()
-        return cls(o_proj, torch.cat([normed @ o_proj.float(), normed], 1).to(router.dtype))
+        return cls(o_proj, torch.cat([normed @ outer, normed], 1).to(router.dtype))
 
 
 class MixtureCall(NamedTuple):
@@ -67,3 +74,12 @@ class Experts(Generic[Weight]):
         """Whether plain weights are aligned to 16 bytes."""
         weights = (self.gate_up, self.down)
         return all(not isinstance(one, torch.Tensor) or one.data_ptr() % 16 == 0 for one in weights)
+
+    @property
+    def blocks(self) -> frozenset[tuple[int, int]]:
+        return blocks_of(self.gate_up, self.down)
+
+
+def blocks_of(*weights: object) -> frozenset[tuple[int, int]]:
+    """Outputs and inputs that share a scale, of those weights that are FP8 in blocks."""
+    return frozenset(one.block for one in weights if isinstance(one, Fp8Weight) and one.block is not None)

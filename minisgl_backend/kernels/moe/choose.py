@@ -12,14 +12,17 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table, always, anywhere, on_gpu
-from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
-from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight
+from minisgl_backend.kernels.device_facts import LARGEST_SHARED, SGL_EXPERTS, DeviceFacts
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight, blocks_of
 
 MAX_FEW_TOKENS = 64  # for few_tokens.py
+MAX_FEW_SCALED = 16  # likewise, of FP8: for more, GEMMs in FP8 are as fast
 MAX_EXPERTS = 256  # that one program can rank
 MAX_EARLY_SIZE = 8192  # numbers of a row of weights, which a program of early_router.py holds in registers
+MAX_BLOCK_IN = 256  # inputs that share a scale in FP8: a tile of one_token.py has as many
 MIN_WIDE_PAIRS = 48  # per expert, on average; with fewer, half a tile of grouped_tma.py would be empty
 WIDE_TILE_IN = 64  # inputs per step of both its GEMMs, whose inputs are not padded
+LIBRARY_BLOCK = 128  # outputs and inputs that share a scale, of fp8_library.py
 
 
 class ExpertsKey(NamedTuple):
@@ -38,6 +41,7 @@ class ExpertsKey(NamedTuple):
     activation: str = "silu"  # layers.config.Activation
     unit_stride: bool = True  # the rows of x are contiguous
     aligned: bool = True  # weights are aligned to 16 bytes
+    blocks: frozenset[tuple[int, int]] = frozenset()  # outputs and inputs that share a scale, of FP8 weights
 
     @classmethod
     def of(cls, x: torch.Tensor, experts: Experts[Weight], call: MixtureCall) -> ExpertsKey:
@@ -47,6 +51,7 @@ class ExpertsKey(NamedTuple):
             len(x), experts.num_experts, k if call.picked is None else call.picked.ids.shape[1], experts.hidden_size,
             experts.intermediate_size, x.dtype, call.picked is None, 0 if early is None else early.o_proj.shape[1],
             experts.gate_up_bias is not None, experts.activation, x.stride(1) == 1, experts.aligned,
+            experts.blocks if early is None else experts.blocks | blocks_of(early.o_proj),
         )  # fmt: skip
 
     @property
@@ -59,13 +64,18 @@ def _early(key: ExpertsKey, facts: DeviceFacts) -> bool:
     # Logits that are not yet divided by the RMS may overflow float16.
     fits = max(key.hidden_size, key.o_proj_inputs) <= MAX_EARLY_SIZE and key.num_experts <= MAX_EXPERTS
     one = key.tokens == 1 and key.o_proj_inputs > 0
-    return one and key.dtype == torch.bfloat16 and fits
+    return one and key.dtype == torch.bfloat16 and fits and _whole_blocks(key)
 
 
 def _ranks(key: ExpertsKey, facts: DeviceFacts) -> bool:
     """Tiles of one_token.py and few_tokens.py were chosen for numbers of two bytes."""
     fits = key.unit_stride and key.dtype.itemsize == 2 and key.num_experts <= MAX_EXPERTS
-    return key.routed and not key.o_proj_inputs and fits
+    return key.routed and not key.o_proj_inputs and fits and _whole_blocks(key)
+
+
+def _whole_blocks(key: ExpertsKey) -> bool:
+    """Whether a tile's inputs are whole blocks of an FP8 weight."""
+    return all(size_in & (size_in - 1) == 0 and 16 <= size_in <= MAX_BLOCK_IN for _, size_in in key.blocks)
 
 
 def _one_token(key: ExpertsKey, facts: DeviceFacts) -> bool:
@@ -74,6 +84,10 @@ def _one_token(key: ExpertsKey, facts: DeviceFacts) -> bool:
 
 def _few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
     return _ranks(key, facts) and 1 < key.tokens <= MAX_FEW_TOKENS
+
+
+def _few_scaled(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return _few_tokens(key, facts) and key.tokens <= MAX_FEW_SCALED
 
 
 def _int4_few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
@@ -86,6 +100,13 @@ def _grouped_tma(key: ExpertsKey, facts: DeviceFacts) -> bool:
     whole = key.hidden_size % WIDE_TILE_IN == 0 and key.intermediate_size % WIDE_TILE_IN == 0
     many = key.pairs > MIN_WIDE_PAIRS * key.num_experts
     return many and has_room and whole and key.unit_stride and key.aligned
+
+
+def _fp8_library(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    has = SGL_EXPERTS in facts.libraries and facts.capability == (9, 0) and key.dtype.itemsize == 2
+    whole = key.hidden_size % LIBRARY_BLOCK == 0 and key.intermediate_size % LIBRARY_BLOCK == 0
+    in_blocks = key.blocks == {(LIBRARY_BLOCK, LIBRARY_BLOCK)} and not key.bias
+    return has and whole and in_blocks and key.unit_stride and key.pairs > MIN_WIDE_PAIRS * key.num_experts
 
 
 Serves: TypeAlias = Callable[[ExpertsKey, DeviceFacts], bool]
@@ -119,6 +140,10 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _row("torch", "torch's grouped GEMM, or one expert after the other", "reference:mixture"),
         ),
         "fp8": (
+            _row("early_router", "one token: as in 16 bits; activations keep theirs", "early_router:mixture", _early),
+            _row("one_token", "one token: as in 16 bits; activations keep theirs", "one_token:mixture", _one_token),
+            _row("few_tokens", _FEW, "few_tokens:mixture", _few_scaled),
+            _row("sgl_grouped", "many pairs per expert: sgl-kernel's CUTLASS", "fp8_library:mixture", _fp8_library),
             _row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", "fp8:mixture"),
             _row("torch", "one expert after the other, in float32", "reference:mixture_fp8"),
         ),

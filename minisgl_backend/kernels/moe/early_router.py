@@ -21,14 +21,15 @@ from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe import one_token
 from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
-NUMBERS = 8192  # weights of a program; a program of the router has one expert's
+BYTES = 16384  # weights of a program; a program of the router has one expert's
 NUM_WARPS = 4
 
 
 def mixture(
-    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Streamed], call: MixtureCall
 ) -> torch.Tensor:
     """See `MixtureCall`; of one token with an early router."""
     early, residual, pdl = call.early, call.residual, kernels.ops.pdl(x)
@@ -45,24 +46,27 @@ def output_and_logits(
 
     pdl: programmatic dependent launch, whose rules are in plain/small_rows.py.
     """
-    (hidden, size_in), num_experts, k = early.o_proj.shape, len(early.weight), experts_per_token
+    o_proj, o_proj_scale, o_proj_format = operand_of(early.o_proj)
+    (hidden, size_in), num_experts, k = o_proj.shape, len(early.weight), experts_per_token
     out = torch.empty_like(residual)
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     padded = next_power_of_2(size_in)
-    tile = max(1, NUMBERS // padded)
+    tile = max(1, BYTES // (padded * o_proj.element_size()))
     _output_and_logits_kernel[(num_experts + cdiv(hidden, tile),)](
-        x, early.o_proj, residual, early.weight, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
+        x, o_proj, o_proj_scale, residual, early.weight, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in,
+        SIZE_PADDED=padded,
         OUT_PADDED=next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=next_power_of_2(k),
-        TILE=tile, num_warps=NUM_WARPS, **pdl_options(pdl),
+        TILE=tile, **o_proj_format, num_warps=NUM_WARPS, **pdl_options(pdl),
     )  # fmt: skip
     return out, logits
 
 
 @triton.jit
 def _output_and_logits_kernel(
-    x_ptr, weight_ptr, residual_ptr, early_ptr, out_ptr, logits_ptr,
+    x_ptr, weight_ptr, weight_scale_ptr, residual_ptr, early_ptr, out_ptr, logits_ptr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, OUT_PADDED: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first programs compute the logit of one expert each, the others a tile of o_proj."""
     if PDL:
@@ -88,10 +92,12 @@ def _output_and_logits_kernel(
         o = (program - EXPERTS) * TILE + tl.arange(0, TILE)
         o_ok = o < SIZE_OUT
         at = weight_ptr + o[:, None] * SIZE_IN + i[None, :]
+        scale_at = scales_of(weight_scale_ptr, 0, o, SIZE_OUT, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+        scales = load_scales(scale_at, o_ok, 0, SIZE_IN, SIZE_PADDED, SCALED, BLOCK_IN)
         tile = tl.load(at, mask=o_ok[:, None] & i_ok[None, :], other=0.0)
         if PDL:
             tl_cuda.gdc_wait()
         added = tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-        total = tl.sum(tile.to(tl.float32) * x[None, :], 1) + added
+        total = sums_of_rows(tile.to(tl.float32) * x[None, :], scales, SCALED, BLOCK_IN) + added
         tl.store(out_ptr + o, total.to(out_ptr.dtype.element_ty), mask=o_ok)

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.few_plan import SLOTS, Plan, read_tile
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, MixtureShape, Pairs, by_plan
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.scaled import Streamed, operand_of, scales_of
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
 
 
@@ -30,29 +31,37 @@ def few_shape(num_tokens: int) -> MixtureShape[GemmShape]:
     return MixtureShape(SLOTS, gate_up, GemmShape(64, 128, 4, 4))
 
 
+# Of FP8: narrow tiles, since there are few (measured on an H100).
+FEW_SCALED = MixtureShape(SLOTS, GemmShape(16, 128, 4, 5), GemmShape(32, 128, 4, 5))
+
+
 def mixture(
-    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Streamed], call: MixtureCall
 ) -> torch.Tensor:
     """See `MixtureCall`; for up to MAX_FEW_TOKENS tokens (choose.py)."""
-    return by_plan(kernels, x, experts, call, few_shape(len(x)), _gemm)
+    is_plain = isinstance(experts.gate_up, torch.Tensor)
+    return by_plan(kernels, x, experts, call, few_shape(len(x)) if is_plain else FEW_SCALED, _gemm)
 
 
 def _gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
     plan, (_, size_out), cut = pairs.plan, gemm.out.shape, gemm.cut
     assert isinstance(plan, Plan)
+    numbers, scale, weight_format = operand_of(gemm.weight)
+    tile_in = min(cut.tile_in, weight_format["BLOCK_IN"] or cut.tile_in)
     _few_product_kernel[(plan.max_tiles, cdiv(size_out, cut.tile_out))](
-        gemm.x, gemm.weight, gemm.weight if gemm.bias is None else gemm.bias, gemm.out, plan.tiles, plan.weights,
-        gemm.x.stride(0), SIZE_OUT=size_out, SIZE_IN=gemm.x.shape[1], TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
-        BIAS=gemm.bias is not None, SLOTS=SLOTS, PACKED=plan.is_packed, **gemm.options(pairs),
+        gemm.x, numbers, scale, gemm.x if gemm.bias is None else gemm.bias, gemm.out, plan.tiles, plan.weights,
+        gemm.x.stride(0), SIZE_OUT=size_out, SIZE_IN=gemm.x.shape[1], TILE_OUT=cut.tile_out, TILE_IN=tile_in,
+        BIAS=gemm.bias is not None, SLOTS=SLOTS, PACKED=plan.is_packed, **weight_format, **gemm.options(pairs),
     )  # fmt: skip
 
 
 @triton.jit
 def _few_product_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For each pair. GATED: activation(gate @ x) * (up @ x), with x of the pair's token. Else: down @ x, with x of the
     pair, times the pair's weight."""
@@ -65,9 +74,12 @@ def _few_product_kernel(
         return
     o, weight_row, row_ok = rows_of_weight(expert, tl.program_id(1) * TILE_OUT, SIZE_OUT, TILE_OUT, GATED)
     source = pair // K if GATED else pair
+    outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
+    scale_at = scales_of(scale_ptr, expert, weight_row - expert * outputs, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
     acc = products(
-        x_ptr, source, s_ok, x_stride, weight_ptr, weight_row, row_ok, SIZE_IN, TILE_IN, WAIT=PDL and not GATED
-    )
+        x_ptr, source, s_ok, x_stride, weight_ptr, scale_at, weight_row, row_ok, SIZE_IN, TILE_IN, SCALED, BLOCK_IN,
+        WAIT=PDL and not GATED,
+    )  # fmt: skip
     if BIAS:
         acc += tl.load(bias_ptr + weight_row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:

@@ -21,6 +21,7 @@ from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_i
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked, Weight
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, Launch, MixtureShape, Pairs, by_sorted_pairs
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.scaled import scales_of
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
@@ -122,8 +123,8 @@ def _few_pairs_kernel(
     k = tl.arange(0, TILE_IN)
     x_lines = x_ptr + source.to(tl.int64)[:, None] * SIZE_IN
     weight_rows = weight_ptr + (expert * outputs + o)[:, None] * SIZE_IN
-    w_scales = _scales_of(scale_ptr, expert, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-    up_scales = _scales_of(scale_ptr, expert, o + SIZE_OUT, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    w_scales = scales_of(scale_ptr, expert, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    up_scales = scales_of(scale_ptr, expert, o + SIZE_OUT, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
     acc = tl.zeros([TILE_OUT, TILE_PAIRS], tl.float32)
     acc_up = tl.zeros([TILE_OUT, TILE_PAIRS], tl.float32)
     x_scale = tl.load(x_scale_ptr + source, mask=i_ok, other=0.0)
@@ -192,8 +193,8 @@ def _many_pairs_kernel(
     k = tl.arange(0, TILE_IN)
     x_lines = x_ptr + source.to(tl.int64)[:, None] * SIZE_IN + k[None, :]
     weight_rows = weight_ptr + (expert * outputs + o)[:, None] * SIZE_IN + k[None, :]
-    w_scales = _scales_of(scale_ptr, expert, row, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-    up_scales = _scales_of(scale_ptr, expert, row + SIZE_OUT, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    w_scales = scales_of(scale_ptr, expert, row, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    up_scales = scales_of(scale_ptr, expert, row + SIZE_OUT, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
     acc = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
     acc_up = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
     x_scale = tl.load(x_scale_ptr + source, mask=i_ok, other=0.0)
@@ -239,17 +240,3 @@ def _add_scaled(acc, product, x_scale, w_scale, one_block: tl.constexpr, BLOCK_I
         return acc + product * (x_scale[:, None] * w_scale[None, :])
     else:
         return acc + product
-
-
-@triton.jit
-def _scales_of(
-    scale_ptr, expert, row, OUTPUTS: tl.constexpr, SIZE_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-):  # fmt: skip
-    """Scales of rows of an expert's weight: those of their first block of inputs, or one per row."""
-    if BLOCK_IN:
-        groups: tl.constexpr = (SIZE_IN + BLOCK_IN - 1) // BLOCK_IN
-        blocks: tl.constexpr = (OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT
-        return scale_ptr + (expert * blocks + row // BLOCK_OUT) * groups
-    else:
-        return scale_ptr + expert * OUTPUTS + row

@@ -96,7 +96,9 @@ def _grouped_kernel(
     pair, i, i_ok = pairs_of_tile(order_ptr, first_ptr, end_ptr, tile, TILE_PAIRS)
     source = pair // K if GATED else i
     o, weight_row, row_ok = rows_of_weight(expert, tl.program_id(1) * TILE_OUT, SIZE_OUT, TILE_OUT, GATED)
-    acc = products(x_ptr, source, i_ok, x_stride, weight_ptr, weight_row, row_ok, SIZE_IN, TILE_IN, False)
+    acc = products(
+        x_ptr, source, i_ok, x_stride, weight_ptr, weight_ptr, weight_row, row_ok, SIZE_IN, TILE_IN, False, 0, False
+    )
     if BIAS:
         acc += tl.load(bias_ptr + weight_row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:

@@ -6,9 +6,11 @@ from typing import Generic
 
 import torch
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import PlainKernels
-from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall, Picked, Weight
+from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall, Picked, Weight, blocks_of
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.moe.router_config import BEST_OF_GROUP, RouterConfig
 
@@ -78,9 +80,10 @@ class ExpertsKernels(Generic[Weight]):
     Only rows named torch wait for the device, as reference.py says.
     """
 
-    def __init__(self, weight_format: str, kernels: MixtureKernels) -> None:
+    def __init__(self, weight_format: str, kernels: MixtureKernels, facts: DeviceFacts | None = None) -> None:
+        """facts: None: the device's."""
         self.kernels = kernels
-        self.chooser = experts_chooser(weight_format, kernels.facts)
+        self.chooser = experts_chooser(weight_format, facts or kernels.facts)
 
     def __call__(self, x: torch.Tensor, experts: Experts[Weight], call: MixtureCall) -> torch.Tensor:
         """See `MixtureCall`."""
@@ -88,12 +91,21 @@ class ExpertsKernels(Generic[Weight]):
         out: torch.Tensor = mixture(self.kernels, x, experts, call)
         return out
 
-    def early_router(self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor) -> EarlyRouter | None:
+    def early_router(
+        self,
+        router: torch.Tensor,
+        norm_weight: torch.Tensor,
+        o_proj: torch.Tensor | Fp8Weight,
+        experts: Experts[Weight],
+    ) -> EarlyRouter | None:
         """What a call with these weights has for one token, made once when they are loaded; None: no kernel serves it.
 
         router [num_experts, hidden], norm_weight [hidden], o_proj [hidden, inputs].
         """
         (num_experts, hidden), size_in = router.shape, o_proj.shape[1]
-        key = ExpertsKey(1, num_experts, 1, hidden, 1, router.dtype, routed=True, o_proj_inputs=size_in)
+        key = ExpertsKey(
+            1, num_experts, 1, hidden, 1, router.dtype, routed=True, o_proj_inputs=size_in,
+            blocks=experts.blocks | blocks_of(o_proj),
+        )  # fmt: skip
         is_served = self.chooser.kernel(key) == "early_router"
         return EarlyRouter.of(router, norm_weight, o_proj) if is_served else None

@@ -24,6 +24,7 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
+from minisgl_backend.kernels.moe.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 
 
 class TokenShape(NamedTuple):
@@ -36,12 +37,13 @@ class TokenShape(NamedTuple):
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
 GATE_UP, DOWN, ROUTE = TokenShape(4, 2048, 4), TokenShape(8, 256, 8), TokenShape(2, 2048, 8)
-# Largest number of programs over all experts, so that all run at once. Each picks its expert once, for two tiles.
-GATE_UP_PROGRAMS = 800
+# Largest number of programs over all experts, so that all run at once. Each picks its expert once, for two tiles; of
+# FP8, whose tiles are half as many bytes, for one (measured on an H100).
+GATE_UP_PROGRAMS, SCALED_PROGRAMS = 800, 1600
 
 
 def mixture(
-    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[torch.Tensor], call: MixtureCall
+    kernels: TritonMixtureKernels, x: torch.Tensor, experts: Experts[Streamed], call: MixtureCall
 ) -> torch.Tensor:
     """See `MixtureCall`; for one token."""
     pdl = kernels.ops.pdl(x)
@@ -75,7 +77,7 @@ def route(
 def by_logits(
     x: torch.Tensor,
     logits: torch.Tensor,
-    experts: Experts[torch.Tensor],
+    experts: Experts[Streamed],
     call: MixtureCall,
     *,
     divided: bool = True,
@@ -84,8 +86,9 @@ def by_logits(
     """`mixture` after the router: logits [k, num_experts] are k copies of a token's logits. `divided`: False where
     they still have to be divided by the RMS of x."""
     num_experts, hidden, size, k = experts.num_experts, experts.hidden_size, experts.intermediate_size, len(logits)
-    gate_up, down, inner, outer = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
-    norm_weight, residual = call.norm_weight, call.residual
+    gate_up, gate_up_scale, gate_up_format = operand_of(experts.gate_up)
+    down, down_scale, down_format = operand_of(experts.down)
+    inner, outer, norm_weight, residual = experts.gate_up_bias, experts.down_bias, call.norm_weight, call.residual
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
@@ -94,18 +97,19 @@ def by_logits(
     choices = {"K": k, "K_PADDED": next_power_of_2(k)}
     ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": next_power_of_2(num_experts), "DIVIDED": divided}
     tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
-    programs = min(max(1, GATE_UP_PROGRAMS // k), cdiv(size, tile_out))
+    most = SCALED_PROGRAMS if gate_up_format["SCALED"] else GATE_UP_PROGRAMS
+    programs = min(max(1, most // k), cdiv(size, tile_out))
     _gate_up_kernel[(k, programs)](
-        x, norm_or_x, logits, gate_up, gate_up if inner is None else inner, activated, scale, call.eps, SIZE_OUT=size,
-        SIZE_IN=hidden, SIZE_PADDED=padded, TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps,
-        ACTIVATION=experts.activation, BIAS=inner is not None, **ranked, **norm, num_warps=GATE_UP.num_warps,
-        **pdl_options(pdl),
+        x, norm_or_x, logits, gate_up, gate_up_scale, x if inner is None else inner, activated, scale, call.eps,
+        SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded, TILE_OUT=tile_out, PROGRAMS=programs,
+        WARPS=GATE_UP.num_warps, ACTIVATION=experts.activation, BIAS=inner is not None, **gate_up_format, **ranked,
+        **norm, num_warps=GATE_UP.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     _down_kernel[(cdiv(hidden, DOWN.tile_out),)](
-        activated, logits, down, down if outer is None else outer, residual if residual is not None else x, scale, out,
-        SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=experts.renormalize,
-        RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=DOWN.num_warps, **choices, **ranked,
-        num_warps=DOWN.num_warps, **pdl_options(pdl),
+        activated, logits, down, down_scale, x if outer is None else outer, x if residual is None else residual, scale,
+        out, SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in,
+        RENORMALIZE=experts.renormalize, RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=DOWN.num_warps,
+        **down_format, **choices, **ranked, num_warps=DOWN.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -213,10 +217,11 @@ def pick_all(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, logits_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, eps,
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, scale_ptr, eps,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     SIZE_PADDED: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DIVIDED: tl.constexpr, SCALED: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[choice] = activation(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
     choice = tl.program_id(0)
@@ -241,11 +246,15 @@ def _gate_up_kernel(
         o_ok = o < SIZE_OUT
         at = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN + i[None, :]
         ok = o_ok[:, None] & i_ok[None, :]
+        scales = scales_of(weight_scale_ptr, expert, o, 2 * SIZE_OUT, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+        up_scales = scales_of(weight_scale_ptr, expert, o + SIZE_OUT, 2 * SIZE_OUT, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+        gate_scale = load_scales(scales, o_ok, 0, SIZE_IN, SIZE_PADDED, SCALED, BLOCK_IN)
+        up_scale = load_scales(up_scales, o_ok, 0, SIZE_IN, SIZE_PADDED, SCALED, BLOCK_IN)
         # Evicted first from the L2 cache: these are not read again in this step, but states and norms are.
         gate = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        gate_sum = tl.sum(gate * x[None, :], 1) * scale
-        up_sum = tl.sum(up * x[None, :], 1) * scale
+        gate_sum = sums_of_rows(gate * x[None, :], gate_scale, SCALED, BLOCK_IN) * scale
+        up_sum = sums_of_rows(up * x[None, :], up_scale, SCALED, BLOCK_IN) * scale
         if BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE_OUT) + o
             gate_sum += tl.load(bias_at, mask=o_ok, other=0.0).to(tl.float32)
@@ -267,11 +276,11 @@ def shares_of_picked(below, others, ok, RENORMALIZE: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    x_ptr, logits_ptr, weight_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr,
+    x_ptr, logits_ptr, weight_ptr, weight_scale_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, WARPS: tl.constexpr, DIVIDED: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
     if PDL:
@@ -290,10 +299,13 @@ def _down_kernel(
     k = tl.arange(0, TILE_IN)
     rows = weight_ptr + (expert[:, None] * SIZE_OUT + o[None, :]) * SIZE_IN
     rows_ok = c_ok[:, None] & o_ok[None, :]
-    acc = tl.zeros([K_PADDED, TILE_OUT, TILE_IN], tl.float32)
+    scales = scales_of(weight_scale_ptr, expert[:, None], o[None, :], SIZE_OUT, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    # Products of inputs that share a scale are added up at once.
+    acc = tl.zeros([K_PADDED, TILE_OUT, TILE_IN // BLOCK_IN if BLOCK_IN else TILE_IN], tl.float32)
     for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
         i = step * TILE_IN + k
         i_ok = i < SIZE_IN
+        step_scales = load_scales(scales, rows_ok, step * TILE_IN, SIZE_IN, TILE_IN, SCALED, BLOCK_IN)
         w_at, w_ok = rows[:, :, None] + i[None, None, :], rows_ok[:, :, None] & i_ok[None, None, :]
         w = tl.load(w_at, mask=w_ok, other=0.0, eviction_policy="evict_first")
         if PDL and step == 0:
@@ -301,11 +313,18 @@ def _down_kernel(
         if not DIVIDED and step == 0:
             scale = tl.load(scale_ptr, cache_modifier=".cg")
         x = tl.load(x_ptr + c[:, None] * SIZE_IN + i[None, :], mask=c_ok[:, None] & i_ok[None, :], other=0.0)
-        acc += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
+        products = w.to(tl.float32) * x.to(tl.float32)[:, None, :]
+        if BLOCK_IN:
+            parts = tl.reshape(products, (K_PADDED, TILE_OUT, TILE_IN // BLOCK_IN, BLOCK_IN))
+            acc += tl.sum(parts, 3) * step_scales
+        else:
+            acc += products
     if not DIVIDED:
         others = tl.where(others == -float("inf"), others, others * scale)  # scale may be 0
         pair_weight = shares_of_picked(below * scale, others, c_ok, RENORMALIZE)
     sums = tl.sum(acc, 2)
+    if SCALED and BLOCK_IN == 0:
+        sums *= step_scales
     if BIAS:
         bias_at = bias_ptr + expert[:, None] * SIZE_OUT + o[None, :]
         sums += tl.load(bias_at, mask=rows_ok, other=0.0).to(tl.float32)

@@ -41,11 +41,12 @@ def rows_of_weight(expert, column, SIZE_OUT: tl.constexpr, TILE_OUT: tl.constexp
 
 @triton.jit
 def products(
-    x_ptr, x_row, x_ok, x_stride, weight_ptr, weight_row, row_ok,
-    SIZE_IN: tl.constexpr, TILE_IN: tl.constexpr, WAIT: tl.constexpr,
+    x_ptr, x_row, x_ok, x_stride, weight_ptr, scale_at, weight_row, row_ok,
+    SIZE_IN: tl.constexpr, TILE_IN: tl.constexpr, SCALED: tl.constexpr, BLOCK_IN: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T of rows of both, float32 [rows of x, rows of the weight]. WAIT: waits for the previous kernel once
-    the addresses are known."""
+    """x @ weight.T of rows of both, float32 [rows of x, rows of the weight]. SCALED: of FP8, which become numbers of
+    x's format, with scales at `scale_at` (`scaled.scales_of`). WAIT: waits for the previous kernel once the addresses
+    are known."""
     acc = tl.zeros([x_row.shape[0], weight_row.shape[0]], tl.float32)
     k = tl.arange(0, TILE_IN)
     x_rows = x_ptr + x_row.to(tl.int64)[:, None] * x_stride
@@ -56,8 +57,15 @@ def products(
         i = start + k
         i_ok = i < SIZE_IN
         x = tl.load(x_rows + i[None, :], mask=x_ok[:, None] & i_ok[None, :], other=0.0)
+        if BLOCK_IN:
+            scale = tl.load(scale_at + start // BLOCK_IN, mask=row_ok, other=0.0)
         w = tl.load(weight_rows + i[:, None], mask=i_ok[:, None] & row_ok[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        if BLOCK_IN:
+            acc += tl.dot(x, w.to(x.dtype), input_precision="ieee") * scale[None, :]
+        else:
+            acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+    if SCALED and BLOCK_IN == 0:
+        acc *= tl.load(scale_at, mask=row_ok, other=0.0)[None, :]
     return acc
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
@@ -72,13 +73,13 @@ class ExpertsMethod(WeightedLayer):
         return self.kernels(x, self.operands, call)
 
     def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor | None
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor | Fp8Weight | None
     ) -> EarlyRouter | None:
         """What a call for one token may have in place of its router and the o_proj before, made once; None: these are
-        not served. o_proj [hidden_size, inputs]: without a bias and in the model's number format; None: another."""
-        if o_proj is None or self.gate_up_bias is not None or not isinstance(self.operands.gate_up, torch.Tensor):
+        not served. o_proj [hidden_size, inputs]: `LinearMethod.streamed_weight`."""
+        if o_proj is None or self.gate_up_bias is not None:
             return None
-        return self.kernels.early_router(router, norm_weight, o_proj)
+        return self.kernels.early_router(router, norm_weight, o_proj, self.operands)
 
 
 def by_kind(gate_up: torch.Tensor, down: torch.Tensor, dim: int = 1) -> Iterator[tuple[str, torch.Tensor]]:

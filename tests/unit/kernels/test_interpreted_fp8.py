@@ -21,7 +21,7 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize, quantize_outputs
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
-from minisgl_backend.kernels.moe.call import MixtureCall
+from minisgl_backend.kernels.moe.call import EarlyRouter, MixtureCall
 from minisgl_backend.kernels.torch_ops import TorchOps
 from tests.mixtures import TORCH, by_torch, experts_of, interpreted
 
@@ -38,7 +38,10 @@ from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
 from minisgl_backend.kernels.linear.fp8 import many_rows
 from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
+from minisgl_backend.kernels.moe import early_router, fp8_library
+from minisgl_backend.kernels.moe import few_tokens as moe_few_tokens
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
+from minisgl_backend.kernels.moe import one_token as moe_one_token
 from minisgl_backend.kernels.moe.gemms import GemmShape, MixtureShape
 from minisgl_backend.kernels.triton_ops import TritonOps
 
@@ -228,6 +231,62 @@ def test_experts(tile_pairs: int, kind: str, monkeypatch: pytest.MonkeyPatch) ->
     ]
     given = x, experts_of(*weights), call
     assert relative(moe_fp8.mixture(interpreted(), *given), by_torch(*given, "fp8")) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["channels", "blocks"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 11])
+def test_experts_of_a_few_tokens(num_tokens: int, kind: str) -> None:
+    """Activations keep their format; also with the router beside o_proj, for one token."""
+    torch.manual_seed(num_tokens)
+    experts, k, hidden, size, size_in = 6, 2, 96, 80, 64
+    shapes = (experts, 2 * size, hidden), (experts, hidden, size), (hidden, size_in)
+    blocks = ((16, 32), (16, 16), (32, 16)) if kind == "blocks" else (None, None, None)
+    weights = []
+    for shape, block in zip(shapes, blocks, strict=True):
+        weight = torch.randn(shape) / 8 * torch.rand(shape[-2], 1) * 3
+        weights.append(
+            Fp8Weight(*(quantize_outputs(weight) if block is None else in_blocks(weight, block)), None, block)
+        )
+    plain = [dequantize(one.numbers, one.scale, one.block) for one in weights]
+    x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
+    norm = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6}
+    call = MixtureCall(router=router, residual=torch.randn(num_tokens, hidden), **norm)
+    mixture = (moe_one_token if num_tokens == 1 else moe_few_tokens).mixture
+    found = mixture(interpreted(), x, experts_of(*weights[:2], k), call)
+    assert relative(found, by_torch(x, experts_of(*plain[:2], k), call)) < 1e-5
+    if num_tokens == 1:
+        attended, residual = torch.randn(1, size_in), torch.randn(1, hidden)
+        call = MixtureCall(residual=residual, early=EarlyRouter.of(router, norm["norm_weight"], weights[2]), **norm)
+        found = early_router.mixture(interpreted(), attended, experts_of(*weights[:2], k), call)
+        states = residual + attended @ plain[2].T
+        call = MixtureCall(router=router, residual=states, **norm)
+        assert relative(found, by_torch(states, experts_of(*plain[:2], k), call)) < 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, 290])
+def test_experts_by_sgl_kernel(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grouped GEMM by torch: what goes to it, and what comes of it. An expert has no tokens."""
+    torch.manual_seed(num_tokens)
+    experts, k, hidden, size = 5, 2, 384, 128
+    shapes = ((experts, 2 * size, hidden), (experts, hidden, size))
+    weights = [Fp8Weight(*in_blocks(torch.randn(shape) / 8, (128, 128)), None, (128, 128)) for shape in shapes]
+
+    def multiply(out, x, weight, x_scale, scale, x_stride, weight_stride, out_stride, sizes, offsets, workspace):  # type: ignore[no-untyped-def]
+        assert {tuple(row[1:]) for row in sizes.tolist()} == {(out.shape[1], x.shape[1])}
+        for strides, of in ((x_stride, x), (weight_stride, x), (out_stride, out)):
+            assert strides.tolist() == [of.shape[1]] * experts
+        wide = dequantize(weight.transpose(1, 2), scale.transpose(1, 2), (128, 128))
+        for expert, (rows, first) in enumerate(zip(sizes[:, 0].tolist(), offsets.tolist(), strict=True)):
+            part = slice(first, first + rows)
+            out[part] = (x[part].float() * x_scale[part].repeat_interleave(128, 1)) @ wide[expert].T
+
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(es_fp8_blockwise_scaled_grouped_mm=multiply))
+    picked = TORCH.route(torch.randn(num_tokens, experts).index_fill(1, torch.tensor([2]), -9.0), k, True)
+    given = (
+        torch.randn(num_tokens, hidden), experts_of(*weights),
+        MixtureCall(picked, residual=torch.randn(num_tokens, hidden)),
+    )  # fmt: skip
+    assert relative(fp8_library.mixture(interpreted(), *given), by_torch(*given, "fp8")) < 2e-3
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -243,6 +243,25 @@ def test_which_kernels_compute_experts(tokens: int, more: dict[str, int], expect
 
 
 @pytest.mark.parametrize(
+    ("tokens", "block", "expected"),
+    [
+        (1, (128, 128), "early_router"),
+        (16, (128, 128), "few_tokens"),
+        (17, (128, 128), "grouped"),
+        (4096, (128, 128), "sgl_grouped"),
+        (4096, (64, 128), "grouped"),
+        (1, (128, 192), "grouped"),  # no whole blocks in a tile
+        (4096, None, "grouped"),
+    ],
+)
+def test_experts_in_fp8(tokens: int, block: tuple[int, int] | None, expected: str) -> None:
+    blocks = frozenset() if block is None else frozenset({block})
+    key = ExpertsKey(tokens, 128, 8, 2048, 768, BF16, True, 4096 if tokens == 1 else 0, blocks=blocks)
+    assert experts_chooser("fp8", H200).kernel(key) == expected
+    assert experts_chooser("fp8", replace(H200, libraries=frozenset())).kernel(key) != "sgl_grouped"
+
+
+@pytest.mark.parametrize(
     ("batch", "num_kv_heads", "group", "can_share", "workers", "num_splits", "tile"),
     [
         (1, 8, 5, True, 0, 32, 64),

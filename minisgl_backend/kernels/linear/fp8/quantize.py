@@ -117,12 +117,18 @@ def _quantize_groups_kernel(
     x = tl.load(x_ptr + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
     if NORM:
         x = _normed(x, tl.load(norm_ptr + i, mask=ok, other=0.0), eps, SIZE, x_ptr.dtype.element_ty)
-    groups = tl.reshape(x, (WIDTH // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(groups), 1), LEAST) / LARGEST
-    numbers = _to_fp8(groups / scale[:, None], LARGEST)
-    tl.store(out_ptr + row * SIZE + i, tl.reshape(numbers, (WIDTH,)), mask=ok)
+    numbers, scale = quantized_in_groups(x, WIDTH, GROUP, LARGEST, LEAST)
+    tl.store(out_ptr + row * SIZE + i, numbers, mask=ok)
     g = tl.program_id(1) * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
     tl.store(scale_ptr + g.to(tl.int64) * rows + row, scale, mask=g * GROUP < SIZE)
+
+
+@triton.jit
+def quantized_in_groups(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """x float32 [WIDTH] in FP8, and scales [WIDTH // GROUP]."""
+    groups = tl.reshape(x, (WIDTH // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), 1), LEAST) / LARGEST
+    return tl.reshape(_to_fp8(groups / scale[:, None], LARGEST), (WIDTH,)), scale
 
 
 @triton.jit

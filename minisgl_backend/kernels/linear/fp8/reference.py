@@ -78,6 +78,10 @@ class Fp8Weight:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", WeightKind.of(self.numbers, self.block))
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
 
 def linear(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
     """See `GemmCall`."""
