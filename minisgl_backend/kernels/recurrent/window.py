@@ -1,8 +1,9 @@
 """`reference.delta_window` and `delta_fold` in the Triton language, bound by the bytes of states.
 
-A program of the window has one row and one value head, whose state it reads once, as one tile in registers, and all of
-which is in flight before the first use. All of a row's entries go by that tile, one after the other, so that drafts
-cost no state. Products are float32 FMA on purpose: tensor cores in TF32 would lose three digits, and bytes take longer.
+A program of the window has one row and one value head, whose state it reads once. Where a row has one entry, the state
+is streamed through shared memory in tiles of some of its values, several ahead; where it may have drafts, it stays in
+registers while all entries of the row go by, one after the other, so that drafts cost no state. Products are float32
+FMA on purpose: tensor cores in TF32 would lose three digits, and bytes take longer.
 """
 
 from __future__ import annotations
@@ -18,30 +19,32 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 from minisgl_backend.kernels.recurrent.calls import L2_EPS, DeltaLayer, FoldBatch, WindowBatch
 from minisgl_backend.kernels.recurrent.parts import log_decay, silu
+from minisgl_backend.kernels.shared_memory import stages_that_fit
 from minisgl_backend.kv.state import LayerState
 from minisgl_backend.kv.state_config import StateConfig
 
-_TAIL = 32  # tokens of a tail that are read at once
-_PER_THREAD = 64  # numbers of a state that a thread holds
-_TWO_PROGRAMS = 128  # registers of a thread with which two programs of eight warps fit a multiprocessor
-_LATE = 2  # programs a multiprocessor beyond which reading before the previous kernel ends takes its room
+_TAIL = 32  # tokens of a tail that are read at once, beside a state in registers
+_LONGEST_TAIL = 128  # tokens of a page whose keys fit registers, beside a tile of a state
+_TILE = 32  # values of a tile
+_PER_THREAD = 64  # numbers of a state that a thread holds, where a program has all of it
 
 
-class WindowShape(NamedTuple):
-    """How the window of a number of rows is computed."""
+class StreamShape(NamedTuple):
+    """How a state is streamed."""
 
+    tile: int  # of its values
     num_warps: int
-    registers: int  # at most, of a thread; 0: as the compiler likes
-    early: bool  # with `pdl`: states are read before the previous kernel has ended
+    num_stages: int  # tiles in flight, and one
 
 
-def window_shape(num_entries: int, config: StateConfig, num_sms: int) -> WindowShape:
-    """By the number of programs that a multiprocessor gets, and the size of a state."""
-    size = next_power_of_2(config.k_dim) * next_power_of_2(config.v_dim)
-    num_warps = max(1, min(16, size // (32 * _PER_THREAD)))
-    programs = num_entries * config.num_v_heads
-    several = num_sms > 0 and programs > num_sms
-    return WindowShape(num_warps, _TWO_PROGRAMS if several and num_warps == 8 else 0, programs <= _LATE * num_sms)
+def stream_shape(num_entries: int, config: StateConfig, page_size: int, facts: DeviceFacts) -> StreamShape:
+    """Where all programs run at once, every tile is in flight; else tiles leave room for four programs or five."""
+    tile = min(_TILE, next_power_of_2(config.v_dim))
+    rows = next_power_of_2(config.k_dim)
+    at_once = num_entries * config.num_v_heads <= 2 * facts.multiprocessors
+    stages = 1 + next_power_of_2(config.v_dim) // tile if at_once else 3
+    fitting = stages_that_fit(stages, 4 * tile * (rows + next_power_of_2(page_size)), facts.shared_memory // 2)
+    return StreamShape(tile, max(1, min(4, rows * tile // 1024)), fitting)
 
 
 def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torch.Tensor:
@@ -50,17 +53,30 @@ def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torc
     out = torch.empty((num_entries, config.num_v_heads * config.v_dim), dtype=x.dtype, device=x.device)
     if num_entries == 0:
         return out
-    shape = window_shape(num_entries, config, DeviceFacts.of(x.device).multiprocessors)
-    _window_kernel[(config.num_v_heads, num_entries)](
+    facts, tail = DeviceFacts.of(x.device), next_power_of_2(layer.page_size)
+    k_padded, v_padded = next_power_of_2(config.k_dim), next_power_of_2(config.v_dim)
+    grid = (config.num_v_heads, num_entries)
+    tensors = (
         x, out, batch.rows, batch.kv_lens, batch.state_slot, batch.state_border, state.states, state.tail_k,
         state.tail_u, state.tail_g, state.tail_conv, layer.conv_weight, layer.a_log, layer.dt_bias, layer.norm_weight,
-        layer.norm_eps, layer.beta_scale, config.k_dim**-0.5, L2_EPS, num_entries, x.stride(0),
-        HK=config.num_k_heads, HV=config.num_v_heads, DK=config.k_dim, DK_PADDED=next_power_of_2(config.k_dim),
-        DV=config.v_dim, DV_PADDED=next_power_of_2(config.v_dim), WIDTH=config.conv_width, PAGE=layer.page_size,
-        TAIL=min(_TAIL, next_power_of_2(layer.page_size)), LENGTH=layer.page_size + layer.max_drafts,
-        RING=state.tail_conv.shape[1], ENTRIES=next_power_of_2(1 + layer.max_drafts) if batch.has_drafts else 1,
-        EARLY=shape.early, num_warps=shape.num_warps, **({"maxnreg": shape.registers} if shape.registers else {}),
-        **pdl_options(batch.pdl),
+        layer.norm_eps, layer.beta_scale, config.k_dim**-0.5, L2_EPS, x.stride(0),
+    )  # fmt: skip
+    sizes = {
+        "HK": config.num_k_heads, "HV": config.num_v_heads, "DK": config.k_dim, "DK_PADDED": k_padded,
+        "DV": config.v_dim, "WIDTH": config.conv_width, "LENGTH": state.tail_u.shape[2],
+        "RING": state.tail_conv.shape[1], **pdl_options(batch.pdl),
+    }  # fmt: skip
+    if not batch.has_drafts and tail <= _LONGEST_TAIL:
+        shape = stream_shape(num_entries, config, layer.page_size, facts)
+        _streaming_kernel[grid](
+            *tensors, TILE=shape.tile, TILES=v_padded // shape.tile, TAIL=tail, STAGES=shape.num_stages,
+            num_warps=shape.num_warps, **sizes,
+        )  # fmt: skip
+        return out
+    _window_kernel[grid](
+        *tensors, num_entries, DV_PADDED=v_padded, PAGE=layer.page_size, TAIL=min(_TAIL, tail),
+        ENTRIES=next_power_of_2(1 + layer.max_drafts), EARLY=num_entries * config.num_v_heads <= facts.multiprocessors,
+        num_warps=max(1, min(16, k_padded * v_padded // (32 * _PER_THREAD))), **sizes,
     )  # fmt: skip
     return out
 
@@ -68,8 +84,8 @@ def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torc
 @triton.jit(do_not_specialize=["num_entries"])
 def _window_kernel(
     x_ptr, out_ptr, rows_ptr, lens_ptr, slot_ptr, border_ptr, states_ptr, tail_k_ptr, tail_u_ptr, tail_g_ptr,
-    tail_conv_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, eps, beta_scale, q_scale, l2_eps, num_entries,
-    x_stride, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr,
+    tail_conv_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, eps, beta_scale, q_scale, l2_eps, x_stride,
+    num_entries, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr,
     DV_PADDED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr, LENGTH: tl.constexpr,
     RING: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -194,6 +210,101 @@ def _window_kernel(
         o = o.to(number).to(tl.float32)
         o = (o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * norm).to(number).to(tl.float32)
         tl.store(out_ptr + ((entry + n).to(tl.int64) * HV + head) * DV + e, (o * silu(z)).to(number), mask=e_ok)
+
+
+@triton.jit
+def _streaming_kernel(
+    x_ptr, out_ptr, rows_ptr, lens_ptr, slot_ptr, border_ptr, states_ptr, tail_k_ptr, tail_u_ptr, tail_g_ptr,
+    tail_conv_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, eps, beta_scale, q_scale, l2_eps, x_stride,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LENGTH: tl.constexpr, RING: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One entry a row. TILE: of a state's values, of which there are TILES; TAIL: at least the tokens of a page."""
+    head = tl.program_id(0)
+    entry = tl.program_id(1)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    row = tl.load(rows_ptr + entry)
+    slot = tl.load(slot_ptr + row)
+    position = tl.load(lens_ptr + entry) - 1
+    border = tl.load(border_ptr + row)
+    num_tail = tl.where(slot > 0, position - border, 0)
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    key_head = head // (HV // HK)
+    row_64 = row.to(tl.int64)
+    d = tl.arange(0, DK_PADDED)
+    d_ok = d < DK
+    j = tl.arange(0, TAIL)
+    j_ok = j < num_tail
+    j_at = (border + j) % LENGTH
+    u_ptr = tail_u_ptr + (row_64 * HV + head) * (LENGTH * DV)
+    k_ptr = tail_k_ptr + (row_64 * HK + key_head) * (LENGTH * DK)
+    g_ptr = tail_g_ptr + (row_64 * HV + head) * LENGTH
+    ring_ptr = tail_conv_ptr + row_64 * (RING * C)
+    states_ptr += (slot.to(tl.int64) * HV + head) * (DK * DV)
+    tail_k = tl.load(k_ptr + j_at[:, None] * DK + d[None, :], mask=j_ok[:, None] & d_ok[None, :], other=0.0)
+    tail_g = tl.load(g_ptr + j_at, mask=j_ok, other=0.0)
+    token_ptr = x_ptr + entry.to(tl.int64) * x_stride
+    q_channel = key_head * DK + d
+    k_channel = HK * DK + q_channel
+    tiles = tl.arange(0, TILES)
+    lanes = tl.arange(0, TILE)
+    e = tiles[:, None] * TILE + lanes[None, :]
+    e_ok = e < DV
+    v_channel = 2 * HK * DK + head * DV + e
+    norm = tl.load(norm_ptr + e, mask=e_ok, other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head)
+    if PDL:
+        tl_cuda.gdc_wait()
+    q = _convolved(token_ptr, ring_ptr, weight_ptr, q_channel, d, DK, position, 0, x_stride, C, WIDTH, RING)
+    k = _convolved(token_ptr, ring_ptr, weight_ptr, k_channel, d, DK, position, 0, x_stride, C, WIDTH, RING)
+    v = _convolved(token_ptr, ring_ptr, weight_ptr, v_channel, e, DV, position, 0, x_stride, C, WIDTH, RING)
+    b = tl.load(token_ptr + C + HV * DV + head).to(tl.float32)
+    a = tl.load(token_ptr + C + HV * DV + HV + head).to(tl.float32)
+    g = log_decay(a, a_log, dt_bias)
+    beta = beta_scale / (1.0 + tl.exp(-b))
+    # Appended: nothing of this row that this launch reads.
+    place = position % LENGTH
+    tl.store(g_ptr + place, g)
+    place_ptr = ring_ptr + (position % RING) * C
+    tl.store(place_ptr + v_channel, tl.load(token_ptr + v_channel, mask=e_ok, other=0.0), mask=e_ok)
+    if head % (HV // HK) == 0:
+        tl.store(k_ptr + place * DK + d, k.to(tail_k_ptr.dtype.element_ty), mask=d_ok)
+        tl.store(place_ptr + q_channel, tl.load(token_ptr + q_channel, mask=d_ok, other=0.0), mask=d_ok)
+        tl.store(place_ptr + k_channel, tl.load(token_ptr + k_channel, mask=d_ok, other=0.0), mask=d_ok)
+    q = q * (q_scale * tl.rsqrt(tl.sum(q * q, 0) + l2_eps))
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
+    qk = tl.sum(q * k, 0)
+    total = tl.sum(tail_g, 0) + g
+    wide_k = tail_k.to(tl.float32)
+    weight = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + l2_eps) * tl.exp(total - tl.cumsum(tail_g, 0))
+    weight_k = weight * tl.sum(wide_k * k[None, :], 1)
+    weight_q = weight * tl.sum(wide_k * q[None, :], 1)
+    decay = tl.exp(total)
+    k = decay * k
+    q = decay * q
+    out = tl.zeros([TILES, TILE], tl.float32)
+    d_limit = tl.where(slot > 0, DK, 0)
+    for n in tl.range(0, TILES, num_stages=STAGES):
+        c = n * TILE + lanes
+        c_ok = (c < DV)[None, :]
+        state = tl.load(
+            states_ptr + d[:, None] * DV + c[None, :], mask=(d < d_limit)[:, None] & c_ok, other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        tail_u = tl.load(u_ptr + j_at[:, None] * DV + c[None, :], mask=j_ok[:, None] & c_ok, other=0.0)
+        seen_k = tl.sum(state * k[:, None], 0) + tl.sum(tail_u * weight_k[:, None], 0)
+        seen_q = tl.sum(state * q[:, None], 0) + tl.sum(tail_u * weight_q[:, None], 0)
+        u = beta * (tl.sum(tl.where(tiles[:, None] == n, v, 0.0), 0) - seen_k)
+        tl.store(u_ptr + place * DV + c, u, mask=c < DV)
+        out = tl.where(tiles[:, None] == n, (seen_q + qk * u)[None, :], out)
+    number: tl.constexpr = out_ptr.dtype.element_ty
+    out = out.to(number).to(tl.float32)
+    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
+    out = (out * tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / DV + eps) * norm).to(number).to(tl.float32)
+    tl.store(out_ptr + (entry.to(tl.int64) * HV + head) * DV + e, (out * silu(z)).to(number), mask=e_ok)
 
 
 @triton.jit
