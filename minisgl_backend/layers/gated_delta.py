@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.recurrent.calls import DeltaLayer
-from minisgl_backend.kernels.recurrent.reference import conv_prefill, delta_chunk, delta_window, gated_norm
+from minisgl_backend.kernels.recurrent.choose import recurrent_kernels
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
@@ -41,6 +42,7 @@ class GatedDelta(Mixer):
         self.a_log, self.dt_bias = self._parameter(share.num_v_heads), self._parameter(share.num_v_heads)
         self.norm_weight = self._parameter(config.v_dim)
         self.shape_out = (share.num_v_heads * config.v_dim,)
+        self._kernels = recurrent_kernels(DeviceFacts.of(layer_context.device))
         self._layer: DeltaLayer  # see `bind_states`
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
@@ -67,13 +69,13 @@ class GatedDelta(Mixer):
 
     def run_into(self, x: torch.Tensor, slots: tuple[torch.Tensor, ...], plan: Any, out: torch.Tensor) -> None:
         """See `EagerPiece`."""
-        layer, first = self._layer, plan.num_prefill_tokens
+        kernels, layer, first = self._kernels, self._layer, plan.num_prefill_tokens
         if plan.chunks is not None:
             inputs = x[:first]
-            mixed = delta_chunk(conv_prefill(inputs, layer, plan.chunks), inputs, layer, plan.chunks)
-            out[:first] = gated_norm(mixed, inputs, layer)
+            mixed = kernels.delta_chunk(kernels.conv_prefill(inputs, layer, plan.chunks), inputs, layer, plan.chunks)
+            out[:first] = kernels.gated_norm(mixed, inputs, layer)
         if plan.window is not None:
-            out[first:] = delta_window(x[first:], layer, plan.window)
+            out[first:] = kernels.delta_window(x[first:], layer, plan.window)
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         raise NotImplementedError("a layer that drafts keeps its tokens in pages")

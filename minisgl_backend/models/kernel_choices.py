@@ -15,7 +15,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.attention.pass_attention import PassAttention
+from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
 from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -228,6 +228,9 @@ class _NoAttention(PassAttention):
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         return q if layer.latent is None else q.new_empty(*q.shape[:2], layer.latent.v_dim)
+
+    def run(self, piece: EagerPiece, x: torch.Tensor, slots: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return x.new_empty(len(x), *piece.shape_out)
 
     def fuses_rope(self, layer: AttentionLayer) -> bool:
         return True

@@ -30,6 +30,7 @@ from minisgl_backend.runner.plan_arrays import (
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import Staging
+from minisgl_backend.runner.states import StateTables
 from minisgl_backend.runner.step_tensors import HostBatch, PenaltyReset, StepTensors
 from minisgl_backend.sampling.metadata import NOTHING, SamplingMetadata, SamplingRows
 from minisgl_backend.step import RowError, StepDecisions, StepPlan
@@ -38,8 +39,10 @@ from minisgl_backend.step import RowError, StepDecisions, StepPlan
 class BatchBuilder:
     """Builds batches for one row table. Plans must come in order, and each be executed before the next is uploaded."""
 
-    def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
+    def __init__(self, table: RowTable, sampling: SamplingRows, states: StateTables | None = None) -> None:
+        """states: of a model with states."""
         self._table = table
+        self._states = states
         self._sampling = sampling
         self._splits_pages = table.columns.kernel_pages > 1
         self._poolings: dict[int, PoolingParams] = {}  # by row, for pooling requests
@@ -172,6 +175,8 @@ class BatchBuilder:
     ) -> HostBatch:
         rows, positions, indices = sampled
         arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
+        if self._states is not None and not plan.num_proposed:
+            arrays |= self._states.arrays(plan)
         checked_rows: tuple[int, ...] = ()
         pooled: tuple[PooledChunk, ...] = ()
         if prefill is not None:
@@ -213,6 +218,8 @@ class BatchBuilder:
     def upload(self, host: HostBatch) -> StepTensors:
         """Uploads a built batch and brings the row table up to date; never waits for the device."""
         arrays = self.staging.upload(host.staged)
+        if self._states is not None:
+            self._states.apply(host.plan.step, arrays)
         self._apply(host, arrays)
         prefill = host.prefill
         batch = len(host.decode_rows)
@@ -275,6 +282,7 @@ class BatchBuilder:
             kv_lens_host=lengths,
             rows_host=rows,
             page_tables=self._table.page_tables,
+            states=None if self._states is None else self._states.rows,
         )
 
     def _decode_part(self, host: HostBatch) -> DecodeInputs:
@@ -322,6 +330,7 @@ class BatchBuilder:
             kv_lens_host=prefill.ends,
             rows_host=prefill.rows,
             page_tables=self._table.page_tables,
+            chunks=None if self._states is None else self._states.chunks(arrays),
         )
 
     def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:

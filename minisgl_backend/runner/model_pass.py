@@ -10,6 +10,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttention
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.row_table import RowTable
@@ -27,6 +28,8 @@ class Model(Protocol):
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None: ...
+
+    def bind_states(self, states: StatePool) -> None: ...
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None: ...
 

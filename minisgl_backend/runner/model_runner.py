@@ -17,9 +17,12 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.recurrent.choose import recurrent_kernels
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.groups import ColumnLayout
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import AuxStates
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
@@ -32,6 +35,7 @@ from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, Propos
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.staging import MaskStaging
+from minisgl_backend.runner.states import StateTables
 from minisgl_backend.runner.step_tensors import HostBatch, StepTensors
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs
@@ -61,10 +65,11 @@ class ModelRunner:
         rows: RowState,
         tp: TensorParallel | None = None,
         proposer: DeviceProposer | None = None,
+        states: StatePool | None = None,
         captures: Captures = Captures(),
     ) -> None:
         """Chooses kernels, then captures: the runner is complete once it is constructed. The layers of `proposer`
-        follow the model's in the pool."""
+        follow the model's in the pool. states: of a model with states."""
         table, sampling = rows.table, rows.sampling
         graphs, pieces, longest_prefill = captures.graphs, captures.pieces, captures.longest_prefill
         self._model = model
@@ -74,7 +79,12 @@ class ModelRunner:
         model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()
-        self._builder = BatchBuilder(table, sampling)
+        self._states = None
+        if states is not None:
+            model.bind_states(states)
+            kernels = recurrent_kernels(DeviceFacts.of(table.device))
+            self._states = StateTables(states, kernels, table.max_rows, table.device)
+        self._builder = BatchBuilder(table, sampling, self._states)
         self._sampler = rows.sampler
         self._pass = ModelPass(model, attention, table)
         self._masks = MaskStaging(table.max_rows, sampling.vocab_size, table.device)
@@ -102,6 +112,11 @@ class ModelRunner:
     def num_pages(self) -> int:
         """Pages that a scheduler may hand out: ids 1 to num_pages."""
         return self._pool.num_pages
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for states that a scheduler may hand out, from 1 on; 0: the model has no states."""
+        return 0 if self._states is None else self._states.pool.num_slots
 
     @property
     def columns(self) -> ColumnLayout:

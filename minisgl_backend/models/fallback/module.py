@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.fallback.attention import AttentionCalls
@@ -85,6 +86,9 @@ class TransformersCausalLM(nn.Module):
             return {"input_ids": ids}
         embedding: nn.Module = self.model.get_input_embeddings()
         return {"inputs_embeds": embedding(ids).index_copy(1, given.rows, given.vectors[None])}
+
+    def bind_states(self, states: StatePool) -> None:
+        raise NotImplementedError("no model with states runs through transformers' code")
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         """Binds attention to this pool."""

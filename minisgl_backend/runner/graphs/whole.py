@@ -102,7 +102,8 @@ class CudaGraphRunner(GraphRunner):
         self._memory = torch.cuda.graph_pool_handle()
         # By size and range of context lengths, see AttentionPair.length_bounds.
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        # For sizes whose normal graph stores keys and attends in one kernel, which does not work with drafts.
+        # For sizes whose normal graph does not work with drafts: it stores keys and attends in one kernel, or takes the
+        # entries for those of different rows, which have states.
         self._draft_graphs: dict[int, _Captured] = {}
         # By size, range and one of SAMPLING_GRAPHS.
         self._sampling: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
@@ -126,7 +127,7 @@ class CudaGraphRunner(GraphRunner):
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
                         self._capture(size, index, steps, inputs, plan)
-                        if size in self.draft_sizes and attention.fuses_some_rope(plan):
+                        if size in self.draft_sizes and (plan.window is not None or attention.fuses_some_rope(plan)):
                             inputs = replace(inputs, has_drafts=True)
                             self._draft_graphs[size] = self._captured(steps, inputs, attention.plan_capture(inputs))
                 self._on_progress(done + 1, len(self.sizes))

@@ -11,6 +11,7 @@ from tiny_runner import CPU, MAX_SEQ_LEN, PROMPTS, VOCAB, MakeRunner, PromptGrap
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kv.state import StateLayout, StatePool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.load_config import LoadConfig
@@ -63,6 +64,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         proposer: DeviceProposer | None = None,
         folder: Path = tiny_model_dir,
         dummy: ModelConfig | None = None,
+        most_drafts: int = 0,
     ) -> ModelRunner:
         """`dummy`: a model without a checkpoint."""
         config = dummy or ModelConfig.load(folder)
@@ -89,13 +91,28 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             rows=RowState.of(table, SamplingRows(table.max_rows, config.vocab_size, (2,), MAX_SEQ_LEN, CPU)),
             tp=tp,
             proposer=proposer,
+            states=_states(config, page_size, most_drafts, table.max_rows),
             captures=Captures(
-                graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
+                graphs=EagerGraphRunner(graph_sizes, graph_sizes if most_drafts else ()) if graph_sizes else graphs,
                 pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,
             ),
         )
 
     return make
+
+
+def _states(config: ModelConfig, page_size: int, most_drafts: int, num_rows: int) -> StatePool | None:
+    """All memory is NaN at first."""
+    layout = StateLayout.of((layer.mixer.state for layer in config.layers), torch.float32)
+    if layout is None:
+        return None
+    pool = StatePool(
+        layout, page_size=page_size, max_drafts=most_drafts, num_slots=40, num_rows=num_rows, device=CPU
+    )  # fmt: skip
+    for stack in pool.stacks:
+        for tensor in stack:
+            tensor.fill_(torch.nan)
+    return pool
 
 
 @pytest.fixture(scope="session")
