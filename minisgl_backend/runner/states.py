@@ -71,8 +71,8 @@ class StateTables:
             self._folded = step
         if "state_rows" in arrays:
             rows = arrays["state_rows"].long()
-            self.rows.slot[rows] = arrays["state_slots"]
-            self.rows.border[rows] = arrays["state_borders"]
+            self.rows.slot.index_copy_(0, rows, arrays["state_slots"])
+            self.rows.border.index_copy_(0, rows, arrays["state_borders"])
 
     def chunks(self, arrays: Mapping[str, torch.Tensor]) -> ChunkBatch | None:
         """The prompts of a step; None: they are not the model's."""
