@@ -26,6 +26,7 @@ class WeightFormat:
     # quant_method of quantization_config -> MODULE:FUNCTION, which says whether a checkpoint is in this
     # format, and in which variant: a `weights.quantization_config.SchemeReader`, in a module without torch.
     readers: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: bool = False  # embeddings and LM heads are in it, too
     converts: bool = False  # 16-bit weights while they load: the option `quantization`; these take:
     number_bytes: float = 0  # of one number of a weight
     output_bytes: int = 0  # of the scales of one output
@@ -69,7 +70,17 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             capability=(8, 0),
             readers={"mxfp4": "minisgl_backend.weights.schemes.mxfp4:read_mxfp4"},
         ),
+        "gguf": WeightFormat(  # of GGUF files, where `weights.schemes.gguf` says so
+            title="GGUF's blocks as they lie in the file (Q4_0 to Q8_0, Q4_K to Q6_K), on CPUs",
+            factory="minisgl_backend.weights.gguf:GGUFFactory",
+            capability=(99, 9),
+            vocabulary=True,
+        ),
     }
+)
+# Types of GGUF's blocks that kernels multiply as they lie in files, by ggml's numbers. Others become plain numbers.
+GGUF_BLOCKS: Mapping[str, int] = MappingProxyType(
+    {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 )
 # What the option `quantization` may be.
 CONVERTED_FORMATS = tuple(name for name, row in WEIGHT_FORMATS.items() if row.converts)

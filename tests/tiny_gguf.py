@@ -45,13 +45,37 @@ EXPERT = {"qwen2moe": 1408, "qwen3moe": 768}
 SHARED_EXPERT = 5632
 
 
-def sizes(arch: str) -> dict[str, int]:
+# Where blocks have their scales, half numbers, and their mins.
+_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,), "Q3_K": (108,),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """A matrix whose numbers are about as large as those of a model: uint8 [..., bytes], or numbers of F16 and F32."""
+    if kind in ("F16", "F32"):
+        return (0.1 * random.standard_normal(shape)).astype(np.float16 if kind == "F16" else np.float32)
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (int(np.prod(shape)) // numbers, size), np.uint8)
+    most = {"Q8_0": 128, "Q4_K": 15 * 63, "Q5_K": 31 * 63, "Q6_K": 32 * 128, "Q3_K": 4 * 32}.get(kind, 16)
+    for number, at in enumerate(_SCALES[kind]):
+        low = number == 1 and not kind.endswith("K")  # a min that is added
+        scales = random.uniform(-1.2 if low else 0.3, -0.8 if low else 1.0, len(blocks))
+        scales *= 0.1 if low else 0.2 * (7 if number else 1) / most
+        blocks[:, at : at + 2] = scales.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def sizes(arch: str, *, wide: bool = False) -> dict[str, int]:
     head = HEAD.get(arch, 32)
-    heads = HIDDEN // head if arch in ("phi3", "qwen2", "qwen2moe") else 4
+    hidden = 256 if wide else HIDDEN
+    heads = hidden // head if arch in ("phi3", "qwen2", "qwen2moe") else 4
     q, kv = heads * head, heads // 2 * head
     return {
-        "hidden": HIDDEN, "head": head, "heads": heads, "kv_heads": heads // 2, "q": q, "kv": kv, "qkv": q + 2 * kv,
-        "inner": 96, "two": 192, "experts": EXPERTS, "expert": EXPERT.get(arch, 0), "shared": SHARED_EXPERT,
+        "hidden": hidden, "head": head, "heads": heads, "kv_heads": heads // 2, "q": q, "kv": kv, "qkv": q + 2 * kv,
+        "inner": 768 if wide else 96, "two": 1536 if wide else 192,
+        "experts": EXPERTS, "expert": EXPERT.get(arch, 0), "shared": SHARED_EXPERT,
         "vocab": VOCAB,
     }  # fmt: skip
 
@@ -63,13 +87,17 @@ def write(
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     split: bool = False,
     plain: bool = False,
+    kinds: Callable[[str], str] | None = None,
+    wide: bool = False,
     **more: Any,
 ) -> Path:
-    """A model of two layers, in Q8_0 where rows allow it; `plain`: in F32, with small numbers. `more`: values behind
-    the architecture's name, with __ for a dot; None: absent."""
-    size = sizes(arch)
+    """A model of two layers, in Q8_0 where rows allow it; `plain`: in F32, with small numbers. kinds: the type of each
+    matrix, by its name, with random blocks. wide: rows hold blocks of 256. `more`: values behind the architecture's
+    name, with __ for a dot; None: absent."""
+    size = sizes(arch, wide=wide)
     values = {
-        "context_length": 128, "block_count": 2, "embedding_length": HIDDEN, "feed_forward_length": size["inner"],
+        "context_length": 128, "block_count": 2, "embedding_length": size["hidden"],
+        "feed_forward_length": size["inner"],
         "attention.head_count": size["heads"], "attention.head_count_kv": size["kv_heads"],
         "attention.key_length": size["head"], "attention.value_length": size["head"],
         "attention.sliding_window": 64, "rope.dimension_count": size["head"],
@@ -96,9 +124,16 @@ def write(
     random = np.random.default_rng(0)
     if change is not None:
         change(writer)
-    for name, shape in shapes(arch).items():
+    for name, shape in shapes(arch, wide=wide).items():
         numbers = random.standard_normal(shape, np.float32)
-        if len(shape) > 1 and "gate_inp" not in name and not plain:
+        if len(shape) > 1 and kinds is not None:
+            kind = gguf.GGMLQuantizationType[kinds(name)]
+            blocks = random_blocks(kind.name, shape, random)
+            if kind.name in ("F16", "F32"):
+                writer.add_tensor(name, blocks)
+            else:
+                writer.add_tensor(name, blocks, raw_dtype=kind)
+        elif len(shape) > 1 and "gate_inp" not in name and not plain:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
         else:
@@ -118,8 +153,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         kinds.get(type(value), writer.add_array)(key, value)
 
 
-def shapes(arch: str) -> dict[str, tuple[int, ...]]:
-    size = sizes(arch)
+def shapes(arch: str, *, wide: bool = False) -> dict[str, tuple[int, ...]]:
+    size = sizes(arch, wide=wide)
     layer = {
         "attn_norm.weight": "hidden", "ffn_norm.weight": "hidden", "attn_output.weight": "hidden q", **LAYERS[arch],
     }  # fmt: skip

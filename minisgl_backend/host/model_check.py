@@ -38,6 +38,7 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     """The same for a model whose folder exists; `config.model` names it."""
     # Imported late: wrong options are refused, and hub ids fetched, before a model is read.
     from minisgl_backend.models.choose import load_model_config
+    from minisgl_backend.weights.schemes.gguf import with_blocks
     from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
     folder = Path(config.model)
@@ -50,13 +51,10 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     if config.dummy_weights:
         return
     item_bytes = ITEM_BYTES[_least_dtype(config.dtype, model.dtype)]
-    weights = weight_bytes(
-        folder,
-        model.tensor_names,
-        item_bytes,
-        tied=model.tie_word_embeddings,
-        quantization=model.quantization.with_option(config.quantization),
-    )
+    formats = model.quantization.with_option(config.quantization)
+    if item_bytes == ITEM_BYTES["bfloat16"]:
+        formats = with_blocks(formats, folder)  # the least, if this machine's kernels can be compiled
+    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=model.tie_word_embeddings, quantization=formats)
     if not has_gpu():
         check_memory(config.model, weights * config.dp // config.nodes, free())
 

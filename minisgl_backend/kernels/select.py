@@ -29,6 +29,11 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
+def serves_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether GEMMs there are made with GGUF's blocks as they lie in files. dtype: of the model."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and cpu_library() is not None
+
+
 class DeviceKernels:
     """GEMMs and mixtures of experts of one device. One object for each model."""
 

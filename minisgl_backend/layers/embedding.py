@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.weights.method import LinearOutput, LinearSpec
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
 
 
 class Embedding(WeightedLayer):
-    """`multiplier`: of all vectors (Gemma, Granite), rounded to their dtype, as in transformers."""
+    """`multiplier`: of all vectors (Gemma, Granite), rounded to their dtype, as in transformers.
+
+    `weight` [vocab_size, hidden_size], or a `method` in whose format its rows are.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext, multiplier: float = 1.0
@@ -24,15 +27,35 @@ class Embedding(WeightedLayer):
         super().__init__()
         self._multiplier = torch.tensor(multiplier, dtype=layer_context.dtype).item()
         self._name = layer_context.name(name)
-        self.weight = layer_context.parameter(vocab_size, hidden_size)
+        output = LinearOutput(name=self._name, size=vocab_size, start=0, local=vocab_size)
+        self.method = layer_context.methods.vocabulary(
+            LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size)
+        )
+        if self.method is None:
+            self.weight = layer_context.parameter(vocab_size, hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int [num_tokens] -> [num_tokens, hidden_size]."""
-        vectors = F.embedding(token_ids, self.weight)
+        vectors = self.rows(token_ids)
         return vectors if self._multiplier == 1.0 else vectors.mul_(self._multiplier)
 
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`forward` without the multiplier."""
+        return F.embedding(token_ids, self.weight) if self.method is None else self.method.rows(token_ids)
+
     def weight_parts(self) -> list[WeightPart]:
+        if self.method is not None:  # whose own they are
+            return []
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]
+
+
+def _output(spec: LinearSpec, layer_context: LayerContext, tied: Embedding | None) -> LinearMethod:
+    methods, (output,) = layer_context.methods, spec.outputs
+    if tied is None:
+        return methods.vocabulary(spec) or methods.plain_linear(spec)
+    if tied.method is not None:
+        return tied.method.output_rows(spec)
+    return methods.plain_linear(spec, tied.weight.data[output.start : output.start + output.local])
 
 
 class ParallelLMHead(nn.Module):
@@ -48,10 +71,8 @@ class ParallelLMHead(nn.Module):
         self._start = min(layer_context.tp.rank * self._rows_per_rank, vocab_size)
         rows = min(self._rows_per_rank, vocab_size - self._start)
         output = LinearOutput(name=layer_context.name(name), size=vocab_size, start=self._start, local=rows)
-        self.method = layer_context.methods.plain_linear(
-            LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size),
-            None if tied is None else tied.weight.data[self._start : self._start + rows],
-        )
+        spec = LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size)
+        self.method = _output(spec, layer_context, tied)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank."""

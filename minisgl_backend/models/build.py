@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
-from minisgl_backend.kernels.select import select_kernels, select_ops
+from minisgl_backend.kernels.select import select_kernels, select_ops, serves_blocks
 from minisgl_backend.kv.grouping import group_layers
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.kv.kinds import kind_of
@@ -22,10 +22,12 @@ from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.formats import QuantizationConfig
+from minisgl_backend.weights.gguf import log_kept
 from minisgl_backend.weights.kv_scales import is_kv_scale
 from minisgl_backend.weights.loader import load_weights
 from minisgl_backend.weights.methods import WeightMethods
 from minisgl_backend.weights.parts import WeightPart, check_filled
+from minisgl_backend.weights.schemes.gguf import with_blocks
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ def build_model(config: ModelConfig, model_dir: str | Path, load: LoadConfig) ->
     says.
     """
     formats = config.quantization.with_option(load.quantization)
+    if not load.dummy_weights and load.ops is None and serves_blocks(load.device, load.dtype):
+        formats = with_blocks(formats, Path(model_dir))
     layer_context = layer_context_of(config, formats, load)
     checkpoint = None if load.dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):
@@ -50,6 +54,7 @@ def build_model(config: ModelConfig, model_dir: str | Path, load: LoadConfig) ->
         _fill_with_noise(model)
     else:
         _load(model, config, formats, checkpoint, load)
+        log_kept(model)
     model.derive_weights()
     return model
 

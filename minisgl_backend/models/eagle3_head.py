@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
@@ -122,18 +121,19 @@ class Eagle3Head(DraftHead):
         self.embed_tokens: Embedding | None = None
         if embedding is None:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", layer_context)
-        self._embedded = (embedding or self.embed_tokens).weight.data  # type: ignore[union-attr]
+        # Without its multiplier; no module of its own.
+        self._embedded: Callable[[torch.Tensor], torch.Tensor] = (embedding or self.embed_tokens).rows  # type: ignore[union-attr]
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         return self.fc.apply_weights(states)
 
     def keep(self, tokens: ModelInput, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        self.midlayer.keep(F.embedding(tokens.token_ids, self._embedded), hidden, tokens, slots)
+        self.midlayer.keep(self._embedded(tokens.token_ids), hidden, tokens, slots)
 
     def forward(
         self, tokens: ModelInput, hidden: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self.midlayer(F.embedding(tokens.token_ids, self._embedded), hidden, tokens, ctx)
+        residual = self.midlayer(self._embedded(tokens.token_ids), hidden, tokens, ctx)
         residual, normed = residual.settled(self.norm)
         _, states = residual.settled(None)
         return self.lm_head(normed), states

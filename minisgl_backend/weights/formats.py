@@ -81,6 +81,11 @@ class QuantizationConfig:
         """All that are named, each once."""
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
+    @property
+    def stored_types(self) -> tuple[str, ...]:
+        """Number types of tensors that stay as they lie in files."""
+        return tuple(kept for scheme in self.schemes for kept in getattr(scheme.parameters, "kept", ()))
+
     def scheme_of(self, path: str) -> WeightScheme | None:
         """Of the module with this path, in this project's names: model.layers.0.self_attn.q_proj, or ...mlp.experts.
 

@@ -11,16 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from minisgl_backend.weights.gguf_header import NUMBER_TYPES, NumberType
+from minisgl_backend.number_formats import GGUF_BLOCKS
+from minisgl_backend.weights.gguf_header import TYPES_BY_NAME, NumberType
 from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor
+from minisgl_backend.weights.parts import StoredRows
 
 _NUMBERS_AT_ONCE = 1 << 20
-_TYPES = {kind.name: kind for kind in NUMBER_TYPES.values()}
 
 
 class GGUFShard:
@@ -52,7 +53,7 @@ class GGUFSlice:
 
     def __init__(self, file: Path, tensor: IndexedTensor, expert: int | None) -> None:
         self._file, self._tensor, self._expert = file, tensor, expert
-        self._type = _TYPES[tensor.type]
+        self._type = TYPES_BY_NAME[tensor.type]
         self._shape = tensor.shape if expert is None else tensor.shape[1:]
 
     def get_shape(self) -> list[int]:
@@ -79,12 +80,27 @@ class GGUFSlice:
         result = values.reshape(*rows.shape, width)
         return torch.from_numpy(result if isinstance(columns, slice) else result[..., 0])
 
-    def _blocks(self) -> np.ndarray:
-        """[rows, bytes of a row], uint8, mapped."""
+    def stored_rows(self, index: tuple[slice, ...]) -> StoredRows | None:
+        """A part of a matrix as it lies in the file; None: it is in no blocks that are served so, or would cut them.
+
+        Rows are mapped, but for those whose order is another in checkpoints."""
+        rows, columns = index[0], index[-1]
+        start, stop, _ = columns.indices(self._shape[-1])
+        if self._type.name not in GGUF_BLOCKS or len(index) != 2 or start % self._type.size or stop % self._type.size:
+            return None
+        if self._tensor.heads:
+            blocks = np.array(self._blocks()[_apart(self._shape[0], self._tensor.heads)[rows]])
+        else:
+            blocks = self._blocks("c")[rows]
+        first, last = (at // self._type.size * self._type.nbytes for at in (start, stop))
+        return StoredRows(self._type.name, torch.from_numpy(blocks[:, first:last]))
+
+    def _blocks(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
+        """[rows, bytes of a row], uint8, mapped; "c": torch takes it, though nothing is written."""
         num_rows = int(np.prod(self._shape[:-1], dtype=np.int64))
         row_bytes = self._shape[-1] // self._type.size * self._type.nbytes
         offset = self._tensor.offset + (self._expert or 0) * num_rows * row_bytes
-        return np.memmap(self._file, np.uint8, "r", offset, (num_rows, row_bytes))
+        return np.memmap(self._file, np.uint8, mode, offset, (num_rows, row_bytes))
 
 
 def _fill(blocks: np.ndarray, kind: NumberType, columns: Any, add: float, piece: tuple[np.ndarray, np.ndarray]) -> None:

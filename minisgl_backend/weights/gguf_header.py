@@ -28,6 +28,9 @@ class NumberType:
     size: int
     nbytes: int
 
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) // self.size * self.nbytes
+
 
 NUMBER_TYPES: Mapping[int, NumberType] = {  # those that the package gguf turns into numbers, by their id in files
     0: NumberType("F32", 1, 4),
@@ -56,6 +59,7 @@ NUMBER_TYPES: Mapping[int, NumberType] = {  # those that the package gguf turns 
     35: NumberType("TQ2_0", 256, 66),
     39: NumberType("MXFP4", 32, 17),
 }
+TYPES_BY_NAME = {kind.name: kind for kind in NUMBER_TYPES.values()}
 _OTHER_TYPES: Mapping[int, str] = {  # that llama.cpp has or had
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
@@ -75,7 +79,7 @@ class GGUFTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) // self.type.size * self.type.nbytes
+        return self.type.bytes_of(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.names import Stored, TensorNames
-from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.parts import StoredRows, WeightPart
 from minisgl_backend.weights.shards import hint_at_prefix, some
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,16 @@ class Read:
     def turned(self) -> Read:
         """The same of a tensor whose last two axes are the other way round."""
         return replace(self, index=_turned(self.index), transposed=not self.transposed)
+
+    def keep(self, source: Any) -> bool:
+        """Gives the part what the file has of it, as it lies there; False: it has no such rows, or cuts them."""
+        take = None if self.transposed else self.part.keep
+        rows = None if take is None else source.stored_rows(self.index)
+        if take is None or rows is None:
+            return False
+        outputs = slice(None) if self.outputs is None else self.outputs
+        take(StoredRows(rows.type, self.part.ordered(rows.data[outputs])))
+        return True
 
     def fill(self, values: torch.Tensor) -> None:
         """Copies what was read by `index` to the part's target, which may convert it."""
@@ -193,6 +203,8 @@ def load_weights(
 def _fill(name: str, reads: Iterable[Read], source: Any, path: Path) -> None:
     index: tuple[slice | int, ...] | None = None
     for read in reads:
+        if read.keep(source):
+            continue
         if index is None or index != read.index:  # interleaved parts have one index
             index = read.index
             values = source[index]  # in the file's number format; `copy_` converts it

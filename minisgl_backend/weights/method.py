@@ -125,6 +125,14 @@ class LinearMethod(WeightedLayer, ABC):
     def process_weights_after_loading(self) -> None:
         """Called once, when all parameters are filled: to repack them, or to derive others."""
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some rows of an embedding's weight as numbers: ids int [count] -> [count, inputs]; not of all methods."""
+        raise NotImplementedError(f"{type(self).__name__} has no single rows")
+
+    def output_rows(self, spec: LinearSpec) -> LinearMethod:
+        """Of an embedding: the rows of `spec` as a weight that shares its numbers; not of all methods."""
+        raise NotImplementedError(f"{type(self).__name__} has no single rows")
+
     def dequantized(self) -> torch.Tensor:
         """The weight [outputs, inputs] of this rank as plain numbers, once it is loaded; not of all methods."""
         raise NotImplementedError(f"{type(self).__name__} has no plain numbers")

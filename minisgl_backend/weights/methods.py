@@ -69,6 +69,14 @@ class WeightMethods:
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return self._factory(self._config.scheme_of(spec.name)).experts(spec)
 
+    def vocabulary(self, spec: LinearSpec) -> LinearMethod | None:
+        """Of an embedding or LM head in a format that has these, too; None: it is plain."""
+        scheme = self._config.scheme_of(spec.outputs[0].name)
+        if scheme is None or not WEIGHT_FORMATS[scheme.format].vocabulary:
+            return None
+        method = self._factory(scheme).linear(spec)
+        return None if isinstance(method, PlainLinearMethod) else method
+
     def plain_linear(
         self, spec: LinearSpec, shared: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> PlainLinearMethod:

@@ -12,6 +12,14 @@ import torch
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a matrix as they lie in a file, in blocks."""
+
+    type: str  # of GGUF_BLOCKS
+    data: torch.Tensor  # uint8 [rows, bytes], mapped where it can be; rows may be apart
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
     """`target` receives `tensor.narrow(dim, start, target.shape[dim])`, plus `add`.
@@ -38,6 +46,9 @@ class WeightPart:
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     scale: torch.Tensor | None = None
     whole: bool = False
+    # Receives the part in place of `target`, which is then on no device: as it lies in the file, where that has it in
+    # rows of GGUF_BLOCKS, else its numbers.
+    keep: Callable[[StoredRows | torch.Tensor], None] | None = None
     optional: bool = False  # where the file has no such tensor, the target keeps what it has
 
     @property
@@ -54,9 +65,10 @@ class WeightPart:
 
     def fill(self, values: torch.Tensor) -> None:
         """values: what was read, in rows' own order. `copy_` converts number formats."""
-        if self.row_order is not None:
-            order = torch.tensor(self.row_order, device=values.device)
-            values = values.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+        values = self.ordered(values)
+        if self.keep is not None:
+            self.keep(values)
+            return
         if self.convert is not None:
             values = self.convert(values)
         if self.quantize is not None:
@@ -66,6 +78,13 @@ class WeightPart:
         self.target.copy_(values)
         if self.add:
             self.target.add_(self.add)
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """By `row_order`."""
+        if self.row_order is None:
+            return rows
+        order = torch.tensor(self.row_order, device=rows.device)
+        return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
     def expert(self, index: int) -> WeightPart:
         """The part of one expert."""

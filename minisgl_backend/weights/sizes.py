@@ -6,13 +6,13 @@ The format: https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.weights.formats import QuantizationConfig
+from minisgl_backend.weights.gguf_header import TYPES_BY_NAME
 from minisgl_backend.weights.gguf_index import INDEX, GGUFIndex
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
@@ -39,6 +39,7 @@ def weight_bytes(
     Raises ConfigError for files that are missing, cannot be read or are cut off.
     """
     formats, total = quantization or QuantizationConfig(), 0
+    kept = formats.stored_types
     for path in shard_paths(folder):
         for name, tensor in _header(path).items():
             here = names.here(name)
@@ -46,7 +47,10 @@ def weight_bytes(
             if name == "__metadata__" or not is_ours or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-            plain = item_bytes if tensor["dtype"] in _FLOATS else None
+            if tensor["dtype"] in kept and "{expert}" not in name:
+                total += stored
+                continue
+            plain = item_bytes if tensor["dtype"] in _FLOATS or path.name == INDEX else None
             total += formats.bytes_of(here, tuple(tensor["shape"]), stored, plain)
     return total
 
@@ -77,10 +81,14 @@ def check_memory(model: str, needed: int, free: int, where: str = "memory") -> N
 
 
 def _header(path: Path) -> dict[str, Any]:
-    if path.name == INDEX:  # its tensors are never loaded as they are stored
+    if path.name == INDEX:
         return {
-            tensor.name: {"dtype": "F32", "shape": tensor.shape, "data_offsets": (0, 4 * math.prod(tensor.shape))}
-            for tensor in GGUFIndex.load(path).tensors
+            one.name: {
+                "dtype": one.type,
+                "shape": one.shape,
+                "data_offsets": (0, TYPES_BY_NAME[one.type].bytes_of(one.shape)),
+            }
+            for one in GGUFIndex.load(path).tensors
         }
     try:
         with path.open("rb") as file:

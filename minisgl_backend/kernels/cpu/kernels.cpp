@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "blocks.h"
 #include "vector.h"
 
 namespace {
@@ -92,7 +93,23 @@ inline Floats gelu_tanh(Floats x) {
   return div(x, add(all(1.0f), exponential(minus_2u)));
 }
 
-// Columns [begin, end) of the output, at most kBlock. `sums`: [activation ? 2 : 1][rows][kBlock], for what is in between.
+// Columns [begin, end) of the output, at most kBlock, of `sums` [activation ? 2 : 1][rows][kBlock].
+void finish(const Gemm& p, long begin, long end, const float* sums) {
+  for (long row = 0; row < p.rows; row++) {
+    for (long n = begin; n < end; n += 16) {
+      const long count = std::min(16L, end - n);
+      const float* sum = sums + row * kBlock + n - begin;
+      const long at = row * p.outputs + n;
+      Floats value = load(sum);
+      if (p.activation) value = mul(p.activation == 1 ? silu(value) : gelu_tanh(value), load(sum + p.rows * kBlock));
+      if (p.bias) value = add(value, load(p.bias + n, count));
+      if (p.residual) value = add(value, load(p.residual + at, count));
+      store(p.out + at, value, count);
+    }
+  }
+}
+
+// The same, with the sums, for which there is room in between.
 void outputs_of(const Gemm& p, long begin, long end, float* sums) {
   float tile[4 * kTile];
   const bf16* weights[4];
@@ -116,18 +133,69 @@ void outputs_of(const Gemm& p, long begin, long end, float* sums) {
       }
     }
   }
-  for (long row = 0; row < p.rows; row++) {
-    for (long n = begin; n < end; n += 16) {
-      const long count = std::min(16L, end - n);
-      const float* sum = sums + row * kBlock + n - begin;
-      const long at = row * p.outputs + n;
-      Floats value = load(sum);
-      if (p.activation) value = mul(p.activation == 1 ? silu(value) : gelu_tanh(value), load(sum + p.rows * kBlock));
-      if (p.bias) value = add(value, load(p.bias + n, count));
-      if (p.residual) value = add(value, load(p.residual + at, count));
-      store(p.out + at, value, count);
+  finish(p, begin, end, sums);
+}
+
+constexpr long kPlain = 30;  // ggml's number of bfloat16
+
+struct Weight {  // [rows, size], rows `row_bytes` apart
+  long type;     // kPlain, or that of a BlockFormat
+  const void* data;
+  long rows, row_bytes;
+};
+
+// Rows [begin, end) of a weight times all rows of x, to sums[row * kBlock + n - begin].
+void plain_products(const Gemm& p, const Weight& weight, long begin, long end, float* sums) {
+  float tile[4 * kTile];
+  const bf16* weights[4];
+  const long most = kWide ? p.rows > 6 ? 3 : 4 : p.rows > 1 ? 2 : 4;  // whose sums fit in registers
+  for (long n = begin, count; n < end; n += count) {
+    count = std::min(most, end - n);
+    for (long i = 0; i < count; i++) weights[i] = (const bf16*)((const char*)weight.data + (n + i) * weight.row_bytes);
+    for (long row = 0, m; row < p.rows; row += m) {
+      m = std::min<long>(kTile, p.rows - row);
+      kDots[count - 1][m - 1](weights, p.x + row * p.size, p.size, count * weight.row_bytes / sizeof(bf16), tile);
+      for (long i = 0; i < count; i++)
+        for (long r = 0; r < m; r++) sums[(row + r) * kBlock + n - begin + i] = tile[i * m + r];
     }
   }
+}
+
+void block_products(const Gemm& p, const Weight& weight, const Quantized* x, long begin, long end, float* sums) {
+  const BlockFormat& format = *block_format_of(weight.type);
+  const long supers = supers_of(p.size);
+  float tile[kBlockRows * kBlockTile];
+  for (long n = begin, count; n < end; n += count) {
+    count = std::min<long>(kBlockRows, end - n);
+    const uint8_t* const data = (const uint8_t*)weight.data + n * weight.row_bytes;
+    for (long row = 0, m; row < p.rows; row += m) {
+      m = std::min<long>(kBlockTile, p.rows - row);
+      format.dots[count - 1][m - 1](data, weight.row_bytes, x + row * supers, p.size / kGroup, tile);
+      for (long i = 0; i < count; i++)
+        for (long r = 0; r < m; r++) sums[(row + r) * kBlock + n - begin + i] = tile[i * m + r];
+    }
+  }
+}
+
+// Rows [begin, end) of all weights, which lie below one another.
+void products(const Gemm& p, const Weight* weight, const Quantized* x, long begin, long end, float* sums) {
+  for (long first = 0; begin < end; first += weight->rows, weight++) {
+    const long from = begin - first, to = std::min(end - first, weight->rows);
+    if (from >= to) continue;
+    if (weight->type == kPlain) {
+      plain_products(p, *weight, from, to, sums);
+    } else {
+      block_products(p, *weight, x, from, to, sums);
+    }
+    begin += to - from, sums += to - from;
+  }
+}
+
+// `outputs_of` such weights; x: what p.x is in int8.
+void block_outputs_of(const Gemm& p, const Weight* weights, const Quantized* x, long begin, long end, float* sums) {
+  products(p, weights, x, begin, end, sums);
+  if (p.activation) products(p, weights, x, p.outputs + begin, p.outputs + end, sums + p.rows * kBlock);
+  finish(p, begin, end, sums);
 }
 
 // The tokens [begin, end) of one sequence, whose pages are `stride` numbers apart in a cache of one head.
@@ -262,6 +330,48 @@ void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, 
       for (long row = 0; row < rows; row += kRows)
         outputs_of(gemm.from_row(row, std::min(kRows, rows - row)), begin, std::min(end, begin + kBlock), sums.data());
   }
+}
+
+// `minisgl_linear` with weights in blocks, or plain, below one another.
+void minisgl_block_linear(const bf16* x, const Weight* weights, const bf16* norm_weight, float eps, const bf16* bias,
+                          const bf16* residual, int activation, long rows, long size, long outputs, bf16* out) {
+  static thread_local std::vector<bf16> normed;
+  static thread_local std::vector<Quantized> quantized;
+  const long supers = supers_of(size);
+  quantized.resize(rows * supers);
+  if (norm_weight) normed.resize(rows * size);
+  bf16* const norms = normed.data();
+  Quantized* const numbers = quantized.data();
+#pragma omp parallel for if (rows * size > kSerial)
+  for (long row = 0; row < rows; row++) {
+    const bf16* source = x + row * size;
+    if (norm_weight) {
+      norm_row(source, norm_weight, eps, size, norms + row * size);
+      source = norms + row * size;
+    }
+    quantize(source, size, numbers + row * supers);
+  }
+  const Gemm gemm = {norm_weight ? norms : x, nullptr, bias, residual, out, rows, size, outputs, activation};
+  const long share = outputs / (16 * omp_get_max_threads());
+  const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
+#pragma omp parallel for schedule(dynamic)
+  for (long n = 0; n < outputs; n += block) {
+    static thread_local std::vector<float> sums;
+    sums.resize((activation ? 2 : 1) * std::min(rows, kRows) * kBlock);
+    const long end = std::min(outputs, n + block);
+    for (long begin = n; begin < end; begin += kBlock)
+      for (long row = 0; row < rows; row += kRows)
+        block_outputs_of(gemm.from_row(row, std::min(kRows, rows - row)), weights, numbers + row * supers, begin,
+                         std::min(end, begin + kBlock), sums.data());
+  }
+}
+
+// Rows `ids` of a weight in blocks, as numbers: out [count, size].
+void minisgl_block_rows(const Weight* weight, const int64_t* ids, long count, long size, bf16* out) {
+  const BlockFormat& format = *block_format_of(weight->type);
+#pragma omp parallel for if (count * size > kSerial)
+  for (long i = 0; i < count; i++)
+    format.numbers_of((const uint8_t*)weight->data + ids[i] * weight->row_bytes, size / kGroup, out + i * size);
 }
 
 // Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is rotated in place, k and v go to the caches.

@@ -26,7 +26,7 @@ import torch  # noqa: F401  the library uses torch's OpenMP, which must be loade
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = (Path(__file__).with_name("vector.h"),)
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vector.h", "blocks.h"))
 _FLAGS = ("-O3", "-mtune=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is not the one that torch uses
 _COMPILE_S = 120.0
@@ -37,6 +37,8 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _ARGUMENTS = {
     "minisgl_rms_norm": (*[_POINTER] * 2, _FLOAT, *[_LONG] * 2, _POINTER),
     "minisgl_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
+    "minisgl_block_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
+    "minisgl_block_rows": (*[_POINTER] * 2, *[_LONG] * 2, _POINTER),
     "minisgl_rope_store": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_LONG] * 5),
     "minisgl_decode_attention": (
         *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),

@@ -18,7 +18,7 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
 # By their numbers in kernels.cpp.
-_ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2})
+ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2})
 
 
 class CpuOps(TorchOps):
@@ -47,8 +47,8 @@ class CpuOps(TorchOps):
         positions, slots = at.positions.int().contiguous(), at.slots.int().contiguous()
         self.library.minisgl_rope_store(
             qkv.data_ptr(),
-            _pointer(r.q_norm),
-            _pointer(r.k_norm),
+            pointer(r.q_norm),
+            pointer(r.k_norm),
             r.eps,
             r.cos_sin.data_ptr(),
             positions.data_ptr(),
@@ -79,11 +79,11 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
     ops.library.minisgl_linear(
         x.data_ptr(),
         weight.data_ptr(),
-        _pointer(norm_weight),
+        pointer(norm_weight),
         eps,
-        _pointer(bias),
-        _pointer(residual),
-        _ACTIVATIONS[activation],
+        pointer(bias),
+        pointer(residual),
+        ACTIVATIONS[activation],
         rows,
         size,
         outputs,
@@ -96,5 +96,5 @@ def _are_plain(*tensors: torch.Tensor | None) -> bool:
     return all(one is None or (one.dtype == torch.bfloat16 and one.is_contiguous()) for one in tensors)
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -241,6 +241,10 @@ def _own_cpu(facts: DeviceFacts) -> bool:
     return facts.kind == "cpu" and facts.own_kernels
 
 
+def _not_own_cpu(facts: DeviceFacts) -> bool:
+    return not _own_cpu(facts)
+
+
 def _any_gpu(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda"
 
@@ -327,6 +331,13 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             ),
             *(_tile(tile, "another tile", _machete_rival) for tile in TILES),
             _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4.reference:linear", on=not_on_gpu),
+        ),
+        "gguf": (
+            _Row(
+                "cpu_blocks", "blocks as they lie in the file: norm, activation and residual inside", always,
+                run="minisgl_backend.kernels.cpu.blocks:linear", on=_own_cpu,
+            ),
+            _Row("torch", "blocks become float32", always, run=f"{_HERE}.blocks_reference:linear", on=_not_own_cpu),
         ),
         "int8": (
             _Row(

@@ -17,6 +17,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.select import serves_blocks
 from minisgl_backend.kv.groups import room_in
 from minisgl_backend.kv.pool import LayerPlace, bytes_per_page, max_pages, places_after
 from minisgl_backend.models.config import ModelConfig
@@ -28,6 +29,7 @@ from minisgl_backend.runner.start.repacked import MOST_SHARE
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
+from minisgl_backend.weights.schemes.gguf import with_blocks
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, repacked_bytes, weight_bytes
 
 # On the CPU memory is shared with everything else, so the default is not "all that is left".
@@ -146,6 +148,8 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     item_bytes = ITEM_BYTES[runtime.dtype]
     folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
     formats = model.quantization.with_option(config.quantization)
+    if serves_blocks(torch.device(runtime.device), getattr(torch, runtime.dtype)):
+        formats = with_blocks(formats, folder)
     weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=formats) // config.tp
     weights += draft_weight_bytes(runtime)
     if not on_gpu:
