@@ -12,6 +12,7 @@ from minisgl_backend.arrays import IdArray
 from minisgl_backend.cache.content_ids import FIRST
 from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.lease import PageLease
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from tests.fakes import first_seen
@@ -27,13 +28,17 @@ class LeaseMachine(RuleBasedStateMachine):
     cache_type = "radix"
     kinds: tuple[CacheKind, ...] = (FULL,)
     ids: tuple[int, ...] = (0, 1)
+    num_state_slots = 0
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
         self.groups = CacheGroups(self.kinds, self.page_size)
         self.num_pages = NUM_PAGES * len(self.kinds)
-        self.manager = KVManager(self.num_pages, self.groups, MAX_ROWS, MAX_COLUMNS, self.cache_type)
+        parts = self.num_pages, self.groups, MAX_ROWS, MAX_COLUMNS, self.cache_type
+        self.manager = KVManager(*parts, num_state_slots=self.num_state_slots)
+        self.stands_for: dict[int, tuple[int, ...]] = {0: ()}  # by slot of a state: the tokens before it
+        self.states: dict[PageLease, tuple[int, int]] = {}  # each row's own slot, and its border
         # By page: the group, the tokens before, and its own.
         self.contents: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.tokens: dict[PageLease, list[int]] = {}
@@ -51,13 +56,51 @@ class LeaseMachine(RuleBasedStateMachine):
         match = self.manager.match(array)
         assert match.num_pages == expected
         end = min(match.num_pages * self.page_size + chunk, len(tokens))
-        if self.manager.pages_to_take(match, len(tokens), end) > self.manager.num_available:
+        fits = self.manager.states is None or self.manager.states.fit()
+        if not fits or self.manager.pages_to_take(match, len(tokens), end) > self.manager.num_available:
             self.manager.unmatch(match)
             return None
         lease = self.manager.acquire(min(free_rows), match, len(tokens), end)
         self.tokens[lease], self.computed[lease] = list(tokens), end
         self._write(lease, match.num_pages)
+        if self.manager.states is not None:
+            source, slot = self.manager.states.slots_of(lease.row)
+            assert self.stands_for[source] == tuple(tokens[: match.num_pages * self.page_size]), "another's state"
+            self.states[lease] = slot, match.num_pages * self.page_size
+            self._chunk(lease, match.num_pages * self.page_size)
         return lease
+
+    def _chunk(self, lease: PageLease, start: int) -> None:
+        """What the device does with a prompt's chunk that begins at `start`: it leaves states, which are kept."""
+        states, (slot, _), end, tokens = (
+            self.manager.states,
+            self.states[lease],
+            self.computed[lease],
+            self.tokens[lease],
+        )
+        assert states is not None
+        borders = [at for at in range(start + 1, end + 1) if at % (2 * self.page_size) == 0]
+        checkpoints = states.plan_chunk(lease.row, end, borders)
+        for border, target in checkpoints:
+            assert target not in {owned for owned, _ in self.states.values()}, "a row's own slot is written"
+            self.stands_for[target] = tuple(tokens[:border])
+        border = states.border_of(end)
+        self.states[lease] = slot, border
+        self.stands_for[slot] = tuple(tokens[:border])
+        states.note_computed(lease.row)
+        if (swap := self.manager.publish(lease, _ids(tokens[:end]))) is not None:
+            self.swapped.append(swap.old)
+        for at, target in checkpoints:
+            states.keep(lease, at, target, shared=at % (3 * self.page_size) == 0)
+
+    @rule(lease=leases)
+    def keep_its_state(self, lease: PageLease | None) -> None:
+        if lease in self.states and self.manager.states is not None:
+            self.manager.states.keep_own(lease)  # if its pages are published
+
+    @rule()
+    def evict_a_state(self) -> None:
+        self.manager._cache.evict_state(proved=True)
 
     @rule(lease=leases, chunk=st.integers(1, 14))
     def compute_a_chunk(self, lease: PageLease | None, chunk: int) -> None:
@@ -69,6 +112,8 @@ class LeaseMachine(RuleBasedStateMachine):
             self.manager.grow(lease.row, end)
             self.computed[lease] = end
             self._write(lease, start // self.page_size)
+            if self.manager.states is not None and start % self.page_size == 0:
+                self._chunk(lease, start)
 
     @rule(lease=leases, token=st.integers(0, 1))
     def append(self, lease: PageLease | None, token: int) -> None:
@@ -87,6 +132,16 @@ class LeaseMachine(RuleBasedStateMachine):
             if self.manager.num_available < len(self.kinds):
                 return
             self.manager.extend(rows)
+        if self.manager.states is not None:
+            folds = self.manager.states.fold(np.array([lease.row]), np.array([len(tokens) + 1], dtype=np.int32))
+            slot, border = self.states[lease]
+            assert (folds is not None) == (len(tokens) - border >= self.page_size)
+            if folds is not None:
+                assert folds.sources.tolist() == [slot]
+                target, border = int(folds.targets[0]), int(folds.borders[0])
+                assert border == len(tokens) // self.page_size * self.page_size
+                self.stands_for[target] = tuple(tokens[:border])
+                self.states[lease] = target, border
         tokens.append(token)
         self.computed[lease] = len(tokens)
         self._write(lease, (len(tokens) - 1) // self.page_size)
@@ -113,6 +168,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if lease not in self.tokens:
             return
         tokens = self.tokens.pop(lease)[: self.computed.pop(lease)]
+        self.states.pop(lease, None)
         self.manager.release(lease, _ids(tokens if known else []))
         with pytest.raises(RuntimeError):
             self.manager.release(lease)
@@ -121,6 +177,22 @@ class LeaseMachine(RuleBasedStateMachine):
     def laws_hold(self) -> None:
         passing = np.concatenate(self.swapped) if self.swapped else np.empty(0, dtype=np.int32)
         self.manager.check(self.tokens, passing)
+
+    @invariant()
+    def every_state_stands_for_its_tokens(self) -> None:
+        for lease, (slot, border) in self.states.items():
+            assert self.stands_for[slot] == tuple(self.tokens[lease][:border]), "a row's state was overwritten"
+        cache = self.manager._cache
+        if self.num_state_slots and isinstance(cache, RadixCache):
+            for node in cache._nodes():
+                path = [node]
+                while (parent := path[-1].parent) is not None:
+                    path.append(parent)
+                tokens = [token for one in path[::-1] for token in one.token_ids.tolist()]
+                start = len(tokens) - len(node.token_ids)
+                for column in node.states.nonzero()[0].tolist():
+                    end = start + (column + 1) * self.page_size
+                    assert self.stands_for[node.states[column]] == tuple(tokens[:end]), "a cached state is another's"
 
     @invariant()
     def every_lease_reads_its_own_tokens(self) -> None:
@@ -168,6 +240,14 @@ CASES = [
     ((FULL, Chunked(3)), 1, "radix"),
     ((FULL, FULL, Sliding(3), Sliding(3)), 2, "radix"),
 ]
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize(("page_size", "num_slots"), [(1, 9), (2, 5), (3, 14)])
+def test_states_stand_for_their_tokens_whatever_happens(page_size: int, num_slots: int, cache_type: str) -> None:
+    parts = {"page_size": page_size, "num_state_slots": num_slots, "cache_type": cache_type}
+    machine = type("Machine", (LeaseMachine,), parts)
+    run_state_machine_as_test(machine, settings=_settings(max_examples=25))
 
 
 @pytest.mark.parametrize("kinds", [(FULL,), (FULL, Sliding(3))])
