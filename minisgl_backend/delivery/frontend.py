@@ -20,6 +20,7 @@ from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.pooled import PooledRequests
 from minisgl_backend.delivery.responder import Responder
 from minisgl_backend.delivery.stream import SequenceStream, Stream, append_outputs, streams_of
+from minisgl_backend.delivery.taken_images import TakenImages, discard
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
@@ -64,6 +65,7 @@ class EngineFront(Listener):
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(config, self, front=front, socket_dir=socket_dir, credits=self.credits)
         self._pooled = PooledRequests(self.client)
+        self._images = TakenImages()
         self.responder = Responder(
             credits=self.credits,
             abort=self.client.abort,
@@ -89,13 +91,15 @@ class EngineFront(Listener):
         """Passes a request to a core; all responses, errors included, go to `sender`."""
         try:
             self._check(token_ids, spec)
+            uid = 0 if spec.poolings else self.client.new_uid(spec.params.n)
+            contents = self._images.take(uid, spec.contents) if spec.contents else ()
         except (InvalidRequestError, CapacityError) as error:
+            discard(spec.contents)
             sender.fail(status_of(error), str(error))
             return
         if spec.poolings:
             self._pooled.submit(sender, token_ids, spec, self._vocab_size)
             return
-        uid = self.client.new_uid(spec.params.n)
         stream = Stream(
             sender, spec, uid, token_ids, self._vocabulary, self.responder.queue_for(uid), confirmed=confirmed
         )
@@ -112,6 +116,7 @@ class EngineFront(Listener):
             deadline=spec.deadline,
             request_id=spec.request_id,
             tenant=spec.tenant,
+            contents=contents,
         )
         try:
             self.client.submit(request)
@@ -158,6 +163,7 @@ class EngineFront(Listener):
             self._watcher.join(2.0)
         self._health_probe.close(2.0)
         self.client.close()
+        self._images.close()
 
     # Callbacks of the client's receive thread.
 
@@ -219,6 +225,7 @@ class EngineFront(Listener):
         for uid in stream.uids:
             self._sequences.pop(uid, None)
             self.credits.close(uid)
+        self._images.remove(stream.uids[0])
 
     # The watcher thread. It never waits for the detokenizer.
 

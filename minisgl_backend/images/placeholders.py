@@ -37,7 +37,7 @@ class PrivateTokens(Protocol):
 class PromptTokenizer(Protocol):
     """What is needed of text/tokenizer.py."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> str: ...
+    def render_images(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> str: ...
     def private_tokens(self, texts: Sequence[str], model: str) -> PrivateTokens: ...
 
 
@@ -93,7 +93,7 @@ class Placeholders:
         """`messages`: with content parts {"type": "image"} in the images' order. Raises InvalidRequestError."""
         escaped = [self._tokens.escaped(message) for message in messages]
         try:
-            rendered = self._tokenizer.render(escaped, **self._tokens.escaped(template))
+            rendered = self._tokenizer.render_images(escaped, **self._tokens.escaped(template))
         except InvalidRequestError as error:
             raise InvalidRequestError(self._tokens.unescaped(str(error))) from None
         pieces = self._tokens.named(rendered).split(self._tokens.named(self._slot))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.digest import image_digest
 from minisgl_backend.images.family import Family
+from minisgl_backend.images.parts import MAX_FILE_BYTES, MAX_IMAGES, Source
 from minisgl_backend.images.pool import Pool, Worker, default_workers
 from minisgl_backend.images.sizes import Size
 from minisgl_backend.images.store import ImageStore
 from minisgl_backend.images.tasks import Answer, Decode, Open
 
-WHITE = (255, 255, 255)
 MAX_DECODED_BYTES = 512 << 20  # of a request, as RGB before resizing
 
 
@@ -24,22 +24,8 @@ MAX_DECODED_BYTES = 512 << 20  # of a request, as RGB before resizing
 class ImageLimits:
     """Of one request."""
 
-    num_images: int = 20
-    file_bytes: int = 20 << 20
-
-
-@dataclass(frozen=True)
-class Source:
-    """One image as a client gave it, with what was asked for it."""
-
-    name: str  # of the part, for errors
-    data: bytes = field(repr=False)
-    raw: tuple[int, int] | None = None  # width and height of data that are RGB pixels already
-    turn: int = 1  # of these, as EXIF says it
-    low_detail: bool = False
-    background: tuple[int, int, int] = WHITE
-    options: Mapping[str, Any] = field(default_factory=dict)  # mm_processor_kwargs
-    salt: str = ""  # a client's own id of it
+    num_images: int = MAX_IMAGES
+    file_bytes: int = MAX_FILE_BYTES
 
 
 @dataclass(frozen=True)

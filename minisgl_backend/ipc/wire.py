@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import UInt8Array
-from minisgl_backend.request import PoolingParams, SamplingParams
+from minisgl_backend.request import Content, PoolingParams, SamplingParams
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,6 +51,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline: float | None = None  # time.monotonic() seconds
     request_id: str = ""
     tenant: str = ""
+    contents: tuple[Content, ...] = ()  # of the prompt; the segments of their pixels are the receiver's
     # Not (): the answer is vectors. input_ids are then several concatenated prompts of these lengths (int32,
     # little-endian); `poolings` has an entry for each prompt, or one for all.
     poolings: tuple[PoolingParams, ...] = ()

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
+from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.host.options.endpoint import BATCHES, FILES, EndpointSettings
+from minisgl_backend.images.parts import Source, asked_of_all
 from minisgl_backend.openai.answers import PendingAnswer, Start, StreamSigns
 from minisgl_backend.openai.batches.batches import BatchStore
 from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.error_answers import CLIENT_CLOSED_REQUEST
-from minisgl_backend.openai.errors import ApiError, ClientLeft
+from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.leaving import ClientWatch
 from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.message import MessageParser, message_parsers
@@ -114,8 +116,10 @@ class Endpoint:
             # Rendered and tokenized here and sent as tokens: the same work, and it shows how the prompt ends.
             outputs = ["input_ids", "prompt_tail"]
             found = await self.triton.tokenize(prompt, outputs, names, body.add_special_tokens)
-            prompt, tail = Prompt(token_ids=found["input_ids"]), found["prompt_tail"][0].decode("utf-8", "replace")
-            names = {"prompt_token_ids": names.get("messages", "messages"), **names}
+            tail = found["prompt_tail"][0].decode("utf-8", "replace")
+            if not prompt.images:  # whose places are those of messages
+                prompt = Prompt(token_ids=found["input_ids"])
+                names = {"prompt_token_ids": names.get("messages", "messages"), **names}
         parsers = message_parsers(body, answer_format, tail)
         return self.triton.start(prompt, sampling, context, names, figures=figures), parsers
 
@@ -202,6 +206,9 @@ async def _first(events: AsyncIterator[bytes]) -> bytes:
 class Templated(Protocol):
     """A request with arguments for the chat template."""
 
+    mm_processor_kwargs: dict[str, Any] | None
+    media_io_kwargs: dict[str, Any] | None
+
     def template_kwargs(self) -> dict[str, Any]:
         """Those other than the messages."""
         ...
@@ -209,5 +216,10 @@ class Templated(Protocol):
 
 def chat_prompt(body: Templated, messages: Sequence[Message]) -> Prompt:
     """Raises ApiError for messages that no template takes."""
-    texts = [message.for_template(number) for number, message in enumerate(messages)]
-    return Prompt(messages=texts, template_kwargs=body.template_kwargs())
+    images: list[Source] = []
+    try:
+        asked = asked_of_all(body.mm_processor_kwargs, body.media_io_kwargs)
+    except InvalidRequestError as error:
+        raise invalid(str(error).partition(" ")[0].partition(".")[0], str(error)) from None
+    texts = [message.for_template(number, images, asked) for number, message in enumerate(messages)]
+    return Prompt(messages=texts, template_kwargs=body.template_kwargs(), images=images)

@@ -21,6 +21,7 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from minisgl_backend.images.parts import Source
 from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
 from minisgl_backend.openai.requests.base import is_unicode
 from minisgl_backend.openai.tracing import RequestTrace
@@ -76,6 +77,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    images: Sequence[Source] = ()  # of the messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +340,9 @@ def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id
     if prompt.template_kwargs:
         texts["chat_template_kwargs"] = _json(prompt.template_kwargs)
     texts["sampling_parameters"] = _json(sampling)
+    if prompt.images:
+        tensor = message.inputs.add(name="image_data", datatype="BYTES", shape=[1, len(prompt.images)])
+        tensor.contents.bytes_contents.extend(image.data for image in prompt.images)
     try:
         for name, text in texts.items():
             tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1, 1])

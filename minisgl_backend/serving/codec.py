@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
-from minisgl_backend.models.config import GenerationDefaults, ModelConfig
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.request import (
     GRAMMAR_KINDS,
@@ -23,49 +21,30 @@ from minisgl_backend.request import (
     SCALAR_FIELDS,
     Grammar,
     SamplingParams,
-    check_prompt,
 )
-from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, logit_bias, shown
+from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, logit_bias, shown
+from minisgl_backend.serving.image_codec import ImageCodec
 from minisgl_backend.serving.pooling_codec import PoolingCodec
+from minisgl_backend.serving.prompt_settings import CodecSettings, listed_messages
 
 if TYPE_CHECKING:  # the engine front imports this module, but not the tokenizer's libraries
+    from minisgl_backend.images.front import ImageFront, SeenPrompt
     from minisgl_backend.text.tokenizer import Tokenizer
-
-MAX_MESSAGES = 10_000
-MAX_PROMPT_BYTES = 1 << 20  # or 64 bytes per token of the context, if that is more
-
-
-@dataclass(frozen=True)
-class CodecSettings:
-    """What the codec must know of model and configuration."""
-
-    generation: GenerationDefaults  # the meaning of absent sampling fields
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    max_seq_len: int  # the engine may allow less if its KV cache does not hold one sequence of that length
-    apply_chat_template: bool = False  # to text_input, unless the request says otherwise
-    exclude_input_in_output: bool = True  # unless the request says otherwise
-    generates: bool = True  # False: the model returns only vectors
-
-    @classmethod
-    def of_model(cls, model: ModelConfig, max_seq_len_override: int | None = None, **settings: bool) -> CodecSettings:
-        """`settings` are the other fields. Raises ConfigError if the model is not served at that length."""
-        return cls(
-            generation=model.generation,
-            eos_token_ids=model.eos_token_ids,
-            vocab_size=model.vocab_size,
-            max_seq_len=model.max_seq_len(max_seq_len_override),
-            generates=model.generates,
-            **settings,
-        )
 
 
 class RequestCodec:
     """Validates and translates the requests of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: CodecSettings, pooling: PoolingCodec | None = None) -> None:
-        """`pooling`: for requests for vectors; None: they are refused."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: CodecSettings,
+        pooling: PoolingCodec | None = None,
+        images: ImageFront | None = None,
+    ) -> None:
+        """`pooling`: for requests for vectors, `images`: for images in prompts; None: they are refused."""
         self._tokenizer = tokenizer
+        self._images = ImageCodec(images, settings)
         self._pooling = pooling
         self._settings = settings
 
@@ -76,8 +55,10 @@ class RequestCodec:
         *,
         deadline: float | None = None,
         request_id: str = "",
+        only_counts: bool = False,
     ) -> tuple[Int32Array, EngineRequest]:
-        """The prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
+        """The prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError, and CapacityError where
+        images wait. `only_counts`: nothing is to be computed, so no image is decoded."""
         tensors = dict(tensors)
         is_vllm, is_llmapi = "vllm_text_input" in tensors, "llmapi_text_input" in tensors
         if is_vllm or is_llmapi:
@@ -94,8 +75,11 @@ class RequestCodec:
             raise InvalidRequestError("text_input: this model generates no text; allowed: embeddings and scores")
         text = ""
         prompt_ids: Sequence[int] | Int32Array
+        seen: SeenPrompt | None = None
         if "trtllm_input_ids" in fields:
             prompt_ids = self._input_ids(fields)
+        elif (seen := self._images.seen(fields)) is not None:
+            text, prompt_ids = seen.prompt.text, seen.prompt.token_ids
         else:
             text, prompt_ids = self._prompt(fields)
         params = self._with_thinking_tags(self._params(fields), fields, prompt_ids)
@@ -111,6 +95,7 @@ class RequestCodec:
             deadline=deadline,
             request_id=request_id,
             tenant=_tenant(fields),
+            contents=self._images.contents(seen, params, only_counts=only_counts),
         )
         return np.asarray(prompt_ids, dtype=np.int32), spec
 
@@ -138,15 +123,10 @@ class RequestCodec:
             raise InvalidRequestError("text_input and messages are both given; allowed: exactly one of them")
         name = "messages" if messages or text is None else "text_input"
         given: Any = fields[name]
-        limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
-        if _num_bytes(given) > limit:
-            raise InvalidRequestError(
-                f"{name} is longer than {limit} bytes; this model cannot take so long a prompt: prompt is too long, "
-                f"this model's maximum context length is {self._settings.max_seq_len} tokens"
-            )
+        self._settings.check_bytes(name, given)
         template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
         if name == "messages":
-            echo = rendered = self._tokenizer.render(_messages(given), **template)
+            echo = rendered = self._tokenizer.render(listed_messages(given), **template)
             special = fields.get("add_special_tokens", False)
         elif fields.get("apply_chat_template", self._settings.apply_chat_template):
             echo, special = given, fields.get("add_special_tokens", False)
@@ -154,7 +134,7 @@ class RequestCodec:
         else:
             echo, rendered, special = given, given, fields.get("add_special_tokens", True)
         ids = self._tokenizer.encode(rendered, add_special_tokens=special)
-        self._check_prompt(name, ids)
+        self._settings.check_prompt(name, ids)
         return echo, ids
 
     def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -163,7 +143,7 @@ class RequestCodec:
                 "prompt_token_ids is given together with text_input or messages; allowed: exactly one of them"
             )
         ids: list[int] = fields["prompt_token_ids"]
-        self._check_prompt("prompt_token_ids", ids)
+        self._settings.check_prompt("prompt_token_ids", ids)
         return self._tokenizer.decode(ids) if self._echoes(fields) else "", ids
 
     def _input_ids(self, fields: Mapping[str, Any]) -> Int32Array:
@@ -175,11 +155,8 @@ class RequestCodec:
         length = fields.get("input_lengths", len(given))
         if not 1 <= length <= len(given):
             raise InvalidRequestError(f"input_lengths is {length}; allowed: 1 to {len(given)}, the tokens of input_ids")
-        self._check_prompt("input_ids", given[:length].tolist())
+        self._settings.check_prompt("input_ids", given[:length].tolist())
         return given[:length]
-
-    def _check_prompt(self, name: str, ids: list[int]) -> None:
-        check_prompt(name, ids, vocab_size=self._settings.vocab_size, max_seq_len=self._settings.max_seq_len)
 
     def _params(self, fields: Fields) -> SamplingParams:
         values: dict[str, Any] = self._settings.generation.sampling_values()
@@ -339,20 +316,6 @@ def _tenant(fields: Mapping[str, Any]) -> str:
             f"tenant is {shown(name)}; allowed: at most {MAX_TENANT_NAME} printable ASCII characters"
         )
     return name
-
-
-def _num_bytes(given: Any) -> int:
-    return len(given.encode()) if isinstance(given, str) else len(msgspec.json.encode(given))
-
-
-def _messages(given: str | list[Any]) -> list[Any]:
-    """A list of messages, or one as JSON text."""
-    messages = json_value("messages", given) if isinstance(given, str) else given
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError(f"messages is {shown(given)}; allowed: a JSON list of at least one chat message")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}")
-    return messages
 
 
 def _grammar(fields: Mapping[str, Any]) -> Grammar | None:

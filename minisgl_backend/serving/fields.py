@@ -15,7 +15,14 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from minisgl_backend.serving.tensors import INPUTS, LLMAPI_INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
+from minisgl_backend.serving.tensors import (
+    ENDPOINT_INPUTS,
+    INPUTS,
+    LLMAPI_INPUTS,
+    RENAMED_INPUTS,
+    TENSORRT_LLM_INPUTS,
+    TENSORS,
+)
 
 MAX_LIST = 4096
 _LONGEST = {"stop_words": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
@@ -53,12 +60,16 @@ _JSON_FIELDS = {
     "detokenize": "bool",
     "thinking_token_budget": "int",
     "reasoning_parser": "str",
+    "mm_processor_kwargs": "json",
+    "media_io_kwargs": "json",
     "tenant": "str",
     "spaces_between_special_tokens": "bool",
 }
 
 # Accepted only as tensors of certain ensembles: a request parameter cannot change a request's kind.
-_ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)) - {
+_ONLY_TENSORS = frozenset(
+    tensor.name for tensor in (*ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
+) - {
     "early_stopping",
     "return_stop_reason",
 }
@@ -70,7 +81,13 @@ _FOREIGN_PARAMETERS = frozenset(
     | {"Streaming"}  # sent by clients of tensorrt_llm in addition to the input
 )
 
-_OWN_KINDS = {"prompt_token_ids": "ids", "messages": "chat", "trtllm_input_ids": "array"}
+_OWN_KINDS = {
+    "prompt_token_ids": "ids",
+    "messages": "chat",
+    "trtllm_input_ids": "array",
+    "image": "files",
+    "image_data": "files",
+}
 
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
 
@@ -137,7 +154,13 @@ def coerce(name: str, kind: str, value: Any) -> Any:
     """`value` as `kind` (int, float, bool, str, ints, strs, ids, chat or json); numbers and flags may be strings.
 
     `ids` are integers, in any number: the codec knows how long a prompt may be. `chat` is a list, also as JSON text.
+    `files` are bytes, or base64 as text.
     """
+    if kind == "files":
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(item, (str, bytes)) for item in items):
+            raise InvalidRequestError(f"{name} is {shown(value)}; allowed: base64 of image files")
+        return [item for item in items if item]  # some clients send it empty
     if kind == "chat":
         return value if isinstance(value, list) else _str(name, value)
     if kind == "ids":

@@ -18,6 +18,7 @@ from minisgl_backend.serving.tensors import (
     COMMON_INPUTS,
     DETAIL_OUTPUTS,
     EMBEDDING_INPUTS,
+    ENDPOINT_INPUTS,
     ENGINE_INPUTS,
     INPUTS,
     LLMAPI_INPUTS,
@@ -72,7 +73,7 @@ _LLMAPI_DETAILS = (
     *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "stop_reason"),
 )
 ENSEMBLES = (
-    Ensemble("ensemble", INPUTS),
+    Ensemble("ensemble", INPUTS + ENDPOINT_INPUTS),
     # TensorRT-LLM's BLS model: like its ensemble.
     Ensemble("tensorrt_llm_bls", INPUTS, renamed=_APART),
     # TensorRT-LLM's engine: token ids in, token ids out.

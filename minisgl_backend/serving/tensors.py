@@ -33,7 +33,7 @@ COMMON_INPUTS = (
     Tensor("skip_special_tokens", "BOOL"),
     Tensor("add_special_tokens", "BOOL"),
     Tensor("priority", "INT32"),  # Triton's own field of that name does not reach a Python model
-    Tensor("image", "STRING", (-1,), "this server has no multimodal models"),
+    Tensor("image", "STRING", (-1,)),  # base64 of image files, or data URLs
     Tensor("embedding_request", "STRING"),  # JSON; the response is an embedding, as a JSON list
 )
 
@@ -89,6 +89,8 @@ SAMPLING_INPUTS = (
 )
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
+# From the OpenAI-compatible endpoint: the files of the images in `messages`, in order.
+ENDPOINT_INPUTS = (Tensor("image_data", "STRING", (-1,)),)
 
 # TensorRT-LLM's names on its model `tensorrt_llm`, which takes token ids; most are aliases of inputs above.
 TENSORRT_LLM_INPUTS = (
@@ -142,7 +144,7 @@ LLMAPI_INPUTS = (
     Tensor("sampling_param_exclude_input_from_output", "BOOL"),
     Tensor("sampling_param_return_perf_metrics", "BOOL"),
     Tensor("return_stop_reason", "BOOL"),
-    Tensor("image_url", "STRING", (-1,), "this server has no multimodal models"),
+    Tensor("image_url", "STRING", (-1,), "send images as `image` to the models `ensemble` or `vllm_model`"),
     Tensor("lora_id", "UINT64", (1,), _NO_LORA),
     Tensor("lora_name", "STRING", (1,), _NO_LORA),
     Tensor("lora_path", "STRING", (1,), _NO_LORA),
@@ -216,4 +218,6 @@ PROMPT_OUTPUTS = (
     Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
 )
 
-TENSORS = {tensor.name: tensor for tensor in (*INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)}
+TENSORS = {
+    tensor.name: tensor for tensor in (*INPUTS, *ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
+}

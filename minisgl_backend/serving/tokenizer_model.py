@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +21,24 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
+from minisgl_backend.images.front import ImageFront
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.absent import absent_torch
 from minisgl_backend.process.spawn import log_to_stderr
-from minisgl_backend.serving.codec import CodecSettings, RequestCodec
+from minisgl_backend.serving.codec import RequestCodec
 from minisgl_backend.serving.fields import shown
+from minisgl_backend.serving.image_codec import may_hold_images
 from minisgl_backend.serving.pooling_codec import PoolingCodec
+from minisgl_backend.serving.prompt_settings import CodecSettings
 from minisgl_backend.serving.responses import error_response
 
 if TYPE_CHECKING:
+    from minisgl_backend.models.config import ModelConfig
     from minisgl_backend.text.tokenizer import Tokenizer
+
+IMAGE_REQUESTS = 16  # requests whose images are read at a time
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,10 +63,14 @@ class TritonPythonModel:
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
             )
             tokenizer = _load_tokenizer(config)
+            images = image_front(config, model, tokenizer)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
-        self._codec = RequestCodec(tokenizer, settings, pooling)
+        self._images = images
+        self._codec = RequestCodec(tokenizer, settings, pooling, images)
+        # Requests with images wait for their decoding there; those without never do.
+        self._threads = ThreadPoolExecutor(IMAGE_REQUESTS, thread_name_prefix="images") if images is not None else None
         self._wire = Codec()
         self._tokenizer = tokenizer
         self._info = {
@@ -71,9 +82,27 @@ class TritonPythonModel:
             "tokenizer": tokenizer.info(),
         }
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """One response per request, or one error that names the field."""
-        return [self._answer(request) for request in requests]
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """One response per request, or one error that names the field; of requests with images, a thread sends it."""
+        if self._threads is None or not any(map(_has_images, requests)):
+            return [self._answer(request) for request in requests]
+        for request in requests:
+            sender = request.get_response_sender()
+            if _has_images(request):
+                self._threads.submit(self._answer_later, sender, request)
+            else:
+                _send(sender, self._answer(request))
+        return None
+
+    def _answer_later(self, sender: Any, request: Any) -> None:
+        _send(sender, self._answer(request))
+
+    def finalize(self) -> None:
+        """Waits for requests with images, and ends their processes."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        if self._images is not None:
+            self._images.close()
 
     def _answer(self, request: Any) -> Any:
         requested = set(request.requested_output_names())
@@ -87,6 +116,7 @@ class TritonPythonModel:
                 # HTTP's generate passes Triton's own field on as a parameter.
                 deadline=_deadline(request.timeout() or parameters.get("timeout", 0)),
                 request_id=request.request_id(),
+                only_counts=bool(requested) and "spec" not in requested,
             )
         except MinisglError as error:
             return error_response(status_of(error), str(error))
@@ -96,7 +126,12 @@ class TritonPythonModel:
             return error_response("INVALID_ARG", f"the request could not be read ({type(error).__name__})")
         tensors = [
             pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
-            pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
+            pb_utils.Tensor(
+                "spec",
+                Codec().pack(spec)
+                if spec.contents
+                else self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False),
+            ),
         ]
         return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 
@@ -109,6 +144,28 @@ class TritonPythonModel:
             "model_info": lambda: [json.dumps(self._info)],
         }
         return [_text_tensor(name, *make()) for name, make in texts.items() if name in requested]
+
+
+def _has_images(request: Any) -> bool:
+    """Whether its answer may have to wait for images. May be wrong about a text that looks like one."""
+    for tensor in request.inputs():
+        name = tensor.name()
+        if name in ("image", "image_data"):
+            return True
+        if name == "messages" and any(may_hold_images(str(text)) for text in tensor.as_numpy().reshape(-1).tolist()):
+            return True
+    return False
+
+
+def _send(sender: Any, response: Any) -> None:
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ImageFront | None:
+    """None for a model without eyes. Raises ConfigError."""
+    if getattr(model, "encoder", None) is None:
+        return None
+    return ImageFront(config.model, tokenizer)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -14,15 +14,15 @@ IMAGE = {"type": "image"}  # a content part as templates read it
 MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, images: bool = False) -> list[dict[str, Any]]:
     """The messages in the form that nearly every template accepts.
 
-    The content is a text, "" if there is none: OpenAI's content parts are joined by newlines, as in vLLM. With parts of
-    type image it is a list of parts, as templates of models that see take it: in their order, texts as they are.
+    The content is a text, "" if there is none: OpenAI's content parts are joined by newlines, as in vLLM. With `images`
+    and parts of type image it is a list of parts, as templates of models that see take it: in order, texts as they are.
     `tool_calls` is present only if there are calls; arguments are objects, {} if there are none. Other null values are
     removed; other keys stay as they are. Raises InvalidRequestError naming message, part and type.
     """
-    return [_plain(f"messages[{number}]", message) for number, message in enumerate(messages)]
+    return [_plain(f"messages[{number}]", message, images) for number, message in enumerate(messages)]
 
 
 def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def _with_calls(message: Mapping[str, Any], calls: list[dict[str, Any]]) -> dict
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _plain(name: str, message: Any) -> dict[str, Any]:
+def _plain(name: str, message: Any, images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{name} is {shown(message)}; allowed: an object with role and content")
     found = {key: value for key, value in message.items() if value is not None}
@@ -97,7 +97,7 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
         found.setdefault("reasoning_content", found.pop("reasoning"))
     content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        parts = [_part(f"{name}.content[{number}]", part) for number, part in enumerate(content)]
+        parts = [_part(f"{name}.content[{number}]", part, images) for number, part in enumerate(content)]
         if any(part == IMAGE for part in parts):
             return {**found, "content": parts}
         content = "\n".join(part["text"] for part in parts)
@@ -126,10 +126,10 @@ def _arguments(arguments: Any) -> Any:
     return {} if arguments is None else arguments
 
 
-def _part(name: str, part: Any) -> dict[str, str]:
+def _part(name: str, part: Any, images: bool) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if isinstance(part, Mapping) and part.get("type") == "image":
+    if images and isinstance(part, Mapping) and part.get("type") == "image":
         return IMAGE
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequestError(f"{name} is {shown(part)}; allowed: an object with type and text")

@@ -67,8 +67,9 @@ class ChatTemplate:
         template = self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]) -> str:
-        """`arguments` are passed to the template (tools, enable_thinking ...). Raises InvalidRequestError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any], *, images: bool = False) -> str:
+        """`arguments` are passed to the template (tools, enable_thinking ...), with `images` also content parts that
+        stand for one. Raises InvalidRequestError."""
         if not self:
             raise InvalidRequestError(
                 f"messages: {NO_CHAT_TEMPLATE} and goes on with a text: /v1/completions, text_input, `minisgl generate`"
@@ -77,7 +78,7 @@ class ChatTemplate:
             if name in _OWN_ARGUMENTS:
                 raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
         arguments.setdefault("add_generation_prompt", not arguments.get("continue_final_message"))
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, images=images)
         formed = self._formed(plain)
         try:
             prompt = self._in_either_form(formed, arguments)

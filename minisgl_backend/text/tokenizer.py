@@ -111,10 +111,14 @@ class Tokenizer:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
         The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments` are
-        passed to the template (tools, enable_thinking ...). Content parts of type text are joined, unless there are
-        images among them, and calls have the form that the template expects. Raises InvalidRequestError.
+        passed to the template (tools, enable_thinking ...). Content parts of type text are joined, and calls have the
+        form that the template expects. Raises InvalidRequestError.
         """
         return self._template.render(messages, template_arguments)
+
+    def render_images(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> str:
+        """`render` of messages with content parts {"type": "image"}; texts beside them are not joined."""
+        return self._template.render(messages, template_arguments, images=True)
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -76,7 +76,7 @@ def assert_llmapi_works(server: Server) -> None:
     assert told == {"text_output": "1, 2, 3, 4, 5, 6", "finish_reason": "stop", "stop_reason": ", 7"}
     assert answer["kv_cache_reused_block"] + answer["kv_cache_missed_block"] == answer["kv_cache_alloc_total_blocks"]
     assert 0 < answer["arrival_time_ns"] <= answer["first_token_time_ns"] <= answer["last_token_time_ns"]
-    for field, message in (("lora_name", "has no LoRA"), ("image_url", "no multimodal models")):
+    for field, message in (("lora_name", "has no LoRA"), ("image_url", "send images as `image`")):
         status, answer = server.generate("llmapi", text_input="x", **{field: "x"})
         assert status == 400, answer
         assert f"{field} is not served: this server" in str(answer)

@@ -63,6 +63,8 @@ class ChatRequest(Generating):
     verbosity: str | None = None
     # Beyond OpenAI, by vLLM's names.
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # of all images
+    media_io_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None  # the answer begins with the message that it continues

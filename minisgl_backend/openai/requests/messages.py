@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.images.parts import Asked, Source, has_images, take_image
 from minisgl_backend.openai.errors import ApiError, invalid
 
 MAX_MESSAGES = 10_000
@@ -22,13 +24,17 @@ class Message(BaseModel):
     role: str
     content: Any = None
 
-    def for_template(self, number: int) -> dict[str, Any]:
-        """The content as one text; calls are validated. The tokenizer converts them to the form of its template.
+    def for_template(
+        self, number: int, images: list[Source] | None = None, asked: Asked | None = None
+    ) -> dict[str, Any]:
+        """The content as one text, or as parts if there are images; calls are validated. The tokenizer converts them to
+        the form of its template. The message's images are appended to `images`.
 
         Raises ApiError.
         """
         name = f"messages[{number}]"
-        message = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content, f"{name}.content")}
+        content = content_of(self.content, f"{name}.content", [] if images is None else images, asked or Asked())
+        message = {**(self.model_extra or {}), "role": self.role, "content": content}
         calls = message.pop("tool_calls", None)
         if calls is not None:
             message["tool_calls"] = _checked_calls(calls, f"{name}.tool_calls")
@@ -44,6 +50,24 @@ def text_of(content: Any, name: str) -> str:
     if not isinstance(content, list):
         raise wrong(name, f"is {shown(content)}; allowed: a text or a list of parts")
     return "\n".join(_part_text(part, f"{name}[{number}]") for number, part in enumerate(content))
+
+
+def content_of(content: Any, name: str, images: list[Source], asked: Asked) -> str | list[dict[str, Any]]:
+    """`text_of`, or the parts in their order if there are images among them, which are appended to `images`. Raises
+    ApiError."""
+    if not isinstance(content, list) or not has_images([{"content": content}], _TEXT_PARTS):
+        return text_of(content, name)
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        place = f"{name}[{number}]"
+        try:
+            found = take_image(part, place, asked, images)
+        except InvalidRequestError as error:
+            raise invalid("messages", str(error)) from None
+        if found is None:
+            found = {"type": "text", "text": _part_text(part, place)}
+        parts.append(found)
+    return parts
 
 
 def text_at(item: dict[str, Any], key: str, name: str) -> str:

@@ -29,6 +29,8 @@ from minisgl_backend.openai.routes import (
     tokenize,
 )
 
+IMAGE_BODY_BYTES = 64 << 20  # of a body with images as base64
+
 
 @dataclass(frozen=True)
 class Family:
@@ -39,6 +41,7 @@ class Family:
     # gen_ai.operation.name of spans by path, by OpenTelemetry's names; all others below /v1/ are chats.
     operations: Mapping[str, str] = field(default_factory=dict)
     open_paths: Sequence[str] = ()  # need no API key; one that ends in /* stands for all below it
+    image_paths: Sequence[str] = ()  # may have images in messages: IMAGE_BODY_BYTES where --max-body-bytes is not set
     body_limits: Mapping[str, int] = field(default_factory=dict)  # bytes by path, in place of --max-body-bytes
 
 
@@ -47,10 +50,10 @@ def _keeps_files(settings: EndpointSettings) -> bool:
 
 
 FAMILIES = (
-    Family(chat.add_routes),
+    Family(chat.add_routes, image_paths=("/v1/chat/completions",)),
     Family(completions.add_routes, operations={"/v1/completions": "text_completion"}),
     Family(models.add_routes),
-    Family(tokenize.add_routes),
+    Family(tokenize.add_routes, image_paths=("/tokenize",)),
     Family(server.add_routes, open_paths=server.OPEN_PATHS),
     Family(messages.add_routes),
     Family(responses.add_routes),

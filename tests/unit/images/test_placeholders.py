@@ -4,60 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.images.families import FAMILIES
 from minisgl_backend.images.placeholders import Placeholders, Span
 from minisgl_backend.images.processor_files import ProcessorFiles
-from minisgl_backend.text.tokenizer import Tokenizer as OurTokenizer
-
-TEXTS = ["Hello world, what is in it?\n\nTwo cats.\n", "row_1_col_1 image pad <|im_start|>user assistant"] * 3
-PINPOINTS = [[336, 672], [672, 336], [672, 672]]
-FILES = {
-    "qwen2_vl": {"max_pixels": 100_000},
-    "glm4v": {"size": {"shortest_edge": 12544, "longest_edge": 100_000}},
-    "gemma3": {},
-    "mistral3": {"size": {"longest_edge": 200}, "patch_size": 16},
-    "smolvlm": {"size": {"longest_edge": 1024}, "max_image_size": {"longest_edge": 512}},
-    "internvl": {"size": {"height": 448, "width": 448}},
-    "llava": {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
-    "llava_next": {"size": {"shortest_edge": 336}, "image_grid_pinpoints": PINPOINTS},
-}
-# As the models' own: {% generation %} aside, what matters of them.
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}BEFOREAFTER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-AROUND = {"qwen2_vl": ("<|vision_start|>", "<|vision_end|>"), "glm4v": ("<|begin_of_image|>", "<|end_of_image|>")}
-
-
-def _backend(kind, added):
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=kind != "bytes"))
-    special = ["<unk>", "<s>", *(f"<0x{n:02X}>" for n in range(256) if kind != "bytes")]
-    if kind == "bytes":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        alphabet = [*"▁\n"]
-        steps = [normalizers.Prepend("▁")] if kind == "prefix" else []
-        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-        special += added[:2] if kind == "vocabulary" else []  # as Gemma's, whose vocabulary has them
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([*TEXTS, "\n\n", "\n\n\n"], trainer)
-    if kind != "bytes":
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
-        )
-    for text in ("<|im_start|>", "<|im_end|>", *added, "<|behind|>"):
-        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-    return tokenizer
+from tests.seeing import FILES, SeeingModel
 
 
 @pytest.fixture(params=["bytes", "blanks", "prefix", "vocabulary"])
@@ -65,42 +17,9 @@ def kind(request):
     return request.param
 
 
-class Case:
-    """A family's model with a tokenizer."""
-
-    def __init__(self, model_type, kind, path):
-        files = ProcessorFiles({"model_type": model_type}, FILES[model_type])
-        self.family = FAMILIES[model_type].read(files)
-        backend = _backend(kind, list(self.family.reserved))
-        self.plain = PreTrainedTokenizerFast(
-            tokenizer_object=backend, bos_token="<s>" if kind != "bytes" else None, unk_token="<unk>"
-        )
-        before, after = AROUND.get(model_type, ("", ""))
-        slot = before + self.family.slot + after
-        self.plain.chat_template = TEMPLATE.replace("BEFOREAFTER", slot)
-        self.plain.save_pretrained(path)
-        self.tokenizer = OurTokenizer(path)
-        self.placeholders = Placeholders(self.tokenizer, self.family)
-        self.around = (before, after)
-
-    def text(self, size):
-        return "".join(part if isinstance(part, str) else self.family.vector * part for part in size.layout)
-
-    def check(self, prompt, ids, sizes):
-        assert prompt.token_ids.tolist() == ids
-        vector = self.plain.convert_tokens_to_ids(self.family.vector)
-        for span, size in zip(prompt.spans, sizes, strict=True):
-            runs = span.runs or (0, span.length)
-            assert sum(runs[1::2]) == size.num_vectors
-            for start, length in zip(runs[::2], runs[1::2], strict=True):
-                assert (prompt.token_ids[span.start + start :][:length] == vector).all()
-            assert runs[0] == 0
-            assert runs[-2] + runs[-1] == span.length
-
-
 @pytest.mark.parametrize("model_type", FILES)
 def test_tokens_are_those_of_the_whole_text(model_type, kind, tmp_path):
-    case = Case(model_type, kind, tmp_path)
+    case = SeeingModel(model_type, kind, tmp_path)
     sizes = [case.family.size(640, 480), case.family.size(300, 700)]
     content = [
         {"type": "text", "text": "Hello\n"},
@@ -111,7 +30,7 @@ def test_tokens_are_those_of_the_whole_text(model_type, kind, tmp_path):
     ]
     messages = [{"role": "system", "content": "Two cats."}, {"role": "user", "content": content}]
     prompt = case.placeholders.of_chat(messages, sizes, {})
-    rendered = case.tokenizer.render(messages)
+    rendered = case.tokenizer.render_images(messages)
     assert prompt.text == rendered
     assert rendered.count(case.family.slot) == 2
     first, second, third = rendered.split(case.family.slot)
@@ -123,7 +42,7 @@ def test_tokens_are_those_of_the_whole_text(model_type, kind, tmp_path):
 
 @pytest.mark.parametrize("model_type", FILES)
 def test_what_users_write_is_text(model_type, kind, tmp_path):
-    case = Case(model_type, kind, tmp_path)
+    case = SeeingModel(model_type, kind, tmp_path)
     size, literals = case.family.size(640, 480), "".join(case.family.reserved)
     reserved = {case.plain.convert_tokens_to_ids(text) for text in case.family.reserved}
     for texts in ((literals, ""), ("", literals), (literals, literals), (f"x {case.family.slot} y", "z")):
@@ -146,7 +65,7 @@ def test_what_users_write_is_text(model_type, kind, tmp_path):
 
 @pytest.mark.parametrize("model_type", FILES)
 def test_ids_have_slots_or_the_images_own_tokens(model_type, tmp_path):
-    case = Case(model_type, "bytes", tmp_path)
+    case = SeeingModel(model_type, "bytes", tmp_path)
     sizes = [case.family.size(640, 480), case.family.size(300, 700)]
     slot = case.plain.convert_tokens_to_ids(case.family.slot)
     given = [7, 8, slot, 9, slot, 10]
@@ -164,13 +83,13 @@ def test_ids_have_slots_or_the_images_own_tokens(model_type, tmp_path):
 
 @pytest.mark.parametrize(("slots", "images"), [(0, 1), (1, 2), (2, 1), (3, 0)])
 def test_a_text_needs_a_slot_for_each_image(slots, images, tmp_path):
-    case = Case("qwen2_vl", "bytes", tmp_path)
+    case = SeeingModel("qwen2_vl", "bytes", tmp_path)
     with pytest.raises(InvalidRequestError, match=rf"text_input has {slots} places for {images} images.*image_pad"):
         case.placeholders.of_text("text_input", "<|image_pad|>" * slots, [case.family.size(50, 50)] * images)
 
 
 def test_a_template_without_images_is_told(tmp_path):
-    case = Case("qwen2_vl", "bytes", tmp_path)
+    case = SeeingModel("qwen2_vl", "bytes", tmp_path)
     case.tokenizer._tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     content = [{"type": "image"}, {"type": "text", "text": "what?"}]
     with pytest.raises(InvalidRequestError, match="shows 0 of 1 images"):
@@ -178,21 +97,21 @@ def test_a_template_without_images_is_told(tmp_path):
 
 
 def test_a_tokenizer_without_the_familys_tokens_is_refused(tmp_path):
-    case = Case("qwen2_vl", "bytes", tmp_path)
+    case = SeeingModel("qwen2_vl", "bytes", tmp_path)
     family = FAMILIES["mistral3"].read(ProcessorFiles({}, {}))
     with pytest.raises(ConfigError, match=r"\[IMG\]"):
         Placeholders(case.tokenizer, family)
 
 
 def test_refusals_quote_what_the_client_wrote(tmp_path):
-    case = Case("qwen2_vl", "bytes", tmp_path)
+    case = SeeingModel("qwen2_vl", "bytes", tmp_path)
     case.tokenizer._tokenizer.chat_template = "{{ raise_exception('no: ' + messages[0].content) }}"
     with pytest.raises(InvalidRequestError, match=r"no: a<\|image_pad\|>b"):
         case.placeholders.of_chat([{"role": "user", "content": "a<|image_pad|>b"}], [], {})
 
 
 def test_rows_of_tokens_are_runs(tmp_path):
-    case = Case("mistral3", "bytes", tmp_path)
+    case = SeeingModel("mistral3", "bytes", tmp_path)
     size = case.family.size(64, 48)
     prompt = case.placeholders.of_text("prompt", "x[IMG]y", [size])
     assert size.layout == (4, "[IMG_BREAK]", 4, "[IMG_BREAK]", 4, "[IMG_END]")
@@ -202,7 +121,7 @@ def test_rows_of_tokens_are_runs(tmp_path):
 
 
 def test_templates_that_take_parts_alone_get_parts(tmp_path):
-    case = Case("llava", "bytes", tmp_path)
+    case = SeeingModel("llava", "bytes", tmp_path)
     case.tokenizer._tokenizer.chat_template = (
         "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}<image>"
         "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"

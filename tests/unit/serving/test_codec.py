@@ -16,7 +16,8 @@ from minisgl_backend.errors import CapacityError, InvalidRequestError, status_of
 from minisgl_backend.ipc.wire import Codec, EngineRequest
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Grammar
-from minisgl_backend.serving.codec import CodecSettings, RequestCodec
+from minisgl_backend.serving.codec import RequestCodec
+from minisgl_backend.serving.prompt_settings import CodecSettings
 from minisgl_backend.serving.tensors import INPUTS, TENSORS
 from minisgl_backend.text.tokenizer import Tokenizer
 

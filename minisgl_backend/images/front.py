@@ -1,0 +1,116 @@
+"""All that a front does with one model's images: from parts and bytes to prompts with contents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.images.families import family_of
+from minisgl_backend.images.parts import Source
+from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, PromptTokenizer
+from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
+from minisgl_backend.images.sizes import Size
+from minisgl_backend.request import Content
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt whose images are measured, not decoded."""
+
+    prompt: ImagePrompt
+    images: tuple[Measured, ...]
+
+    @property
+    def counted(self) -> str:
+        """Tokens of text and of each image, for errors."""
+        images = [span.length for span in self.prompt.spans]
+        if not images:
+            return ""
+        text = len(self.prompt.token_ids) - sum(images)
+        return (
+            f"{text} of text, {' + '.join(map(str, images))} of images; `detail: low` or mm_processor_kwargs make "
+            "images smaller"
+        )
+
+
+class ImageFront:
+    """Of one model. Thread-safe; processes and shared memory begin with the first image."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tokenizer: PromptTokenizer,
+        *,
+        max_image_tokens: int | None = None,
+        limits: ImageLimits | None = None,
+        num_workers: int | None = None,
+        cache_bytes: int = 1 << 30,
+    ) -> None:
+        """Raises ConfigError if the folder's images are not served."""
+        family = family_of(model_dir)
+        if max_image_tokens is not None:
+            family = family.limited(max_image_tokens)
+        self._placeholders = Placeholders(tokenizer, family)
+        self._reader = ImageReader(family, limits=limits, num_workers=num_workers, cache_bytes=cache_bytes)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._reader.close()
+
+    def are_written_in(self, value: Any) -> bool:
+        """Whether a text, or a JSON value's texts, hold the name of a token of the family's own: `of_chat` then keeps
+        them text, also without images."""
+        return self._placeholders.are_written_in(value)
+
+    def of_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sources: Sequence[Source],
+        template: Mapping[str, Any],
+        *,
+        add_special_tokens: bool = False,
+    ) -> SeenPrompt:
+        """`messages`: with {"type": "image"} for each of the sources. Raises InvalidRequestError, CapacityError."""
+        images = self._reader.measure(sources)
+        return SeenPrompt(
+            self._placeholders.of_chat(messages, _sizes(images), template, add_special_tokens=add_special_tokens),
+            tuple(images),
+        )
+
+    def of_text(self, name: str, text: str, sources: Sequence[Source], *, add_special_tokens: bool) -> SeenPrompt:
+        """`text`: with the family's slot for each of the sources. Raises as `of_chat`, with `name` for the text."""
+        images = self._reader.measure(sources)
+        prompt = self._placeholders.of_text(name, text, _sizes(images), add_special_tokens=add_special_tokens)
+        return SeenPrompt(prompt, tuple(images))
+
+    def of_ids(self, name: str, token_ids: Sequence[int], sources: Sequence[Source]) -> SeenPrompt:
+        """`token_ids`: with a slot for each of the sources, or their own tokens. Raises as `of_chat`."""
+        images = self._reader.measure(sources)
+        return SeenPrompt(self._placeholders.of_ids(name, token_ids, _sizes(images)), tuple(images))
+
+    def contents(self, seen: SeenPrompt) -> tuple[Content, ...]:
+        """Decodes. The segments are the caller's: `give_back`, or whoever takes them (`SegmentFolder.take`). Raises
+        InvalidRequestError, CapacityError."""
+        names = self._reader.decode(seen.images)
+        return tuple(
+            Content(
+                start=span.start,
+                length=span.length,
+                digest=image.digest,
+                grid=image.size.grid,
+                runs=span.runs,
+                pixels=name,
+                shape=image.size.shape,
+            )
+            for span, image, name in zip(seen.prompt.spans, seen.images, names, strict=True)
+        )
+
+    def give_back(self, contents: Sequence[Content]) -> None:
+        """Removes the contents' segments."""
+        self._reader.give_back([content.pixels for content in contents])
+
+
+def _sizes(images: Sequence[Measured]) -> list[Size]:
+    return [image.size for image in images]

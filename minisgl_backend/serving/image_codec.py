@@ -1,0 +1,136 @@
+"""Requests with images -> prompts with the tokens of their images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.images.parts import (
+    Asked,
+    Source,
+    asked_of_all,
+    base64_data,
+    data_of_url,
+    has_images,
+    take_images,
+    take_indexed,
+)
+from minisgl_backend.request import Content, SamplingParams
+from minisgl_backend.serving.fields import json_object
+from minisgl_backend.serving.prompt_settings import CodecSettings, listed_messages
+
+if TYPE_CHECKING:  # the engine front imports this module, but not the workers'
+    from minisgl_backend.images.front import ImageFront, SeenPrompt
+
+
+# How types of parts begin that are no text, or an escape that may spell one: writers of JSON escape no letters.
+_HINT = re.compile(r'"(?:image|video|audio|input_|file|document)|\\u00[0-7]')
+
+
+class ImageCodec:
+    """Of one model."""
+
+    def __init__(self, images: ImageFront | None, settings: CodecSettings) -> None:
+        """`images`: None for a model without eyes, which refuses them."""
+        self._images = images
+        self._settings = settings
+
+    def seen(self, fields: Mapping[str, Any]) -> SeenPrompt | None:
+        """The prompt of a request with images, or of one that spells their tokens; None for all others."""
+        given, data = fields.get("image", ()), fields.get("image_data", ())
+        messages = fields.get("messages")
+        listed: list[Any] = []
+        if messages and (data or self._may_have_images(messages)):
+            listed = listed_messages(messages)
+        if given or data or has_images(listed):
+            if self._images is None:
+                raise InvalidRequestError(_no_images(listed, self._settings.why_no_images))
+        elif not listed:
+            return None
+        if self._images is None:  # a text that spells some token is nothing special then
+            return None
+        asked = asked_of_all(fields.get("mm_processor_kwargs"), fields.get("media_io_kwargs"))
+        if given:
+            if data or has_images(listed):
+                raise InvalidRequestError("image is given together with images in messages; allowed: one or the other")
+            sources = [_file_source(one, number, asked) for number, one in enumerate(given)]
+            return self._checked(self._of_text_or_ids(fields, sources))
+        taken, sources = take_indexed(listed, data) if data else take_images(listed, asked)
+        if not sources and not self._images.are_written_in(listed):
+            return None
+        self._settings.check_bytes("messages", taken)
+        template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
+        special = fields.get("add_special_tokens", False)
+        return self._checked(self._images.of_chat(taken, sources, template, add_special_tokens=special))
+
+    def _may_have_images(self, messages: str | list[Any]) -> bool:
+        """Whether it is worth while to parse them: of most requests this is all that images cost."""
+        if isinstance(messages, list):
+            return has_images(messages) or (self._images is not None and self._images.are_written_in(messages))
+        return may_hold_images(messages) or (self._images is not None and self._images.are_written_in(messages))
+
+    def _of_text_or_ids(self, fields: Mapping[str, Any], sources: Sequence[Source]) -> SeenPrompt:
+        """vllm_backend's `image`: the prompt has a place for each of them, or is a user's question behind them."""
+        images = self._images
+        assert images is not None, "checked before"
+        if fields.get("prompt_token_ids") is not None:
+            return images.of_ids("prompt_token_ids", fields["prompt_token_ids"], sources)
+        if fields.get("messages"):
+            raise InvalidRequestError("image is given together with messages; allowed: images in the messages' content")
+        text = fields.get("text_input")
+        if text is None:
+            raise InvalidRequestError("text_input is missing; allowed with image: a text, or prompt_token_ids")
+        self._settings.check_bytes("text_input", text)
+        if fields.get("apply_chat_template", self._settings.apply_chat_template):
+            content = [*({"type": "image"} for _ in sources), {"type": "text", "text": text}]
+            template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
+            special = fields.get("add_special_tokens", False)
+            return images.of_chat([{"role": "user", "content": content}], sources, template, add_special_tokens=special)
+        special = fields.get("add_special_tokens", True)
+        return images.of_text("text_input", text, sources, add_special_tokens=special)
+
+    def _checked(self, seen: SeenPrompt) -> SeenPrompt:
+        self._settings.check_prompt("the prompt", seen.prompt.token_ids, seen.counted)
+        return seen
+
+    def contents(self, seen: SeenPrompt | None, params: SamplingParams, *, only_counts: bool) -> tuple[Content, ...]:
+        """Decodes the images, the last thing that may fail."""
+        if seen is None or self._images is None or not seen.images or only_counts:
+            return ()
+        if params.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is given with images; allowed: without images")
+        return self._images.contents(seen)
+
+
+def may_hold_images(messages: str) -> bool:
+    """Whether messages, as JSON text, may have images. Some texts are mistaken for one, no image is missed."""
+    return _HINT.search(messages) is not None
+
+
+def _no_images(messages: Sequence[Any], why: str) -> str:
+    """The refusal, by the part's name."""
+    place = next(
+        (
+            f"messages[{number}].content[{index}]"
+            for number, message in enumerate(messages)
+            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+            for index, part in enumerate(message["content"])
+            if has_images([{"content": [part]}])
+        ),
+        "image",
+    )
+    return f"{place} is no text; allowed: text, as this model has no image encoder{f' ({why})' if why else ''}"
+
+
+def _file_source(given: str | bytes, number: int, asked: Asked) -> Source:
+    """An image of vllm_backend's `image`: base64, or a data URL."""
+    name = f"image[{number}]"
+    is_url = given[:5].lower() in (b"data:", "data:") or given[:4].lower() in (b"http", "http")
+    if is_url:
+        text = given if isinstance(given, str) else given.decode("utf-8", "replace")
+        data = data_of_url(text, name)
+    else:
+        data = base64_data(given, name)
+    return Source(name, data, background=asked.background, options=asked.options)
