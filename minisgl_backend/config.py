@@ -121,6 +121,13 @@ class EngineConfig:
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
     )
+    encoder_cache_mib: int = option(
+        0,
+        "memory of the vectors that a model's encoder makes of images, and of those that it is making; 0: the encoder "
+        "is not loaded, and the model reads text alone",
+        "0 or more MiB",
+        at_least(0),
+    )
     max_prefill_length: int | None = option(
         None,
         "token budget of one step; longer prompts are computed in chunks; unset: 8192, but 16384 of a mixture of "

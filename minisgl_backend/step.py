@@ -6,6 +6,7 @@ plan and `StepDecisions` are all that a follower gets of a step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, BoolArray, Float32Array, Int32Array, Int64Array
-from minisgl_backend.request import PoolingParams, SamplingParams
+from minisgl_backend.request import Content, PoolingParams, SamplingParams
 
 
 class RowError(Exception):
@@ -40,6 +41,23 @@ class Wants:
     POOLED: Final = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
 
 
+def vectors_key(content: Content, cache_salt: str | None) -> bytes:
+    """By which an image's vectors are kept, 16 bytes: requests with different salts share none."""
+    salt = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""
+    return hashlib.blake2b(content.digest, digest_size=16, salt=salt, person=b"minisgl vectors").digest()
+
+
+class EncodeSlice(msgspec.Struct, frozen=True, array_like=True):
+    """Some of the encoder's layers for one image. Slices of an image follow one another, over several steps."""
+
+    row: int  # whose request asks for it
+    key: bytes  # of the vectors
+    content: Content
+    first_layer: int  # 0: with what comes before the layers
+    last_layer: int  # the one behind the slice; the encoder's number of layers: with what comes behind them
+    rank: int = 0  # the tensor-parallel rank that computes it
+
+
 class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that takes a row with this step (first admission, or resumption after preemption).
 
@@ -57,12 +75,13 @@ class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
     # first chunk; 0: there is none, it starts from zeros. And the row's own slot, which its chunks write.
     state_source: int = 0
     state_slot: int = 0
+    contents: tuple[Content, ...] = ()  # images in its prompt
 
     def asking_nothing(self) -> AdmittedRow:
         """The row with one token and no options."""
         params = SamplingParams(seed=0)
         return msgspec.structs.replace(
-            self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None
+            self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None, contents=()
         )
 
 
@@ -133,6 +152,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     fold_sources: Int32Array = NO_INT32
     fold_targets: Int32Array = NO_INT32
     fold_borders: Int32Array = NO_INT32
+    freed_vectors: tuple[bytes, ...] = ()  # keys of images whose vectors, or begun ones, are dropped before `encode`
+    encode: tuple[EncodeSlice, ...] = ()  # before the model
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +197,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             decode_lengths=self.decode_lengths[kept],
             decode_uids=self.decode_uids[kept],
             draft_tokens=self.draft_tokens[kept] if len(self.draft_tokens) else self.draft_tokens,
+            encode=tuple(one for one in self.encode if one.row not in rows),
             is_retry=True,
         )
 
@@ -188,6 +210,21 @@ class Backlog:
     waiting_tokens: int  # more waiting tokens than this are a backlog
     mixed_prefill_length: int  # prompt tokens of a step that also decodes, during a backlog
     most_prefill_length: int  # upper limit, for queues so long that the budget grows with them
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderLimits:
+    """What the scheduler knows of the encoder of images. Costs are in prompt tokens that take as long."""
+
+    num_layers: int
+    capacity: int  # bytes of all vectors and begun images
+    vector_bytes: int  # of one token's
+    state_bytes: int  # of one patch while its image is encoded
+    patch_area: int  # pixels
+    patch_cost: float  # of a patch in one layer
+    pair_cost: float  # of a patch that attends to another one in one layer
+    num_ranks: int = 1
+    bidirectional: bool = False  # an image's tokens see each other: no chunk ends among them
 
 
 @dataclass(frozen=True, kw_only=True)

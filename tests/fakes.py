@@ -9,10 +9,10 @@ import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
 from minisgl_backend.kv.kinds import CacheKind, Chunked, Sliding
-from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.request import Content, FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPlan, StepResult, Wants
+from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPlan, StepResult, Wants, vectors_key
 from tests.proposers import Answers
 
 VOCAB_SIZE = 97
@@ -184,6 +184,9 @@ class FakeRunner:
         self._uids: dict[int, int] = {}
         self.plans: list[StepPlan] = []
         self.computed_tokens = 0
+        self._encoder = limits.encoder
+        self.encoded: dict[bytes, int] = {}  # layers of each image that it has, or is encoding
+        self._contents: dict[int, tuple[Content, ...]] = {}  # by row
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -205,6 +208,7 @@ class FakeRunner:
         pooled: dict[int, Float32Array] = {}
         for chunk in plan.prefill:
             assert chunk.start % self._chunk_multiple == 0, "a chunk ends its prompt or at a multiple"
+            self._look(chunk)
             self._compute(chunk.row, chunk.start, chunk.token_ids)
             if self.states is not None:
                 self.states.compute_chunk(chunk, self._token_table[chunk.row], self.fail(self._uids[chunk.row]))
@@ -228,11 +232,30 @@ class FakeRunner:
             tokens.append(self._sample(row, length, len(tokens), logprobs))
         self._token_table[plan.decode_rows, plan.decode_lengths] = tokens[first:]  # drafts were there
         rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
+        rows |= {one.row for one in plan.encode}
         failed = frozenset(row for row in rows if self.fail(self._uids[row]))
         ids = np.array(tokens, dtype=np.int32)
         accepted = plan.accepted(ids) if len(plan.draft_tokens) else None  # as the engine core does
         result = StepResult(plan.step, ids, logprobs, prompt_logprobs, failed, accepted=accepted, pooled=pooled)
         return FakePending(result)
+
+    def _encode(self, plan: StepPlan) -> None:
+        for key in plan.freed_vectors:
+            assert self.encoded.pop(key, None) is not None, "what is freed was there"
+        for one in plan.encode:
+            assert self._encoder is not None
+            assert self.encoded.get(one.key, 0) == one.first_layer < one.last_layer <= self._encoder.num_layers
+            self.encoded[one.key] = one.last_layer
+
+    def _look(self, chunk: PrefillChunk) -> None:
+        if self._encoder is None:
+            return
+        for content in self._contents.get(chunk.row, ()):
+            if content.start < chunk.end and content.end > chunk.start:
+                key = vectors_key(content, self._params[chunk.row].cache_salt)
+                assert self.encoded.get(key) == self._encoder.num_layers, "a chunk runs without its vectors"
+                inside = content.start < chunk.end < content.end
+                assert not (self._encoder.bidirectional and inside), "a chunk ends where tokens see later ones"
 
     def _apply(self, plan: StepPlan) -> None:
         groups = plan.page_groups if len(self._kinds) > 1 else np.zeros_like(plan.page_rows)
@@ -252,7 +275,9 @@ class FakeRunner:
             self._params[admitted.row] = admitted.params
             self._prompt_len[admitted.row] = admitted.prompt_len
             self._uids[admitted.row] = admitted.uid
+            self._contents[admitted.row] = admitted.contents
             assert admitted.params.seed is not None
+        self._encode(plan)
 
     def _slots_of(self, group: int, row: int, start: int, end: int) -> np.ndarray:
         at = np.arange(start, end)

@@ -14,6 +14,7 @@ from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
 from minisgl_backend.runner.start.compiling import announce_compiling
 from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.runner.start.encoder import encoder_limits
 from minisgl_backend.runner.start.memory import check_weights_fit
 from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.start.resolve import resolve
@@ -99,6 +100,7 @@ def _limits(
         backlog=backlog,
         step_times=measured.step_times,
         sparse_step_sizes=runner.sparse_step_sizes,
+        encoder=encoder_limits(runtime, start.model),
         cache_kinds=runner.columns.kinds,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )

@@ -11,7 +11,8 @@ from minisgl_backend.step import StepPlan, StepResult
 
 def rows_of(plan: StepPlan) -> frozenset[int]:
     """All rows that the plan computes."""
-    return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
+    images = (one.row for one in plan.encode)
+    return frozenset([*images, *(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
 
 
 def failed_result(plan: StepPlan, why: str, *, executed: bool) -> StepResult:

@@ -35,6 +35,8 @@ class RopeConfig:
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope; one per pair of dimensions
     long_factor: tuple[float, ...] = ()  # longrope
+    # M-RoPE (Qwen, 2024: Qwen2-VL): by pair, which of a token's positions (time, row, column) turns it; (): it has one.
+    axes: tuple[int, ...] = ()
     rotated_pairs: int = 0  # proportional: only the first pairs of a head are rotated (Gemma 4)
 
 

@@ -74,6 +74,14 @@ class RopeTable(NamedTuple):
 
     number: int  # in its model
     cos_sin: torch.Tensor  # float32 [max_seq_len, head_dim], as of `rope_table`
+    axes: torch.Tensor | None = None  # int64 [head_dim], of RopeConfig.axes; None: tokens have one position
+
+    def of_step(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines of tokens with a position for each axis, int64 [3, num_tokens], one after the other:
+        float32 [num_tokens, head_dim]."""
+        if self.axes is None:
+            return self.cos_sin[positions[0]]
+        return self.cos_sin.gather(0, positions[self.axes].T)
 
 
 def rotary_table(
@@ -112,12 +120,19 @@ class RopeTables:
         key = rope, head_dim
         if key not in self._tables:
             cos_sin = rope_table(rope, head_dim, self.max_seq_len, self._device)
-            self._tables[key] = RopeTable(len(self._tables), cos_sin)
+            self._tables[key] = RopeTable(len(self._tables), cos_sin, _axes(rope, head_dim, self._device))
         return self._tables[key]
 
     def __iter__(self) -> Iterator[RopeTable]:
         """By number."""
         return iter(self._tables.values())
+
+
+def _axes(rope: RopeConfig | None, head_dim: int, device: torch.device) -> torch.Tensor | None:
+    if rope is None or not rope.axes:
+        return None
+    half = [*rope.axes, *[0] * (head_dim // 2 - len(rope.axes))]  # what is not rotated is so by any position
+    return torch.tensor(half * 2, dtype=torch.int64, device=device)
 
 
 def query_temperatures(tuning: AttentionTemperatureTuning, max_seq_len: int, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.encoder_config import EncoderConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
 from minisgl_backend.models.families import FAMILIES
@@ -45,6 +46,8 @@ class ModelConfig(DecoderConfig):
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # formats of its weights
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     scores: ScoreDefaults = field(default_factory=ScoreDefaults)
+    encoder: EncoderConfig | None = None  # of images; None: it reads text alone
+    why_no_images: str = ""  # where its config.json has an encoder even so
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor the class in transformers reads
 
     @classmethod
@@ -79,7 +82,7 @@ class ModelConfig(DecoderConfig):
         quantization = find_quantization(config, folder)
         architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
-        config = _of_text(config, family)
+        around, config = Keys(config), _of_text(config, family)
         keys = Keys(config, family.defaults)
 
         for key in CONFIG_KEYS:  # which `find_quantization` reads
@@ -89,6 +92,7 @@ class ModelConfig(DecoderConfig):
         decoder = family.read(keys)
         decoder.check()
         names = family.names_of(decoder)
+        encoder, why_no_images = read_encoder(family, around, decoder)
         return cls(
             **{field.name: getattr(decoder, field.name) for field in fields(decoder)},
             architecture=architecture,
@@ -98,6 +102,8 @@ class ModelConfig(DecoderConfig):
             generation=GenerationDefaults.read(generation),
             tensor_names=names,
             quantization=QuantizationConfig(names=names) if quantization is None else quantization.read(names),
+            encoder=encoder,
+            why_no_images=why_no_images,
             unknown_keys=check_unread(keys, family.model_type, decoder.max_position),
         )
 
@@ -120,6 +126,18 @@ class ModelConfig(DecoderConfig):
                 "model's config.json provides for"
             )
         return override or self.default_length or self.max_position
+
+
+def read_encoder(family: Family, around: Keys, decoder: DecoderConfig) -> tuple[EncoderConfig | None, str]:
+    """The encoder of images, and why there is none where config.json has one: its text is served even so."""
+    if not around.get("vision_config"):
+        return None, ""
+    if family.encoder is None:
+        return None, f"the encoder of {family.model_type} is not computed"
+    try:
+        return family.encoder(around, decoder), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def check_decoder(config: Mapping[str, Any]) -> None:

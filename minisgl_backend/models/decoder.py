@@ -209,6 +209,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self._tp, layer_context = layer_context.tp, layer_context.within(max_seq_len)
+        self.ropes = layer_context.ropes or ()  # of its mixers
         layers = (
             decoder_layer(layer, config.hidden_size, layer_context.at(f"model.layers.{index}"))
             for index, layer in enumerate(config.layers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.mixer_config import RopeConfig
@@ -24,7 +24,9 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: req
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", _ORIGINAL, "attention_factor")),
 }
+MRope = Literal["in sections", "interleaved"]
 _MROPE = ("mrope_section", "mrope_interleaved")
+_SECTIONS: Mapping[MRope, list[int]] = {"in sections": [16, 24, 24], "interleaved": [24, 20, 20]}  # of absent keys
 _NO_NUMBERS = ("truncate", "short_factor", "long_factor")
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # then the other one counts
 
@@ -36,13 +38,13 @@ def read_rope(
     partial: bool = False,
     part: float = 1.0,
     interleaved: bool = False,
-    mrope: bool = False,
+    mrope: MRope | None = None,
     apart: Iterable[str] = (),
 ) -> RopeConfig:
     """The rope of all layers, which must be the same. `partial`: the family reads partial_rotary_factor, the share of a
     head's dimensions that is rotated; `part`: its default; `interleaved`: as in RopeConfig; `mrope`: the family gives
-    parts of an image a position per axis, which are equal for text (M-RoPE; Qwen, 2024: Qwen2-VL); `apart`: keys among
-    the values that do not concern the rope."""
+    parts of an image a position per axis, which are equal for text, and deals the pairs to the axes so; `apart`: keys
+    among the values that do not concern the rope."""
     # As in transformers 5.23: if both spellings are present, rope_scaling counts and rope_parameters does not.
     unread = keys.get("rope_parameters")
     given = keys.get("rope_scaling") or unread or {}
@@ -66,7 +68,25 @@ def read_rope(
     if original is not None:
         values[_ORIGINAL] = keys.integer(_ORIGINAL)
     rope = make_rope(keys, values, theta, int(head_dim * part))
-    return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved)
+    axes = axes_of(given.get("mrope_section"), mrope, int(head_dim * part) // 2) if mrope else ()
+    return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved, axes=axes)
+
+
+def axes_of(sections: Any, mrope: MRope, num_pairs: int) -> tuple[int, ...]:
+    """RopeConfig.axes: `sections` says how many pairs each axis has, None: as many as the family's class gives it.
+    (): they are not all there are, so that images cannot be placed."""
+    sections = _SECTIONS[mrope] if sections is None else sections
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(one, int) for one in sections):
+        refuse("mrope_section", sections, "a list of three numbers of pairs")
+    if mrope == "in sections":
+        if sum(sections) != num_pairs:
+            return ()
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def by_layer_type(keys: Keys, types: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,6 @@ from msgspec.structs import replace as replace_fields
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
@@ -26,12 +25,15 @@ from minisgl_backend.runner.plan_arrays import (
     prefill_arrays,
     sampled_beside_prefill,
     sampled_of_prompt,
+    update_arrays,
 )
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
+from minisgl_backend.runner.row_images import NO_IMAGES
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import Staging
 from minisgl_backend.runner.states import StateTables
 from minisgl_backend.runner.step_tensors import HostBatch, PenaltyReset, StepTensors
+from minisgl_backend.runner.vectors import Vectors
 from minisgl_backend.sampling.metadata import NOTHING, SamplingMetadata, SamplingRows
 from minisgl_backend.step import RowError, StepDecisions, StepPlan
 
@@ -39,8 +41,15 @@ from minisgl_backend.step import RowError, StepDecisions, StepPlan
 class BatchBuilder:
     """Builds batches for one row table. Plans must come in order, and each be executed before the next is uploaded."""
 
-    def __init__(self, table: RowTable, sampling: SamplingRows, states: StateTables | None = None) -> None:
-        """states: of a model with states."""
+    def __init__(
+        self,
+        table: RowTable,
+        sampling: SamplingRows,
+        states: StateTables | None = None,
+        vectors: Vectors | None = None,
+    ) -> None:
+        """states: of a model with states; vectors: of a model that sees."""
+        self._vectors = vectors
         self._table = table
         self._states = states
         self._sampling = sampling
@@ -65,6 +74,18 @@ class BatchBuilder:
         prompts that have one, ascending; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
         RowError where a request cannot be served after all, before anything happens on the device or another rank.
         """
+        images = NO_IMAGES if self._vectors is None else self._vectors.rows.build(plan)
+        host = self._built(plan, graph_sizes, prompt_sizes, sampling_sizes)
+        return host if images is NO_IMAGES else replace_fields(host, images=images)
+
+    def _built(
+        self,
+        plan: StepPlan,
+        graph_sizes: Sequence[int],
+        prompt_sizes: Sequence[int],
+        sampling_sizes: Container[int],
+    ) -> HostBatch:
+        """Without what its images ask for."""
         if self._splits_pages and len(plan.page_ids):
             plan = self._in_kernel_pages(plan)
         if plan.num_proposed:
@@ -88,7 +109,7 @@ class BatchBuilder:
         if len(plan.draft_tokens):
             drafted = set(plan.decode_rows[plan.draft_tokens >= 0].tolist())
             self._needs_penalty_recount |= {row for row in drafted if self._sampling.penalised_prompt(row)}
-        if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
+        if prompt_sizes and self._serves_prompt(plan):
             needs = self._sampling.metadata_of(plan, sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
             if prompt_size and not needs.prompt_logprobs:  # which need the hidden states of all tokens
@@ -104,6 +125,12 @@ class BatchBuilder:
             prompt_logprobs=needs.prompt_logprobs,
         )
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
+
+    def _serves_prompt(self, plan: StepPlan) -> bool:
+        """Whether the captured pass of a single prompt may serve the plan."""
+        if not self._prompts.serves(plan) or plan.prefill[0].pools:
+            return False
+        return self._vectors is None or self._vectors.rows.is_plain(plan.prefill[0].row)
 
     def _build_proposing(self, plan: StepPlan, graph_sizes: Sequence[int]) -> HostBatch:
         """A step of the proposer, which leaves the sampling state of the model unchanged."""
@@ -127,12 +154,14 @@ class BatchBuilder:
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
         """`build_host` on other ranks: they follow rank 0's decisions, and need nothing for sampling."""
+        images = NO_IMAGES if self._vectors is None else self._vectors.rows.build(plan)
         if self._splits_pages and len(plan.page_ids):
             plan = self._in_kernel_pages(plan)
         if decisions.prompt_size:
-            return self._stage_prompt(plan, decisions, NOTHING, ())
+            return replace_fields(self._stage_prompt(plan, decisions, NOTHING, ()), images=images)
         prefill = prefill_arrays(plan) if plan.prefill else None
-        return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
+        host = self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
+        return replace_fields(host, images=images)
 
     def _in_kernel_pages(self, plan: StepPlan) -> StepPlan:
         """With the entries of attention's page tables instead of the pages of rows' columns."""
@@ -174,7 +203,7 @@ class BatchBuilder:
         penalised: tuple[PenaltyReset, ...],
     ) -> HostBatch:
         rows, positions, indices = sampled
-        arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
+        arrays = update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
         if self._states is not None and not plan.num_proposed:
             arrays |= self._states.arrays(plan)
         checked_rows: tuple[int, ...] = ()
@@ -199,6 +228,8 @@ class BatchBuilder:
                 "sampled_positions": positions,
                 "logits_indices": np.concatenate([indices, checked, *states]),
             }
+        if self._vectors is not None:
+            arrays |= self._vectors.rows.arrays(plan, prefill)
         arrays |= needs.arrays
         decode_rows, decode_lengths = self._padded(plan.decode_rows, plan.decode_lengths, decisions.graph_size)
         return HostBatch(
@@ -240,6 +271,9 @@ class BatchBuilder:
             pooled=host.pooled,
             pooled_tokens=arrays.get("pooled_tokens"),
             cleared_pages=arrays.get("cleared_pages"),
+            images=host.images,
+            given_rows=arrays.get("given_rows"),
+            rope_positions=arrays.get("rope_positions"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
             waits_for_masks=host.needs.waits_for_masks,
             logprobs=host.needs.logprobs,
@@ -261,6 +295,7 @@ class BatchBuilder:
             decisions=host.decisions,
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
+            images=host.images,
             sampling=self._sampling.inputs_of(host.needs, arrays["sampled_rows"], arrays["sampled_positions"], arrays),
             waits_for_masks=host.needs.waits_for_masks,
             logprobs=host.needs.logprobs,
@@ -312,6 +347,8 @@ class BatchBuilder:
         if "page_ids" not in arrays and not host.plan.admitted and not host.penalised:
             return
         self._table.apply(arrays)
+        if self._vectors is not None and "rope_shifts" in arrays:
+            self._vectors.admit(arrays["admitted_rows"], arrays["rope_shifts"])
         self._reset_sampling(host)
 
     def _reset_sampling(self, host: HostBatch) -> None:
@@ -348,37 +385,6 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
     if prefill is None:
         return plan.decode_rows, plan.decode_lengths, NO_INT32
     return sampled_beside_prefill(plan, prefill)
-
-
-def _update_arrays(plan: StepPlan, vocab_size: int, max_rows: int) -> dict[str, Int32Array]:
-    """What a plan changes of rows and pages, by name; names without entries are left out."""
-    arrays: dict[str, Int32Array] = {}
-    if len(plan.cleared_pages):
-        arrays["cleared_pages"] = plan.cleared_pages
-    if len(plan.draft_tokens):
-        drafts = plan.draft_tokens >= 0
-        arrays |= {
-            "draft_rows": plan.decode_rows[drafts],
-            "draft_positions": plan.decode_lengths[drafts] - 1,
-            "draft_tokens": plan.draft_tokens[drafts],
-        }
-    if len(plan.page_ids):
-        rows = plan.page_groups * max_rows + plan.page_rows if len(plan.page_groups) else plan.page_rows
-        arrays |= {"page_rows": rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
-    if plan.admitted:
-        admitted_rows = np.array([admitted.row for admitted in plan.admitted], dtype=np.int32)
-        lengths = np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32)
-        token_rows, positions = expand(admitted_rows, np.zeros_like(lengths), lengths)
-        arrays |= {
-            "admitted_rows": admitted_rows,
-            "admitted_token_rows": token_rows,
-            "admitted_positions": positions,
-            "admitted_params": np.concatenate([params_of(one, vocab_size) for one in plan.admitted]).reshape(
-                -1, NUM_PARAMS
-            ),
-            "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
-        }
-    return arrays
 
 
 def _drafts(arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -37,6 +37,7 @@ from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.runner.states import StateTables
 from minisgl_backend.runner.step_tensors import HostBatch, StepTensors
+from minisgl_backend.runner.vectors import Vectors
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs
 from minisgl_backend.step import StepDecisions, StepPlan
@@ -66,10 +67,11 @@ class ModelRunner:
         tp: TensorParallel | None = None,
         proposer: DeviceProposer | None = None,
         states: StatePool | None = None,
+        vectors: Vectors | None = None,
         captures: Captures = Captures(),
     ) -> None:
         """Chooses kernels, then captures: the runner is complete once it is constructed. The layers of `proposer`
-        follow the model's in the pool. states: of a model with states."""
+        follow the model's in the pool. states: of a model with states; vectors: of a model that sees."""
         table, sampling = rows.table, rows.sampling
         graphs, pieces, longest_prefill = captures.graphs, captures.pieces, captures.longest_prefill
         self._model = model
@@ -84,7 +86,8 @@ class ModelRunner:
             model.bind_states(states)
             kernels = recurrent_kernels(DeviceFacts.of(table.device))
             self._states = StateTables(states, kernels, table.max_rows, table.device)
-        self._builder = BatchBuilder(table, sampling, self._states)
+        self._vectors = vectors
+        self._builder = BatchBuilder(table, sampling, self._states, vectors)
         self._sampler = rows.sampler
         self._pass = ModelPass(model, attention, table)
         self._masks = MaskStaging(table.max_rows, sampling.vocab_size, table.device)
@@ -137,7 +140,8 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         """Bytes of this rank's part of the model and its proposer."""
         parameters = [*self._model.parameters(), *([] if self._proposer is None else self._proposer.parameters())]
-        return sum(parameter.nbytes for parameter in parameters)
+        encoder = 0 if self._vectors is None else self._vectors.weight_bytes
+        return sum(parameter.nbytes for parameter in parameters) + encoder
 
     def close(self) -> None:
         """Frees the captured graphs. They may hold collectives, so this comes before the process group is destroyed."""
@@ -190,6 +194,9 @@ class ModelRunner:
 
         A step with grammars is launched up to its logits; `sample` continues once their masks are there.
         """
+        images = batch.host.images if isinstance(batch, PromptBatch) else batch.step.images
+        if self._vectors is not None and images.encodes:
+            self._vectors.encode(images)
         if isinstance(batch, ProposerBatch):
             assert self._proposer is not None, "its steps are planned where there is one"
             proposed = self._proposer.propose(batch.step)
@@ -231,11 +238,19 @@ class ModelRunner:
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
         tokens, slots = self._pass.input(rows, positions)
+        if self._vectors is not None:
+            tokens = self._seen(tokens, rows, batch.step, self._vectors)
         if self._pieces is None or plan.prefill is None or not self._pieces.serves(tokens):
             return self._hidden_states(rows, tokens, slots, plan, logits_indices=logits_indices)
         hidden = self._pieces.run(tokens, slots, plan)
         self._observe(rows, positions, self._pieces.aux)
         return hidden if logits_indices is None else hidden[logits_indices]
+
+    def _seen(self, tokens: ModelInput, rows: torch.Tensor, step: StepTensors, vectors: Vectors) -> ModelInput:
+        """With the images of these rows, int32 [num_tokens]."""
+        if step.prefill is None:
+            return vectors.decoding(tokens, rows)
+        return vectors.shown(tokens, step.images, step.given_rows, step.rope_positions)
 
     def _run_prompt(self, host: HostBatch) -> tuple[StepTensors, torch.Tensor]:
         """The step of a single prompt, and the hidden state of its last token, [1, hidden_size]."""
@@ -338,6 +353,8 @@ class ModelRunner:
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
         tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1)
+        if self._vectors is not None:
+            tokens = self._vectors.decoding(tokens, decode.rows)
         hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:

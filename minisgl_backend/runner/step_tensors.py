@@ -11,6 +11,7 @@ from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.runner.plan_arrays import PrefillHost
 from minisgl_backend.runner.pooling import PooledChunk
+from minisgl_backend.runner.row_images import NO_IMAGES, StepImages
 from minisgl_backend.runner.staging import Staged
 from minisgl_backend.sampling.metadata import SamplingInputs, SamplingMetadata
 from minisgl_backend.step import StepDecisions, StepPlan
@@ -39,6 +40,7 @@ class HostBatch(msgspec.Struct, frozen=True, kw_only=True):
     pooled: tuple[PooledChunk, ...] = ()
     needs: SamplingMetadata  # NOTHING on ranks that do not sample
     penalised: tuple[PenaltyReset, ...]
+    images: StepImages = NO_IMAGES
 
 
 class StepTensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,11 @@ class StepTensors(msgspec.Struct, frozen=True, kw_only=True):
     pooled: tuple[PooledChunk, ...] = ()
     pooled_tokens: torch.Tensor | None = None  # int32  pooling.named_tokens; None: no chunk requests any
     cleared_pages: torch.Tensor | None = None  # int32 [num_cleared]
+    images: StepImages = NO_IMAGES
+    given_rows: torch.Tensor | None = None  # int32 [num_vectors]: tokens that get vectors
+    rope_positions: torch.Tensor | None = (
+        None  # int32 [num_tokens] or [3, num_tokens], where they are not the true ones
+    )
     sampling: SamplingInputs
     waits_for_masks: bool  # its tokens are sampled once the grammar masks are there
     logprobs: tuple[tuple[int, int], ...]  # result index, and number of alternatives

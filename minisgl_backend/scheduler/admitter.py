@@ -94,12 +94,15 @@ class Admitter:
             sequence = self._queue.head()
             if sequence is None or (background is not None and sequence.is_background is not background):
                 return
-            chunk = self._try_start(builder, sequence, budget)
+            chunk = self._try_start(builder, sequence, budget, step)
             if chunk is None:
                 return
-            start, end = chunk
-            running.plan_chunk(sequence, end, step, builder)
-            budget -= end - start
+            start, end, spent = chunk
+            if end > start:
+                running.plan_chunk(sequence, end, step, builder)
+            else:
+                running.plan_encoding(sequence, step)
+            budget -= end - start + spent
 
     def _begin_round(self) -> None:
         if self._shares is not None:
@@ -107,15 +110,19 @@ class Admitter:
         self._queue.begin_round(self.num_admissions)
         self._forecast = None
 
-    def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> tuple[int, int] | None:
-        """Starts the head of the queue. Returns its cached tokens and its first chunk's end; None where it cannot or
-        should not start now."""
+    def _try_start(
+        self, builder: StepPlanBuilder, sequence: Sequence, budget: int, step: int
+    ) -> tuple[int, int, int] | None:
+        """Starts the head of the queue. Returns its cached tokens, its first chunk's end and what encoding its images
+        takes of the budget; None where it cannot or should not start now."""
         running, tokens, kv = self._running, sequence.token_ids, self._running.kv
         # The last token is always computed, since its hidden state is needed.
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
         match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
         cached = match.num_pages * self._limits.page_size
         end = chunk_end(sequence, cached, budget, builder, self._limits.chunk_multiple)
+        if sequence.contents and running.images is not None:
+            end = running.images.whole_spans(sequence, cached, end)
         if not running.num_active:  # nothing else runs: start if it fits at all
             end = min(end, kv.max_tokens_at_start(match, len(tokens)))
             new_pages = kv.pages_to_take(match, len(tokens), end)
@@ -132,11 +139,15 @@ class Admitter:
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
             self.state_misses += max(match.known_pages - match.num_pages, 0) * self._limits.page_size
+        spent = 0
+        if sequence.contents and running.images is not None:
+            row = running.rows.next_free
+            end, spent = running.images.reach(sequence, row, cached, end, budget, builder, step)
         running.start(sequence, match, end, self.num_admissions, builder)
         if self._shares is not None:
             self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)
         self.num_admissions += 1
-        return cached, end
+        return cached, end, spent
 
     def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
         """Whether there are pages (and a slot, with states) for the prompt now, and probably pages later for the

@@ -78,7 +78,8 @@ class Planner:
             self._running.send_entries_again(builder.entries)  # rows may have given pages back even so
             return None
         self._running.send_page_changes(builder)
-        plan = builder.build(step)
+        images = self._running.images
+        plan = builder.build(step, () if images is None else images.books.take_freed())
         if has_background:
             self.background.note_plan(plan, self._running.rows.background)
         return plan
@@ -206,6 +207,14 @@ class Planner:
             end = chunk_end(sequence, start, budget, builder, self._limits.chunk_multiple)
             if end == start:
                 return
+            if sequence.contents and running.images is not None:
+                end = running.images.whole_spans(sequence, start, end)
+                end, spent = running.images.reach(sequence, sequence.row, start, end, budget, builder, step)
+                budget -= spent
+                if spent and end == start:
+                    running.plan_encoding(sequence, step)
+                if end == start:
+                    continue
             if (end := self.preemption.for_window_pages(sequence, start, end)) == start:
                 continue
             running.plan_chunk(sequence, end, step, builder)

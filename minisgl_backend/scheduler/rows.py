@@ -52,6 +52,11 @@ class RowState:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def next_free(self) -> int:
+        """The row that `occupy` gives to the next sequence."""
+        return self._free[-1]
+
     def tokens_of(self, row: int) -> Int32Array:
         """Prompt and committed answer of a row, int32 [num_tokens]; a view."""
         return self.token_ids[row, : self.total[row]]

@@ -12,6 +12,7 @@ from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.cache.prefix_cache import PrefixMatch
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.scheduler.checkpoints import states_to_keep
+from minisgl_backend.scheduler.image_budget import ImageBudget
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
@@ -42,6 +43,7 @@ class RunningSet:
             record_changes=limits.record_cache_changes,
             num_state_slots=limits.num_state_slots,
         )
+        self.images = None if limits.encoder is None else ImageBudget(limits.encoder)
         self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # columns of a row of the page table
         self._columns.flags.writeable = False
         self.committed = -1  # number of the last committed step
@@ -104,8 +106,8 @@ class RunningSet:
         if self.kv.states is not None:
             source, slot = self.kv.states.slots_of(row)
             sequence.keep_states(states_to_keep(sequence, match, self.kv.page_size))
-        admitted = AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling, source, slot)
-        builder.admit(admitted)
+        more = pooling, source, slot, sequence.contents
+        builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, *more))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:
         """Plans the prompt tokens up to `end`; after the chunk that ends the prompt the row decodes, if it samples."""
@@ -121,6 +123,8 @@ class RunningSet:
             checkpoints = self.kv.states.plan_chunk(row, end, borders)
         builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end), checkpoints))
         self.rows.plan_chunk(row, end, step)
+        if self.images is not None and sequence.contents:
+            self.images.note_chunk(sequence, end, step)
         if is_last:
             self.prefilling.remove(sequence)
             if sequence.pooling is not None:
@@ -128,6 +132,10 @@ class RunningSet:
                 return
             self._decode_index = np.concatenate((self._decode_index, (row,)))
             self._decode_arrays = None
+
+    def plan_encoding(self, sequence: Sequence, step: int) -> None:
+        """This step computes nothing of the row but layers of the encoder for one of its images."""
+        self.rows.plan_chunk(sequence.row, int(self.rows.planned[sequence.row]), step)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended, and has a row, from all later plans."""
@@ -234,6 +242,8 @@ class RunningSet:
         assert len(leases) == len(present), "a row without a lease"
         retiring = [pages for _, pages in self._retiring]
         self.kv.check(leases, np.concatenate(retiring) if retiring else NO_INT32)
+        if self.images is not None:
+            self.images.books.check({one.uid for one in present})
         for one in present:
             row, active = one.row, one.state is SequenceState.RUNNING
             assert rows.sequences[row] is one, "a sequence and its row disagree"
@@ -269,6 +279,8 @@ class RunningSet:
         if sequence.failed:
             self._to_zero.append(freed)
         self._changed = [entry for entry in self._changed if entry[0] is not sequence]
+        if self.images is not None:
+            self.images.leave(sequence)
         rows.vacate(sequence)
         if sequence.state is SequenceState.PREEMPTED:
             sequence.requeue(tokens.copy())

@@ -105,6 +105,8 @@ class Scheduler:
             raise CapacityError(
                 f"{len(self._new_requests)} requests are waiting, all that max_waiting_requests allows; try again later"
             )
+        if request.contents and self._running.images is not None:
+            self._running.images.check_request(request.contents)
         tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
         sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.admitter.num_admissions)
         for sequence in sequences:
@@ -160,6 +162,9 @@ class Scheduler:
         if self._planner.background.in_flight:
             self._planner.background.note_end(plan.step, self._clock())
         self._last_prefill_tokens = self._last_decode_tokens = 0
+        if (images := self._running.images) is not None:
+            self._end_unencoded(plan, result)
+            images.note_end(plan, result.failed_rows, executed=result.executed)
         if plan.num_proposed and self._drafting is not None:
             self._drafting.take_proposals(plan, result)
         else:
@@ -366,6 +371,15 @@ class Scheduler:
             if not ended:
                 self._end_with_error(sequence, result.why)
         return failed
+
+    def _end_unencoded(self, plan: StepPlan, result: StepResult) -> None:
+        """Ends the sequences whose image could not be encoded, and of which the step computes nothing else."""
+        computed = {chunk.row for chunk in plan.prefill}
+        for row in {one.row for one in plan.encode if one.row in result.failed_rows} - computed:
+            sequence = self._running.rows.sequences[row]
+            assert sequence is not None, "a row in flight keeps its sequence"
+            if sequence.state is not SequenceState.ENDED:
+                self._end_with_error(sequence, result.why)
 
     def _end_with_error(self, sequence: Sequence, why: str) -> None:
         self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=why or NO_LOGITS))

@@ -9,7 +9,7 @@ import numpy as np
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.cache.row_states import NO_FOLDS, Folds
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, EncodeSlice, PrefillChunk, StepPlan
 
 _Entries = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 _NO_ENTRIES: _Entries = (NO_INT32, NO_INT32, NO_INT32, NO_INT32)
@@ -24,6 +24,7 @@ class StepPlanBuilder:
         "_decode_rows",
         "_decode_uids",
         "_draft_tokens",
+        "_encode",
         "_entries",
         "_folds",
         "_num_pages",
@@ -38,6 +39,7 @@ class StepPlanBuilder:
         self._num_pages = num_pages
         self._admitted: list[AdmittedRow] = []
         self._prefill: list[PrefillChunk] = []
+        self._encode: list[EncodeSlice] = []
         self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._num_proposed = self._num_proposing = 0
@@ -46,7 +48,7 @@ class StepPlanBuilder:
 
     @property
     def empty(self) -> bool:
-        return not self._prefill and not len(self._decode_rows)
+        return not (self._prefill or len(self._decode_rows) or self._encode or self._admitted)
 
     @property
     def has_prefill(self) -> bool:
@@ -59,6 +61,14 @@ class StepPlanBuilder:
     @property
     def num_decoding(self) -> int:
         return len(self._decode_rows)
+
+    @property
+    def num_encoding(self) -> int:
+        """Slices of images."""
+        return len(self._encode)
+
+    def encode(self, one: EncodeSlice) -> None:
+        self._encode.append(one)
 
     def admit(self, row: AdmittedRow) -> None:
         self._admitted.append(row)
@@ -113,7 +123,8 @@ class StepPlanBuilder:
             return entries._replace(groups=np.zeros(len(entries.rows), dtype=np.int32))
         return entries
 
-    def build(self, step: int) -> StepPlan:
+    def build(self, step: int, freed_vectors: tuple[bytes, ...] = ()) -> StepPlan:
+        """`freed_vectors`: see StepPlan."""
         groups, rows, columns, pages = _joined(self._entries)
         return StepPlan(
             step=step,
@@ -134,6 +145,8 @@ class StepPlanBuilder:
             fold_sources=self._folds.sources,
             fold_targets=self._folds.targets,
             fold_borders=self._folds.borders,
+            freed_vectors=freed_vectors,
+            encode=tuple(self._encode),
         )
 
 

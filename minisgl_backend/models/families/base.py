@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from minisgl_backend.layers.encoder_config import EncoderConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, is_positive, refuse
 from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions, read_rope
@@ -44,6 +45,9 @@ class Family:
     text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
     may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
     tensor_names: TensorNames = field(default_factory=TensorNames)
+    # Of images, from config.json around the text model's and from the decoder; None: it has none, or one that is not
+    # computed. Raises ConfigError for what is not.
+    encoder: Callable[[Keys, DecoderConfig], EncoderConfig] | None = None
     # What is stored in groups, whose number the model's config has: beside those of `tensor_names`.
     grouped: Callable[[DecoderConfig], tuple[Stored, ...]] | None = None
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from minisgl_backend.layers.mixer_config import RopeConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, is_positive
 from minisgl_backend.models.families.common import every, layer_types, norm
+from minisgl_backend.models.families.eyes import gemma3_vision
 from minisgl_backend.models.families.gemma2 import DEFAULTS, gemma
 from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions
 
@@ -44,6 +45,7 @@ MULTIMODAL_FAMILY = replace(
     FAMILY,
     model_type="gemma3",
     text_config="text_config",
+    encoder=gemma3_vision,
     tensor_names=TensorNames(
         prefixes=(
             ("language_model.model.", "model."),

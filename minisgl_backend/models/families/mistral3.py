@@ -2,6 +2,7 @@
 
 from minisgl_backend.models.families import ministral3, mistral
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys
+from minisgl_backend.models.families.eyes import mistral3_vision
 from minisgl_backend.models.families.gemma3 import MULTIMODAL_FAMILY as GEMMA3
 
 
@@ -11,4 +12,10 @@ def read(keys: Keys) -> DecoderConfig:
     return family.read(keys.with_defaults(family.defaults))
 
 
-FAMILY = Family(model_type="mistral3", read=read, text_config="text_config", tensor_names=GEMMA3.tensor_names)
+FAMILY = Family(
+    model_type="mistral3",
+    read=read,
+    text_config="text_config",
+    tensor_names=GEMMA3.tensor_names,
+    encoder=mistral3_vision,
+)

@@ -1,8 +1,11 @@
 """Qwen2-VL, text: Qwen2 without the image encoder."""
 
+from functools import partial
+
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, TensorNames, read_rope
 from minisgl_backend.models.families.common import attention, decoder, mlp, norm
+from minisgl_backend.models.families.eyes import qwen_vision
 from minisgl_backend.models.families.qwen2 import windows_above
 
 # Keys of the parts that are left out, in flat configs.
@@ -15,7 +18,7 @@ _AROUND = (
 def read(keys: Keys) -> DecoderConfig:
     keys.without_effect(*_AROUND)
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    heads = attention(keys, qkv_bias=True, rope=read_rope(keys, head_dim, mrope=True))
+    heads = attention(keys, qkv_bias=True, rope=read_rope(keys, head_dim, mrope="in sections"))
     layer = LayerConfig(mixer=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
     return decoder(keys, [layer.with_mixer(window=size) for size in windows_above(keys)])
 
@@ -30,4 +33,5 @@ FAMILY = Family(
     text_config="text_config",
     may_be_flat=True,
     tensor_names=TEXT_NAMES,
+    encoder=partial(qwen_vision, generation="2"),
 )

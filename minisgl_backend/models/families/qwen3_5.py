@@ -10,14 +10,14 @@ from minisgl_backend.models.families.qwen3_next import hybrid
 
 
 def read(keys: Keys) -> DecoderConfig:
-    return hybrid(keys, [mlp(keys)] * _layers(keys), mrope=True)
+    return hybrid(keys, [mlp(keys)] * _layers(keys), mrope="interleaved")
 
 
 def _read_moe(keys: Keys) -> DecoderConfig:
     keys.choice("norm_topk_prob", (True,), True)
     mixture = shared_experts(keys)
     mixture = replace(mixture, router=replace(mixture.router, renormalize=True))
-    return hybrid(keys, [mixture] * _layers(keys), mrope=True)
+    return hybrid(keys, [mixture] * _layers(keys), mrope="interleaved")
 
 
 def _layers(keys: Keys) -> int:

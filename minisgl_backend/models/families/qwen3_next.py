@@ -15,6 +15,7 @@ from minisgl_backend.models.families.delta import (
     shared_experts,
 )
 from minisgl_backend.models.families.qwen3_moe import sparse_layers
+from minisgl_backend.models.rope import MRope
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -22,7 +23,7 @@ def read(keys: Keys) -> DecoderConfig:
     return hybrid(keys, [mixture if is_sparse else dense for is_sparse in sparse_layers(keys)])
 
 
-def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: bool = False) -> DecoderConfig:
+def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: MRope | None = None) -> DecoderConfig:
     """Mixers by layer_types around these MLPs; `mrope`: see `read_rope`."""
     keys.choice("attn_output_gate", (True,), True)
     keys.choice("output_gate_type", ("swish", "silu"), "swish")  # of the gated delta rule

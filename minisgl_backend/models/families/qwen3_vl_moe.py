@@ -7,7 +7,7 @@ from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, St
 from minisgl_backend.models.families.common import decoder, mlp, norm
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
 from minisgl_backend.models.families.qwen3_moe import experts, sparse_layers
-from minisgl_backend.models.families.qwen3_vl import text_attention
+from minisgl_backend.models.families.qwen3_vl import ENCODER, text_attention
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -31,6 +31,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
     },
     text_config="text_config",
+    encoder=ENCODER,
     tensor_names=replace(
         TEXT_NAMES,
         stored=(

@@ -25,7 +25,9 @@ from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
+from minisgl_backend.runner.start.encoder import make_vectors
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.vectors import Vectors
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.kv_scales import read_kv_scales
@@ -96,6 +98,7 @@ class Parts:
     attention: AttentionPair
     rows: RowState
     proposer: DeviceProposer | None
+    vectors: Vectors | None = None  # of a model that sees
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:
@@ -122,6 +125,7 @@ class Parts:
             rows=self.rows,
             tp=self.start.tp,
             proposer=self.proposer,
+            vectors=self.vectors,
             captures=captures,
         )
 
@@ -142,7 +146,15 @@ def load_parts(start: Start) -> Parts:
     vocab_size, eos_token_ids = start.model.vocab_size, start.model.eos_token_ids
     rows = RowState.of(table, SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device))
     proposer = _proposer(start, model, rows)
-    return Parts(start=start, model=model, spec=spec, attention=attention, rows=rows, proposer=proposer)
+    vectors = make_vectors(start.runtime, start.model, model, start.tp, device) if sees(start) else None
+    return Parts(
+        start=start, model=model, spec=spec, attention=attention, rows=rows, proposer=proposer, vectors=vectors
+    )
+
+
+def sees(start: Start) -> bool:
+    """Whether it encodes images."""
+    return start.runtime.config.encoder_cache_mib > 0 and start.model.encoder is not None
 
 
 def _proposer(start: Start, model: Model, rows: RowState) -> DeviceProposer | None:

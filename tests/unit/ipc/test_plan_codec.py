@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.ipc.plan_codec import pack_step, unpack_step
-from minisgl_backend.request import Grammar, PoolingParams, SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan, Wants
+from minisgl_backend.request import Content, Grammar, PoolingParams, SamplingParams
+from minisgl_backend.step import (
+    AdmittedRow,
+    EncodeSlice,
+    PrefillChunk,
+    PromptLogprobsRequest,
+    StepDecisions,
+    StepPlan,
+    Wants,
+)
 
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+IMAGE = Content(start=1, length=6, digest=b"cat", grid=(1, 4, 6), pixels="a/b", shape=(1, 56, 84, 3))
 PARAMS = SamplingParams(
     temperature=0.5,
     seed=2**64 - 1,
@@ -46,6 +55,8 @@ def test_round_trip() -> None:
         fold_sources=ints(0, 3),
         fold_targets=ints(2, 3),
         fold_borders=ints(8, 4),
+        freed_vectors=(b"gone",),
+        encode=(EncodeSlice(3, b"key", IMAGE, 0, 2, 1),),
     )
     decisions = StepDecisions(
         graph_size=8,
@@ -59,9 +70,10 @@ def test_round_trip() -> None:
     assert (copy.step, copy.num_tokens, copy.is_retry) == (plan.step, plan.num_tokens, True)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
     assert copy.draft_tokens.tolist() == [-1, 7]
+    assert (copy.freed_vectors, copy.encode) == (plan.freed_vectors, plan.encode)
     assert (copy.num_proposed, copy.num_proposing) == (3, 1)
     arrays = [name for name in StepPlan.__struct_fields__ if isinstance(getattr(plan, name), np.ndarray)]
-    assert len(arrays) == len(StepPlan.__struct_fields__) - 6, "the others are compared one by one"
+    assert len(arrays) == len(StepPlan.__struct_fields__) - 8, "the others are compared one by one"
     for name in arrays:
         assert len(getattr(plan, name)), f"{name}: only what is there can be lost"
         assert getattr(copy, name).dtype == getattr(plan, name).dtype

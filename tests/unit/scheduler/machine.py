@@ -10,11 +10,12 @@ import dataclasses
 from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from minisgl_backend.request import FinishReason, Grammar, PoolingParams, Request
+from minisgl_backend.request import Content, FinishReason, Grammar, PoolingParams, Request
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.speculation.proposer import DeviceProposals, Proposer
@@ -88,11 +89,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             params["stable_len"] = max(len(tokens) - self.next_uid % 4, 0)
             params["borders"] = (len(tokens) // 2,) if self.next_uid % 3 == 0 else ()
         request = make_request(self.next_uid, tokens, **params)
+        if self.bounds.encoder is not None:
+            request = self.with_images(request)
         self.next_uid += request.params.n
         self.scheduler.add(request)
         self.requests.append(request)
         if request.deadline is not None:
             self.disturbed.update(range(request.uid, self.next_uid))
+
+    def with_images(self, request: Request) -> Request:
+        """Where its tokens say so, with one of few images each; an image's placeholders are all alike."""
+        tokens, contents, at = np.frombuffer(request.token_ids, dtype="<i4").copy(), [], 1
+        while at < len(tokens):
+            number = int(2 * tokens[at] + tokens[at - 1])
+            length = 1 + number
+            if number and at + length <= len(tokens):
+                shape = 1, 4 * length, 4, 3
+                contents.append(Content(start=at, length=length, digest=bytes([number]), shape=shape))
+                tokens[at : at + length] = VOCAB_SIZE - 1
+            at += length + 1
+        return msgspec.structs.replace(request, token_ids=tokens.tobytes(), contents=tuple(contents))
 
     @precondition(lambda self: self.next_uid)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
@@ -137,6 +153,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         states = stats.states_free, stats.states_cached, stats.states_owned
         assert (min(states) >= 0, sum(states)) == (True, self.bounds.num_state_slots)
         self.windows_are_kept()
+        self.images_are_counted()
+
+    def images_are_counted(self) -> None:
+        """What the books have and what the runner has, once the next plan's have been dropped, is the same."""
+        if (images := self.scheduler._running.images) is not None:
+            books = images.books
+            waiting = set(books._freed)
+            held = {key: layers for key, layers in self.runner.encoded.items() if key not in waiting}
+            assert held == {key: entry.layers for key, entry in books._entries.items()}
+            alone = len(books._entries) == 1
+            assert books.used <= books.capacity or alone, "more than there is room for"
 
     def windows_are_kept(self) -> None:
         """Of a group with a window a row holds what its next token and the chunks in flight may see, and no more."""

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
-from minisgl_backend.step import StepTimes
+from minisgl_backend.step import EncoderLimits, StepTimes
 from tests.proposers import KINDS
 from tests.unit.scheduler.machine import EOS, ON_DEVICE, POOLINGS, SchedulerMachine
 
@@ -82,6 +82,37 @@ def test_any_order_of_events_keeps_every_law(
         machine,
         settings=settings(
             max_examples=25 if is_full else 12,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+ENCODER = EncoderLimits(
+    num_layers=3, capacity=8, vector_bytes=1, state_bytes=2, patch_area=16, patch_cost=0.5, pair_cost=0.1
+)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        bounds_of(1, encoder=ENCODER),
+        bounds_of(4, max_prefill_length=100, encoder=dataclasses.replace(ENCODER, capacity=4)),
+        bounds_of(2, mixed_prefill_length=0, encoder=dataclasses.replace(ENCODER, num_ranks=2, bidirectional=True)),
+        bounds_of(2, cache_kinds=(FULL, Sliding(5)), num_pages=32, encoder=ENCODER),
+        bounds_of(1, cache_type="naive", encoder=dataclasses.replace(ENCODER, num_layers=1, patch_cost=9.0)),
+    ],
+    ids=lambda one: f"page{one.page_size}-{one.encoder.capacity}-{one.cache_type}-{one.cache_kinds}",
+)
+def test_images_are_encoded_before_what_needs_them(bounds: SchedulerLimits, pytestconfig: pytest.Config) -> None:
+    """And once while they are held; what is counted is what the runner has."""
+    machine = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": True})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60 if pytestconfig.getoption("--full", default=False) else 12,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

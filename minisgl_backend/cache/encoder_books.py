@@ -1,0 +1,114 @@
+"""Which images' vectors are held, and which are being encoded: the books of the memory that the runner keeps for it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One image."""
+
+    num_bytes: int  # counted now
+    vector_bytes: int  # when it is held
+    layers: int = 0  # computed by all steps planned so far
+    owners: set[int] = field(default_factory=set)  # that pin it
+    touched: int = -1  # the last step that encodes it
+    rank: int = 0  # that encodes it
+
+
+class EncoderBooks:
+    """Keys are those of `step.vectors_key`. An entry is being encoded, or held once all layers are planned; what no
+    owner pins is dropped when room is needed, the least recently used first. The runner follows the plans: what is
+    counted here is what it has."""
+
+    def __init__(self, capacity: int, num_layers: int, num_ranks: int = 1) -> None:
+        """capacity: bytes. Images are dealt to the ranks in turns."""
+        self.capacity = capacity
+        self._num_layers = num_layers
+        self._num_ranks = num_ranks
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._freed: list[bytes] = []  # for the next plan
+        self.used = 0  # bytes
+        self.hits = self.misses = self.evictions = 0
+
+    def is_held(self, key: bytes) -> bool:
+        """Whether all its layers are planned."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.layers == self._num_layers
+
+    def layers_of(self, key: bytes) -> int:
+        """How many of its layers are planned; 0 where it has not begun."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.layers
+
+    def rank_of(self, key: bytes) -> int:
+        """The tensor-parallel rank that encodes one that has begun."""
+        return self._entries[key].rank
+
+    def begin(self, key: bytes, state_bytes: int, vector_bytes: int, step: int) -> bool:
+        """Makes room for an image, unless it has begun; False: there is none while others are pinned."""
+        if key in self._entries:
+            return True
+        needed = max(state_bytes, vector_bytes)
+        unpinned = [one for one, entry in self._entries.items() if not entry.owners and entry.touched < step]
+        free = self.capacity - self.used
+        fits = needed <= free + sum(self._entries[one].num_bytes for one in unpinned)
+        # Alone an image may take more while it is encoded, if its vectors fit.
+        if not fits and (len(unpinned) < len(self._entries) or vector_bytes > self.capacity):
+            return False
+        for one in unpinned:
+            if needed <= self.capacity - self.used:
+                break
+            self.evictions += 1
+            self.drop(one)
+        self._entries[key] = _Entry(needed, vector_bytes, rank=self.misses % self._num_ranks)
+        self.used += needed
+        self.misses += 1
+        return True
+
+    def advance(self, key: bytes, layers: int, step: int) -> None:
+        """This step computes its layers up to `layers`."""
+        entry = self._entries[key]
+        entry.layers, entry.touched = layers, step
+        if layers == self._num_layers:
+            self.used += entry.vector_bytes - entry.num_bytes
+            entry.num_bytes = entry.vector_bytes
+
+    def pin(self, key: bytes, owner: int) -> None:
+        """It stays until this owner, a sequence's uid, unpins it."""
+        entry = self._entries[key]
+        if owner not in entry.owners:
+            self.hits += entry.layers == self._num_layers
+            entry.owners.add(owner)
+        self._entries.move_to_end(key)
+
+    def unpin(self, key: bytes, owner: int) -> None:
+        """Nothing where it does not pin it, or it was dropped."""
+        if (entry := self._entries.get(key)) is not None:
+            entry.owners.discard(owner)
+
+    def drop(self, key: bytes) -> None:
+        """It is gone, or worthless, whoever pins it; the next plan tells the runner."""
+        if (entry := self._entries.pop(key, None)) is not None:
+            self.used -= entry.num_bytes
+            self._freed.append(key)
+
+    def take_freed(self) -> tuple[bytes, ...]:
+        """Keys dropped since the last call, for the plan that is being made."""
+        freed, self._freed = tuple(dict.fromkeys(self._freed)), []
+        return freed
+
+    def free_again(self, keys: Iterable[bytes]) -> None:
+        """A plan with these freed keys was not executed."""
+        self._freed += [key for key in keys if key not in self._entries]
+
+    def check(self, owners: set[int]) -> None:
+        """Raises AssertionError unless what is counted is what is there, and only these owners pin it."""
+        assert self.used == sum(entry.num_bytes for entry in self._entries.values()), "bytes are counted otherwise"
+        for entry in self._entries.values():
+            assert entry.owners <= owners, "one that is gone pins vectors"
+            expected = entry.vector_bytes if entry.layers == self._num_layers else entry.num_bytes
+            assert entry.num_bytes == expected, "a held image counts as one that is being encoded"

@@ -1,0 +1,101 @@
+"""The encoder of a model's images as data: families write it, `encoders.build` makes modules of it. Needs no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalisation:
+    """Of pixels of 0 to 1: (pixel - mean) / std, by channel."""
+
+    mean: tuple[float, float, float] = HALF
+    std: tuple[float, float, float] = HALF
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ABC):
+    """Sizes that scheduler and runner ask for, of any encoder. Subclasses have those that its module needs."""
+
+    module: ClassVar[str]  # MODULE:CLASS of the `encoders.base.Encoder` that runs it
+
+    out_size: int  # of a vector: the decoder's hidden size
+    hidden_size: int
+    num_layers: int  # that slices can be cut between
+    patch_size: int  # pixels
+    merge: int = 1  # a vector stands for so many patches by as many
+    planes: tuple[int, ...] = ()  # decoder layers behind which a further vector of each token is added
+    bidirectional: bool = False  # the decoder lets an image's tokens see each other
+    normalisation: Normalisation = Normalisation()
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token: its vector, then those of the planes."""
+        return self.out_size * (1 + len(self.planes))
+
+    @abstractmethod
+    def operations(self) -> tuple[int, int]:
+        """Multiplications and additions of one layer: for a patch, and for a pair of patches in attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(EncoderConfig):
+    """A vision transformer (Dosovitskiy et al., 2021), before what turns its patches into vectors."""
+
+    intermediate_size: int
+    num_heads: int
+    activation: str  # of its MLPs; in transformers' words
+    gated: bool = False  # MLPs have a gate
+    norm: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-6
+    bias: bool = True  # of all linear layers of its blocks
+    patch_bias: bool = True
+    rope_theta: float | None = None  # of a rotation by row and column; None: none
+    rope_split: Literal["alike", "in turns"] = "alike"  # rows and columns have the same frequencies, or every other one
+    num_positions: int = 0  # of a square table of learned positions, 0: none
+    window: int | None = None  # patches along a side of the windows that attention stays in; None: the whole image
+    full_layers: tuple[int, ...] = ()  # see the whole image even so
+    plane_layers: tuple[int, ...] = ()  # whose outputs become the planes
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def operations(self) -> tuple[int, int]:
+        mlp = (3 if self.gated else 2) * self.intermediate_size
+        share = len(self.full_layers) / self.num_layers if self.window is not None else 1.0
+        return 2 * self.hidden_size * (4 * self.hidden_size + mlp), int(4 * self.hidden_size * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig(TransformerConfig):
+    """Of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: blocks of `merge` by `merge` patches become a vector by an MLP."""
+
+    module: ClassVar[str] = "minisgl_backend.encoders.qwen_vl:QwenVision"
+
+    generation: Literal["2", "2.5", "3"]  # of the names in checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig(TransformerConfig):
+    """SigLIP (Zhai et al., 2023), whose patches are averaged, normed and projected: of Gemma 3."""
+
+    module: ClassVar[str] = "minisgl_backend.encoders.siglip:PooledSiglip"
+
+    image_size: int  # pixels along a side
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixtralConfig(TransformerConfig):
+    """Pixtral, whose patches are normed, merged and projected: of Mistral 3."""
+
+    module: ClassVar[str] = "minisgl_backend.encoders.pixtral:Pixtral"
+
+    projector_eps: float
+    projector_bias: bool
+    projector_activation: str

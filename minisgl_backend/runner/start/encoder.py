@@ -1,0 +1,66 @@
+"""The encoder of a model that sees, at start: what the runner holds of it, and what the scheduler knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minisgl_backend.encoders.build import build_encoder
+from minisgl_backend.lazy_import import load_attribute
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.row_images import RowImages
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.vectors import Vectors
+from minisgl_backend.step import EncoderLimits
+from minisgl_backend.tensor_parallel import TensorParallel
+
+# Hidden states and angles of a patch while it is encoded, and their temporaries of one layer, in hidden sizes.
+_STATE_SHARE = 8
+# What opens segments of pixels; by name, since rooms of one level do not import each other.
+OPEN_PIXELS = "minisgl_backend.images.segments:open_pixels"
+
+
+def make_vectors(
+    runtime: RuntimeConfig, config: ModelConfig, model: Any, tp: TensorParallel, device: torch.device
+) -> Vectors:
+    """`model`: the decoder."""
+    assert config.encoder is not None, "it is asked for where there is one"
+    encoder = build_encoder(
+        config.encoder,
+        runtime.model_dir,
+        device=device,
+        dtype=getattr(torch, runtime.dtype),
+        model=config.architecture,
+        dummy_weights=runtime.config.dummy_weights,
+    )
+    tables, max_rows = tuple(model.ropes), runtime.most_decode_entries + 1
+    rows = RowImages(
+        max_rows,
+        num_layers=config.encoder.num_layers,
+        merge=config.encoder.merge,
+        has_axes=any(table.axes is not None for table in tables),
+        open_pixels=load_attribute(OPEN_PIXELS),
+    )
+    return Vectors(encoder, rows, tables, max_rows, tp)
+
+
+def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits | None:
+    """None: it reads text alone. Costs follow from the operations of encoder and decoder."""
+    capacity, encoder = runtime.config.encoder_cache_mib << 20, config.encoder
+    if not capacity or encoder is None:
+        return None
+    item = torch.empty(0, dtype=getattr(torch, runtime.dtype)).element_size()
+    per_token = 2 * config.layer_weights_per_token
+    per_patch, per_pair = encoder.operations()
+    return EncoderLimits(
+        num_layers=encoder.num_layers,
+        capacity=capacity,
+        vector_bytes=encoder.width * item,
+        state_bytes=_STATE_SHARE * encoder.hidden_size * item,
+        patch_area=encoder.patch_size**2,
+        patch_cost=per_patch / per_token,
+        pair_cost=per_pair / per_token,
+        num_ranks=runtime.config.tp,
+        bidirectional=encoder.bidirectional,
+    )

@@ -1,0 +1,129 @@
+"""The device's side of images: the encoder, the vectors that it has made, and what a pass is given of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minisgl_backend.arrays import UInt8Array
+from minisgl_backend.encoders.base import Encoder, State
+from minisgl_backend.layers.model_input import GivenVectors, ModelInput, Rotation
+from minisgl_backend.layers.rotary import RopeTable
+from minisgl_backend.runner.row_images import RowImages, StepImages
+from minisgl_backend.step import EncodeSlice
+from minisgl_backend.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
+
+
+class Vectors:
+    """Of one rank; `step.vectors_key` are its keys. Slices and passes come in the order of the plans."""
+
+    def __init__(
+        self, encoder: Encoder, rows: RowImages, tables: Sequence[RopeTable], max_rows: int, tp: TensorParallel
+    ) -> None:
+        """tables: the model's."""
+        self.rows = rows
+        self._encoder, self._tables, self._tp = encoder, tuple(tables), tp
+        self._parameter = next(encoder.parameters())
+        device = self._parameter.device
+        has_axes = any(table.axes is not None for table in self._tables)
+        # Where the rotation has a decoding row's token: int32 [max_rows], added to the true position.
+        self._shifts = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_axes else None
+        self._states: dict[bytes, tuple[State, int]] = {}  # with the layers computed
+        self._held: dict[bytes, torch.Tensor] = {}  # [num_vectors, width]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is held."""
+        return sum(vectors.nbytes for vectors in self._held.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._encoder.parameters())
+
+    def admit(self, rows: torch.Tensor, shifts: torch.Tensor) -> None:
+        """Rows that begin, and the shifts of their decoded tokens; int32 [num_admitted] each."""
+        assert self._shifts is not None, "only rotations by axis have shifts"
+        self._shifts[rows] = shifts
+
+    def encode(self, images: StepImages) -> None:
+        """Frees and encodes what a step says. What cannot be encoded becomes NaN, with which its requests fail."""
+        for key in images.freed:
+            self._states.pop(key, None)
+            self._held.pop(key, None)
+        for one in images.encode:
+            self._run(one, images.pixels.get(one.key))
+
+    def shown(
+        self,
+        tokens: ModelInput,
+        images: StepImages,
+        given_rows: torch.Tensor | None,
+        rope_positions: torch.Tensor | None,
+    ) -> ModelInput:
+        """A pass with prompts: with vectors for `given_rows` and rotated by `rope_positions`, as of
+        `RowImages.arrays`."""
+        rotation, given = None, None
+        if rope_positions is not None:
+            rotation = Rotation(rope_positions)
+            if rope_positions.dim() == 2:
+                by_axis = rope_positions.long()
+                places = torch.arange(by_axis.shape[1], device=by_axis.device, dtype=tokens.positions.dtype)
+                rotation = Rotation(places, tuple(table.of_step(by_axis) for table in self._tables))
+        if given_rows is not None:
+            parts = [self._held[one.key][one.first : one.last] for one in images.gathered]
+            vectors, *planes = torch.cat(parts).split(self._encoder.config.out_size, dim=1)
+            behind = zip(self._encoder.config.planes, planes, strict=True)
+            given = GivenVectors(given_rows.long(), vectors, tuple(behind))
+        return tokens._replace(rotation=rotation, given=given)
+
+    def decoding(self, tokens: ModelInput, rows: torch.Tensor) -> ModelInput:
+        """A pass of decoding rows alone, int [num_tokens], on the device."""
+        if self._shifts is None:
+            return tokens
+        return tokens._replace(rotation=Rotation(tokens.positions + self._shifts[rows]))
+
+    def _run(self, one: EncodeSlice, pixels: UInt8Array | None) -> None:
+        is_last = one.last_layer == self._encoder.config.num_layers
+        if one.rank == self._tp.rank and one.key not in self._held:
+            self._try(one, lambda: self._slice(one, pixels, is_last))
+        if not is_last:
+            return
+        shape = (one.content.num_vectors, self._encoder.config.width)
+        vectors = self._held.get(one.key)
+        if one.rank != self._tp.rank:
+            vectors = self._parameter.new_empty(shape)
+        elif vectors is None or vectors.shape != shape:
+            if vectors is not None:
+                log.error("an image became %d vectors where its prompt has %d", len(vectors), one.content.num_vectors)
+            vectors = self._parameter.new_full(shape, torch.nan)
+        self._held[one.key] = self._tp.broadcast(vectors.contiguous(), one.rank)
+        self._states.pop(one.key, None)
+
+    def _slice(self, one: EncodeSlice, pixels: UInt8Array | None, is_last: bool) -> None:
+        if one.first_layer == 0:
+            assert pixels is not None, "an image that begins has its pixels"
+            self._states[one.key] = self._encoder.begin(self._uploaded(pixels), one.content.grid), 0
+        state, done = self._states[one.key]
+        if done < one.last_layer:  # else an earlier attempt at the step has computed it
+            self._encoder.run(state, done, one.last_layer)
+            self._states[one.key] = state, one.last_layer
+        if is_last:
+            self._held[one.key] = self._encoder.finish(state)
+
+    def _uploaded(self, pixels: UInt8Array) -> torch.Tensor:
+        """From shared memory, which may be read only, by one copy to where the device reads it."""
+        device = self._parameter.device
+        host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host.numpy()[:] = pixels
+        return host.to(device, non_blocking=True)
+
+    def _try(self, one: EncodeSlice, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception:
+            log.exception("an image of shape %s cannot be encoded", one.content.shape)
+            self._states.pop(one.key, None)

@@ -1,0 +1,130 @@
+"""Images' share of a step: which layers of the encoder it computes for which image, and how far a chunk gets.
+
+A chunk runs only as far as the vectors that it needs are there, or are made by the same step, before the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minisgl_backend.cache.encoder_books import EncoderBooks
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.request import Content
+from minisgl_backend.scheduler.sequence import Sequence
+from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
+from minisgl_backend.step import EncoderLimits, EncodeSlice, StepPlan, vectors_key
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A row's tokens of an image are computed, once `step` is committed."""
+
+    step: int
+    key: bytes
+    uid: int
+
+
+class ImageBudget:
+    """Owns the encoder's books. Costs are in prompt tokens, as budgets are."""
+
+    def __init__(self, limits: EncoderLimits) -> None:
+        self.limits = limits
+        self.books = EncoderBooks(limits.capacity, limits.num_layers, limits.num_ranks)
+        self._passed: list[_Passed] = []
+
+    def check_request(self, contents: tuple[Content, ...]) -> None:
+        """Raises InvalidRequestError for an image whose vectors can never be kept."""
+        for number, content in enumerate(contents, start=1):
+            if (needed := content.num_vectors * self.limits.vector_bytes) > self.limits.capacity:
+                raise InvalidRequestError(
+                    f"image {number} has {content.num_vectors} tokens, whose vectors take {needed} bytes; allowed: "
+                    f"{self.limits.capacity} bytes, the encoder's cache"
+                )
+
+    def whole_spans(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk from `start` ends that may not end inside of an image whose tokens see each other: before the
+        image, or behind it where the chunk begins with it."""
+        if self.limits.bidirectional:
+            for content in sequence.contents:
+                if content.start < end < content.end:
+                    return content.start if content.start > start else content.end
+        return end
+
+    def reach(
+        self, sequence: Sequence, row: int, start: int, end: int, budget: int, builder: StepPlanBuilder, step: int
+    ) -> tuple[int, int]:
+        """Where the chunk from `start`, to `end` at most, of a sequence that has this row, or gets it now, ends by the
+        vectors that are there; and what of `budget` encoding takes in this step. Encodes the first missing images on
+        the way."""
+        at, spent = start, 0
+        for content in self._within(sequence, start, end):
+            room = start + budget - spent
+            if content.start > room:
+                return max(at, room), spent
+            at = max(at, content.start)
+            key = vectors_key(content, sequence.params.cache_salt)
+            spent += self._encode(sequence, row, content, room - at, builder, step)
+            if not self.books.is_held(key):
+                return at, spent
+            self.books.pin(key, sequence.uid)
+            room = max(at, start + budget - spent)
+            if room < min(content.end, end):
+                return max(start, self.whole_spans(sequence, start, room)), spent
+            at = min(content.end, end)
+        return max(at, min(end, start + budget - spent)), spent
+
+    def note_chunk(self, sequence: Sequence, end: int, step: int) -> None:
+        """A step computes the row's tokens up to `end`: behind it earlier images are not needed."""
+        for content in sequence.contents:
+            if content.end <= end:
+                self._passed.append(_Passed(step, vectors_key(content, sequence.params.cache_salt), sequence.uid))
+
+    def note_end(self, plan: StepPlan, failed: frozenset[int], *, executed: bool) -> None:
+        """A step has been committed: what it encoded for rows that failed is worthless."""
+        if not executed:
+            self.books.free_again(plan.freed_vectors)
+        for one in plan.encode:
+            if not executed or one.row in failed:
+                self.books.drop(one.key)
+        for passed in self._passed:
+            if passed.step <= plan.step:
+                self.books.unpin(passed.key, passed.uid)
+        self._passed = [one for one in self._passed if one.step > plan.step]
+
+    def leave(self, sequence: Sequence) -> None:
+        """No step in flight includes the sequence, and it has no row."""
+        for content in sequence.contents:
+            key = vectors_key(content, sequence.params.cache_salt)
+            self.books.unpin(key, sequence.uid)
+            if sequence.failed:  # perhaps by them
+                self.books.drop(key)
+
+    def _within(self, sequence: Sequence, start: int, end: int) -> Iterator[Content]:
+        return (one for one in sequence.contents if one.end > start and one.start < end)
+
+    def _encode(
+        self, sequence: Sequence, row: int, content: Content, budget: int, builder: StepPlanBuilder, step: int
+    ) -> int:
+        """Plans as many layers of an image as fit; one at least in a step without others. Returns their cost."""
+        books, limits = self.books, self.limits
+        key = vectors_key(content, sequence.params.cache_salt)
+        if books.is_held(key):
+            return 0
+        first = books.layers_of(key)
+        tiles, height, width, _ = content.shape
+        patches = tiles * height * width // limits.patch_area
+        in_tile = patches // max(tiles, 1)
+        cost = patches * (limits.patch_cost + in_tile * limits.pair_cost)
+        count = min(limits.num_layers - first, int(budget / cost) if cost > 0 else limits.num_layers)
+        if count <= 0:
+            if budget <= 0 or builder.num_encoding:
+                return 0
+            count = 1
+        vector_bytes = content.num_vectors * limits.vector_bytes
+        if not books.begin(key, patches * limits.state_bytes, vector_bytes, step):
+            return 0
+        books.pin(key, sequence.uid)
+        builder.encode(EncodeSlice(row, key, content, first, first + count, books.rank_of(key)))
+        books.advance(key, first + count, step)
+        return int(count * cost) + 1

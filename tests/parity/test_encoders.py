@@ -1,0 +1,48 @@
+"""The vectors of images: as transformers' encoders make them, and the same however the layers are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.encoders.base import Encoder
+from minisgl_backend.encoders.build import build_encoder
+from minisgl_backend.models.config import ModelConfig
+from tests.parity.vision_checkpoints import FAMILIES, expected_vectors, pixels, save
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Encoder]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    reference = save(request.param, folder)
+    config = ModelConfig.load(folder)
+    assert config.encoder is not None, config.why_no_images
+    device, dtype = torch.device("cpu"), torch.float32
+    encoder = build_encoder(config.encoder, folder, device=device, dtype=dtype, model=config.architecture)
+    return request.param, reference, encoder
+
+
+@torch.inference_mode()
+def test_vectors_are_those_of_transformers(family: tuple[str, Any, Encoder]) -> None:
+    name, reference, encoder = family
+    for size in FAMILIES[name].sizes:
+        image = pixels(*size)
+        found = encoder.encode(image, FAMILIES[name].grid(*size))
+        torch.testing.assert_close(found, expected_vectors(name, reference, image), rtol=1e-5, atol=1e-5)
+        assert found.shape[1] == encoder.config.width
+
+
+@torch.inference_mode()
+def test_slices_of_layers_change_no_bit(family: tuple[str, Any, Encoder]) -> None:
+    name, _, encoder = family
+    size = FAMILIES[name].sizes[0]
+    image, grid = pixels(*size, seed=1), FAMILIES[name].grid(*size)
+    whole = encoder.encode(image, grid)
+    state = encoder.begin(image, grid)
+    for layer in range(encoder.config.num_layers):
+        encoder.run(state, layer, layer + 1)
+        encoder.encode(pixels(*size, seed=2), grid)  # another image between two slices
+    assert torch.equal(encoder.finish(state), whole)

@@ -1,0 +1,134 @@
+"""Answers about images: as transformers' models give them, whole as in chunks, cached, beside others, and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from minisgl_backend.request import FinishReason
+from tests.parity.checkpoints import save_tokenizer
+from tests.parity.seeing import Image, Said, reference, seeing, tokens_of
+from tests.parity.vision_checkpoints import FAMILIES, pixels, save
+
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3")
+MORE = pytest.mark.full
+
+
+class Case(NamedTuple):
+    """A checkpoint, a prompt with two images, one with them swapped, and what transformers says."""
+
+    name: str
+    folder: Path
+    prompt: list[int | Image]
+    swapped: list[int | Image]
+    said: Said
+    said_swapped: Said
+    said_text: Said
+
+
+TEXT: list[int | Image] = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name: str = request.param
+    folder = tmp_path_factory.mktemp(name)
+    model = save(name, folder)
+    save_tokenizer(folder)
+    sizes = FAMILIES[name].sizes
+    # Of images of several sizes transformers' Pixtral pads some.
+    first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if name == "mistral3" else 1], seed=3))
+    prompt: list[int | Image] = [5, 6, 7, first, 8, 9, second, 10, 11]
+    swapped: list[int | Image] = [5, 6, 7, second, 8, 9, first, 10, 11]
+    said, said_swapped, said_text = (reference(name, model, one) for one in (prompt, swapped, TEXT))
+    return Case(name, folder, prompt, swapped, said, said_swapped, said_text)
+
+
+def assert_same(found: Said, expected: Said) -> None:
+    assert found.tokens == expected.tokens
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_answers_are_those_of_transformers(case: Case) -> None:
+    """Whole, from the prefix cache, with other images in the same places, and beside others."""
+    with seeing(case.name, case.folder) as engine:
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        assert_same(engine.ask(engine.request(case.swapped))[0], case.said_swapped)
+        assert case.said.logprobs != case.said_swapped.logprobs
+        requests = [engine.request(one) for one in (TEXT, case.swapped, [3, *case.prompt], case.prompt)]
+        text, swapped, _, prompt = engine.ask(*requests)
+        assert_same(text, case.said_text)
+        assert_same(swapped, case.said_swapped)
+        assert_same(prompt, case.said)
+        books = engine.books
+        assert (books.misses, books.evictions) == (2, 0), "an image is encoded once"
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, pytest.param(2, marks=MORE), pytest.param(11, marks=MORE)])
+def test_chunks_end_anywhere(case: Case, length: int) -> None:
+    """With a layer of the encoder a step; every border in and around an image is a chunk's of one token."""
+    if length == 1 and case.name not in ("qwen2_5_vl", "qwen3_vl"):
+        pytest.skip("one family with each kind of rotation is enough")
+    with seeing(case.name, case.folder, max_prefill_length=length) as engine:
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+
+
+def test_a_cached_prefix_ends_inside_of_an_image(case: Case) -> None:
+    """Its vectors are held, or made again; pages of one token end at every place."""
+    image = case.prompt[3]
+    assert isinstance(image, Image)
+    with seeing(case.name, case.folder, page_size=1, num_pages=800) as engine:
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        for inside in (1, tokens_of(case.name, image) - 1):
+            engine.forget_pages_from(case.prompt, 3 + inside)
+            assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+            engine.forget_pages_from(case.prompt, 3 + inside)
+            for key in list(engine.books._entries):
+                engine.books.drop(key)
+            assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+
+
+def test_several_answers_and_aborts(case: Case) -> None:
+    with seeing(case.name, case.folder) as engine:
+        requests = [engine.request(case.prompt, n=3), engine.request(case.swapped)]
+        *three, swapped = engine.ask(*requests)
+        for said in three:
+            assert_same(said, case.said)
+        assert_same(swapped, case.said_swapped)
+        aborted = engine.request([9, *case.swapped])
+        engine.core.submit(aborted)
+        engine.core.step()
+        engine.core.abort([aborted.uid], FinishReason.CANCELLED)
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        assert not any(entry.owners for entry in engine.books._entries.values())
+        assert engine.books.used == engine.held_bytes
+
+
+def test_rows_that_are_preempted_go_on(case: Case) -> None:
+    """Pages for two and a half sequences: while some are computed others lose theirs."""
+    with seeing(case.name, case.folder, num_pages=45, max_seq_len_override=128) as engine:
+        prompts = [case.prompt, case.swapped, [4, *case.prompt[1:]]]
+        requests = [engine.request(one, max_tokens=30) for one in prompts]
+        found = engine.ask(*requests)
+        with seeing(case.name, case.folder) as alone:
+            for said, prompt in zip(found, prompts, strict=True):
+                expected = alone.ask(alone.request(prompt, max_tokens=30))[0]
+                assert_same(said, expected)
+
+
+def test_pixels_that_are_gone_end_their_request_alone(case: Case) -> None:
+    with seeing(case.name, case.folder) as engine:
+        other = Image(pixels(*FAMILIES[case.name].sizes[0], seed=7))
+        lost, kept = engine.request([1, other, 2]), engine.request(case.prompt)
+        engine.remove_pixels(lost)
+        engine.core.submit(lost)
+        assert_same(engine.ask(kept)[0], case.said)
+        assert engine.errors.keys() == {lost.uid}
+        assert "No such file" in engine.errors[lost.uid]
+        assert len(engine.ask(engine.request([1, other, 2]))[0].tokens) == 5
+        assert_same(engine.ask(engine.request(case.swapped))[0], case.said_swapped)

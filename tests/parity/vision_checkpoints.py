@@ -1,0 +1,148 @@
+"""Tiny random checkpoints of families that see, saved by transformers itself, and what transformers makes of pixels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from tests.parity.checkpoint_options import MOE, SIZES
+
+Grid = tuple[int, int, int]
+_SIZES = {**SIZES, "hidden_size": 64}
+_QWEN = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
+
+
+class Family(NamedTuple):
+    """One checkpoint."""
+
+    architecture: str
+    vision: dict[str, Any]
+    text: Mapping[str, Any] = MappingProxyType({})
+    around: Mapping[str, Any] = MappingProxyType({})
+    patch: int = 4
+    merge: int = 2
+    sizes: tuple[tuple[int, int], ...] = ((32, 48), (24, 16), (8, 8))  # pixels of images: height and width
+    mean_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
+
+    def grid(self, height: int, width: int) -> Grid:
+        """`Content.grid`: what rows and columns of positions are made of."""
+        return 1, height // self.patch, width // self.patch
+
+
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration",
+        {"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+        _rope(2, 3, 3),
+        mean_std=_CLIP,
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        {**_QWEN, "depth": 3, "fullatt_block_indexes": [1], "window_size": 16},
+        _rope(2, 3, 3),
+        sizes=((40, 56), (24, 16), (8, 8)),
+        mean_std=_CLIP,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36},
+        {"head_dim": 16, **_rope(4, 2, 2)},
+    ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36},
+        {"head_dim": 16, "mlp_only_layers": [1], **MOE, **_rope(4, 2, 2)},
+    ),
+    "gemma3": Family(
+        "Gemma3ForConditionalGeneration",
+        {**_SIGLIP, "image_size": 24, "patch_size": 4, "vision_use_head": False},
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"mm_tokens_per_image": 9},
+        sizes=((24, 24),),
+    ),
+    "mistral3": Family(
+        "Mistral3ForConditionalGeneration",
+        {**_SIGLIP, "model_type": "pixtral", "image_size": 64, "patch_size": 4},
+        {"model_type": "mistral", "head_dim": 16},
+        {"vision_feature_layer": -1},
+        sizes=((32, 48), (24, 16)),  # of an image of one token transformers loses an axis
+        mean_std=_CLIP,
+    ),
+}
+
+
+def save(name: str, folder: Path, **text: Any) -> Any:
+    """Saves the checkpoint and returns transformers' model. `text`: other values of its text config."""
+    family = FAMILIES[name]
+    model_class = getattr(transformers, family.architecture)
+    layers = family.text.get("layer_types")
+    sizes = {**_SIZES, **({"num_hidden_layers": len(layers)} if layers else {}), **family.text, **text}
+    config = model_class.config_class(text_config=sizes, vision_config=dict(family.vision), **family.around)
+    torch.manual_seed(len(name))
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # biases and norms, too, which are 0 and 1 at first
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    mean, std = family.mean_std
+    processor = {"image_mean": list(mean), "image_std": list(std)}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model
+
+
+def pixels(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """uint8 [1, height, width, 3]."""
+    generator = torch.Generator().manual_seed(1000 * seed + height + width)
+    return torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
+
+
+def _normalised(family: Family, image: torch.Tensor) -> torch.Tensor:
+    """float32 [1, 3, height, width]."""
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in family.mean_std)
+    return (image.permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+
+def _qwen_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
+    side, merge = family.patch, family.merge
+    _, rows, columns = grid = family.grid(image.shape[1], image.shape[2])
+    one = _normalised(family, image).view(3, rows // merge, merge, side, columns // merge, merge, side)
+    patches = one.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, 1, side, side)
+    both = patches.expand(-1, -1, 2, -1, -1).reshape(rows * columns, -1)
+    return {"pixel_values": both, "image_grid_thw": torch.tensor([grid])}
+
+
+def _sized_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
+    return {"pixel_values": _normalised(family, image), "image_sizes": torch.tensor([image.shape[1:3]])}
+
+
+_INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {"mistral3": _sized_inputs}
+
+
+def inputs(name: str, image: torch.Tensor) -> dict[str, Any]:
+    """What transformers' model is given of an image."""
+    if name.startswith("qwen"):
+        return _qwen_inputs(FAMILIES[name], image)
+    make = _INPUTS.get(name, lambda family, one: {"pixel_values": _normalised(family, one)})
+    return make(FAMILIES[name], image)
+
+
+@torch.inference_mode()
+def expected_vectors(name: str, model: Any, image: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, planes * hidden_size] of transformers' own encoder."""
+    found = model.get_image_features(**inputs(name, image))
+    vectors = found.pooler_output
+    rows = vectors[0] if isinstance(vectors, (list, tuple)) or vectors.dim() == 3 else vectors
+    planes = [one[0] for one in getattr(found, "deepstack_features", None) or []]
+    return torch.cat([rows, *planes], dim=1)
