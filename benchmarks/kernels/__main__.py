@@ -50,7 +50,7 @@ def main() -> None:
     if "chain" in parts:
         bench_chain(results, options.profile)
     if "states" in parts:
-        bench_states(results)
+        bench_states(results, options.tune)
     if options.json:
         print(json.dumps(results))
 

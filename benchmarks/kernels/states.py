@@ -66,11 +66,14 @@ class _Case:
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
 
-def bench_states(results: dict[str, dict]) -> None:
-    """Microseconds of a layer, and shares of the bandwidth that this GPU has for a kernel that only reads."""
+def bench_states(results: dict[str, dict], tune: bool) -> None:
+    """Microseconds of a layer, and shares of the bandwidth that this GPU has for a kernel that only reads. tune: other
+    cuts than the chosen ones, too."""
     rate = Limits.measured(torch.device("cuda")).bytes_per_s
     for what, of in (("window", _windows), ("fold", _folds), ("chunk", _chunks)):
         results[f"states {what}"] = of(rate)
+    if tune:
+        results["states tuned"] = _tuned()
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -159,4 +162,25 @@ def _chunks(rate: float) -> dict[str, Any]:
         one["tokens/s, all layers"] = round(count * tokens / whole * 1e6)
         found[f"{count} x {tokens}"] = one
         print(f"prompts {count} x {tokens}", one, flush=True)
+    return found
+
+
+def _tuned() -> dict[str, Any]:
+    from minisgl_backend.kernels.recurrent.chunk import ChunkShape, delta_chunk
+
+    found: dict[str, Any] = {}
+    for count, tokens in ((1, 8192), (2, 4096)):
+        case = _Case(count, 1)
+        spans = [ChunkSpan(i, 0, tokens, 0, i + 1) for i in range(count)]
+        batch = ChunkBatch(*map(case.ints, chunk_tables(spans, PAGE)))
+        x = case.random(count * tokens, CONFIG.num_inputs)
+        mixed = case.kernels.conv_prefill(x, case.layers[0], batch)
+        for cut in ((16, 4, 5), (32, 4, 1), (32, 4, 3), (32, 4, 5), (32, 8, 5), (64, 4, 3), (64, 8, 3), (64, 8, 5)):
+            call = functools.partial(delta_chunk, mixed, x, case.layers[0], batch, ChunkShape(*cut))
+            name = f"{count} x {tokens} tile {cut[0]} warps {cut[1]} stages {cut[2]}"
+            try:
+                found[name] = round(time_graph([call], 5), 1)
+            except Exception as error:  # a cut that does not fit the chip is a result too
+                found[name] = f"{type(error).__name__} {error}"[:60]
+            print(name, found[name], flush=True)
     return found

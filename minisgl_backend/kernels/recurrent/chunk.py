@@ -26,7 +26,6 @@ from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.recurrent.calls import BLOCK, L2_EPS, Block, ChunkBatch, ChunkRow, DeltaLayer
 from minisgl_backend.kernels.recurrent.parts import dot_with_pair, halves, log_decay, pair_dot
-from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
 _BLOCK_COLUMNS = len(Block._fields)
 _ROW_COLUMNS = len(ChunkRow._fields)
@@ -37,21 +36,27 @@ class ChunkShape(NamedTuple):
 
     tile: int  # of a head's values
     num_warps: int
-    num_stages: int
+    num_stages: int  # 1: a block is read when its turn comes; 3: when the one before it ends; 5: one earlier
 
 
-def chunk_shape(num_heads: int, k_dim: int, v_dim: int, num_sms: int, shared: int, number_bytes: int) -> ChunkShape:
-    """num_heads: value heads of all sequences; narrow tiles where there are too few programs otherwise."""
-    tile = min(64, next_power_of_2(v_dim))
-    while tile > 16 and num_heads * cdiv(v_dim, tile) < num_sms:
-        tile //= 2
-    # Keys, queries, values, T in two halves, and P.
-    stage = number_bytes * BLOCK * (2 * next_power_of_2(k_dim) + tile + 3 * BLOCK)
-    return ChunkShape(max(16, tile), 4, min(2, stages_that_fit(2, stage, shared - 48 * 1024)))
+# From the widest on: the shared memory that each takes, with keys of 128 numbers of 16 bits.
+_SHAPES = ((ChunkShape(64, 8, 3), 160 << 10), (ChunkShape(32, 4, 5), 204 << 10), (ChunkShape(32, 4, 1), 80 << 10))
 
 
-def delta_chunk(mixed: torch.Tensor, x: torch.Tensor, layer: DeltaLayer, batch: ChunkBatch) -> torch.Tensor:
-    """As `reference.delta_chunk`; rows of x may be strided."""
+def chunk_shape(num_heads: int, k_dim: int, v_dim: int, facts: DeviceFacts, number_bytes: int) -> ChunkShape:
+    """num_heads: value heads of all sequences. The widest tile that fits, unless too few programs had work."""
+    for shape, needed in _SHAPES:
+        needed = needed * max(1, next_power_of_2(k_dim) // 128) * number_bytes // 2
+        wide = shape.tile > _SHAPES[-1][0].tile
+        if needed <= facts.shared_memory and not (wide and num_heads * cdiv(v_dim, shape.tile) < facts.multiprocessors):
+            return shape._replace(tile=max(16, min(shape.tile, next_power_of_2(v_dim))))
+    return ChunkShape(16, 4, 1)
+
+
+def delta_chunk(
+    mixed: torch.Tensor, x: torch.Tensor, layer: DeltaLayer, batch: ChunkBatch, shape: ChunkShape | None = None
+) -> torch.Tensor:
+    """As `reference.delta_chunk`; rows of x may be strided. shape: another than the chosen one."""
     config, state = layer.config, layer.state
     num_blocks, num_sequences = len(batch.blocks), len(batch.sequences)
     heads, exact = config.num_v_heads, mixed.dtype == torch.float32
@@ -61,33 +66,31 @@ def delta_chunk(mixed: torch.Tensor, x: torch.Tensor, layer: DeltaLayer, batch: 
     parts = 1 if exact else 2
     solved = mixed.new_empty((parts, num_blocks, heads, BLOCK, BLOCK))
     scores = mixed.new_empty((num_blocks, heads, BLOCK, BLOCK))
-    vectors = torch.empty((3, num_blocks, heads, BLOCK), dtype=torch.float32, device=x.device)
+    vectors = torch.empty((4, num_blocks, heads, BLOCK), dtype=torch.float32, device=x.device)
+    decays = torch.empty((num_blocks, heads), dtype=torch.float32, device=x.device)
     k_padded = max(16, next_power_of_2(config.k_dim))
     sizes = {"HK": config.num_k_heads, "HV": heads, "DK": config.k_dim, "DK_PADDED": k_padded, "DV": config.v_dim}
     _solve_kernel[(heads, num_blocks)](
-        mixed, x, batch.blocks, layer.a_log, layer.dt_bias, solved, scores, vectors, layer.beta_scale,
+        mixed, x, batch.blocks, layer.a_log, layer.dt_bias, solved, scores, vectors, decays, layer.beta_scale,
         config.k_dim**-0.5, L2_EPS, x.stride(0), num_blocks, BLOCK=BLOCK, COLUMNS=_BLOCK_COLUMNS, EXACT=exact,
         num_warps=4, **sizes,
     )  # fmt: skip
-    facts = DeviceFacts.of(x.device)
-    shape = chunk_shape(
-        num_sequences * heads, config.k_dim, config.v_dim, facts.multiprocessors, shared_memory(x.device),
-        mixed.element_size(),
-    )  # fmt: skip
+    if shape is None:
+        facts = DeviceFacts.of(x.device)
+        shape = chunk_shape(num_sequences * heads, config.k_dim, config.v_dim, facts, mixed.element_size())
     _states_kernel[(cdiv(config.v_dim, shape.tile), heads, num_sequences)](
-        mixed, x, out, batch.blocks, batch.sequences, layer.a_log, layer.dt_bias, solved, scores, vectors,
-        *state, x.stride(0), num_blocks, TILE=shape.tile, WIDTH=config.conv_width,
-        WIDTH_PADDED=next_power_of_2(config.conv_width - 1), LENGTH=state.tail_u.shape[2],
-        RING=state.tail_conv.shape[1], BLOCK=BLOCK, COLUMNS=_BLOCK_COLUMNS, ROW_COLUMNS=_ROW_COLUMNS, EXACT=exact,
-        STAGES=shape.num_stages, num_warps=shape.num_warps, **sizes,
+        mixed, x, out, batch.blocks, batch.sequences, solved, scores, vectors, decays, *state, x.stride(0), num_blocks,
+        TILE=shape.tile, WIDTH=config.conv_width, WIDTH_PADDED=next_power_of_2(config.conv_width - 1),
+        LENGTH=state.tail_u.shape[2], RING=state.tail_conv.shape[1], BLOCK=BLOCK, COLUMNS=_BLOCK_COLUMNS,
+        ROW_COLUMNS=_ROW_COLUMNS, EXACT=exact, STAGES=shape.num_stages, num_warps=shape.num_warps, **sizes,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _solve_kernel(
-    mixed_ptr, x_ptr, blocks_ptr, a_log_ptr, dt_bias_ptr, solved_ptr, scores_ptr, vectors_ptr, beta_scale, q_scale,
-    l2_eps, x_stride, num_blocks, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr,
+    mixed_ptr, x_ptr, blocks_ptr, a_log_ptr, dt_bias_ptr, solved_ptr, scores_ptr, vectors_ptr, decays_ptr,
+    beta_scale, q_scale, l2_eps, x_stride, num_blocks, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr,
     DV: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -136,6 +139,8 @@ def _solve_kernel(
     tl.store(vector, grown * rk)
     tl.store(vector + size, grown * rq)
     tl.store(vector + 2 * size, tl.exp(last - total) * rk)
+    tl.store(vector + 3 * size, g)
+    tl.store(decays_ptr + place, tl.exp(last))
 
 
 @triton.jit
@@ -167,8 +172,8 @@ def _widen(inverse, outer, number: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _states_kernel(
-    mixed_ptr, x_ptr, out_ptr, blocks_ptr, rows_ptr, a_log_ptr, dt_bias_ptr, solved_ptr, scores_ptr, vectors_ptr,
-    states_ptr, conv_ptr, tail_k_ptr, tail_u_ptr, tail_g_ptr, tail_conv_ptr, x_stride, num_blocks,
+    mixed_ptr, x_ptr, out_ptr, blocks_ptr, rows_ptr, solved_ptr, scores_ptr, vectors_ptr, decays_ptr, states_ptr,
+    conv_ptr, tail_k_ptr, tail_u_ptr, tail_g_ptr, tail_conv_ptr, x_stride, num_blocks,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, LENGTH: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
@@ -220,9 +225,7 @@ def _states_kernel(
         before_k = tl.load(vectors_ptr + place * BLOCK + i)
         before_q = tl.load(vectors_ptr + (size + place) * BLOCK + i)
         after = tl.load(vectors_ptr + (2 * size + place) * BLOCK + i)
-        g_ptr = x_ptr + (token + i) * x_stride + C + HV * DV + HV + head
-        a = tl.load(g_ptr, mask=i_ok, other=0.0).to(tl.float32)
-        g = tl.where(i_ok, log_decay(a, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
+        decay = tl.load(decays_ptr + place)
         rest = v.to(tl.float32) - before_k[:, None] * dot_with_pair(k, state)
         if EXACT:
             u = tl.dot(solved, rest, input_precision="ieee")
@@ -235,7 +238,7 @@ def _states_kernel(
             o = before_q[:, None] * tl.dot(q, state.to(q.dtype))
             o = tl.dot(score, u.to(q.dtype), o)
         grown = dot_with_pair(tl.trans(k), after[:, None] * u)
-        state = state * tl.exp(tl.sum(g, 0)) + grown
+        state = state * decay + grown
         o_ptr = out_ptr + (token + i)[:, None] * (HV * DV) + head * DV + e[None, :]
         tl.store(o_ptr, o.to(out_ptr.dtype.element_ty), mask=v_ok)
         if n + 1 == num_body:
@@ -248,10 +251,12 @@ def _states_kernel(
             tail_at = (row * HV + head) * LENGTH + at
             tl.store(tail_u_ptr + tail_at[:, None] * DV + e[None, :], u, mask=v_ok)
             if tile == 0:
-                tl.store(tail_g_ptr + tail_at, g, mask=i_ok)
+                tl.store(tail_g_ptr + tail_at, tl.load(vectors_ptr + (3 * size + place) * BLOCK + i), mask=i_ok)
             if has_keys:
                 key_at = (row * HK + key_head) * LENGTH + at
-                tl.store(tail_k_ptr + key_at[:, None] * DK + d[None, :], k, mask=qk_ok)
+                # Read again: it would take registers in every block.
+                key = tl.load(q_ptr + HK * DK, mask=qk_ok, other=0.0)
+                tl.store(tail_k_ptr + key_at[:, None] * DK + d[None, :], key, mask=qk_ok)
     # The last raw inputs: to checkpoints, to the tail, and last to the target, which may be the source.
     raw_ptr = x_ptr + first_token * x_stride
     kept_ptr = conv_ptr + source.to(tl.int64) * ((WIDTH - 1) * C)
