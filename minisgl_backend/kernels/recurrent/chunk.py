@@ -89,9 +89,9 @@ def delta_chunk(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _solve_kernel(
-    mixed_ptr, x_ptr, blocks_ptr, a_log_ptr, dt_bias_ptr, solved_ptr, scores_ptr, vectors_ptr, decays_ptr,
-    beta_scale, q_scale, l2_eps, x_stride, num_blocks, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr,
-    DV: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    mixed_ptr, x_ptr, blocks_ptr, a_log_ptr, dt_bias_ptr, solved_ptr, scores_ptr, vectors_ptr, decays_ptr, beta_scale,
+    q_scale, l2_eps, x_stride, num_blocks, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
+    DK_PADDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     block = tl.program_id(1)
@@ -118,7 +118,7 @@ def _solve_kernel(
     rk = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + l2_eps)
     seen = i[:, None] >= i[None, :]
     decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], -float("inf"))) * rk[None, :]
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
     score = tl.dot(q, tl.trans(k), input_precision=precision) * decay * rq[:, None]
     place = (block * HV + head).to(tl.int64)
     square = place * (BLOCK * BLOCK) + i[:, None] * BLOCK + i[None, :]
@@ -228,9 +228,9 @@ def _states_kernel(
         decay = tl.load(decays_ptr + place)
         rest = v.to(tl.float32) - before_k[:, None] * dot_with_pair(k, state)
         if EXACT:
-            u = tl.dot(solved, rest, input_precision="ieee")
-            o = before_q[:, None] * tl.dot(q, state, input_precision="ieee")
-            o = tl.dot(score, u, o, input_precision="ieee")
+            u = tl.dot(solved, rest, input_precision="tf32x3")
+            o = before_q[:, None] * tl.dot(q, state, input_precision="tf32x3")
+            o = tl.dot(score, u, o, input_precision="tf32x3")
         else:
             lower = tl.load(solved_ptr + size * (BLOCK * BLOCK) + square)
             high, low = halves(rest, q.dtype)

@@ -29,7 +29,7 @@ def halves(x, number: tl.constexpr):
 def pair_dot(a, b, number: tl.constexpr):
     """a @ b of float32 matrices, by products of pairs of 16-bit numbers: with an error of 2^-16 in bfloat16."""
     if number == tl.float32:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="tf32x3")
     else:
         a_high, a_low = halves(a, number)
         b_high, b_low = halves(b, number)
@@ -41,7 +41,7 @@ def pair_dot(a, b, number: tl.constexpr):
 def dot_with_pair(a, b):
     """a @ b of a matrix in the model's dtype and a float32 one, which becomes a pair."""
     if a.dtype == tl.float32:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="tf32x3")
     else:
         high, low = halves(b, a.dtype)
         return tl.dot(a, high, tl.dot(a, low))
