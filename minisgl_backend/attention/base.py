@@ -26,7 +26,7 @@ from minisgl_backend.attention.needs import MHA, MLA
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.recurrent.calls import ChunkBatch, WindowBatch
 from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
-from minisgl_backend.kv.layout import CacheLayout, LayerKV
+from minisgl_backend.kv.layout import CacheLayout, LayerKV, PageLayout
 from minisgl_backend.kv.pool import LayerPlace
 
 Inputs = TypeVar("Inputs", bound="PagedInputs")
@@ -96,6 +96,9 @@ class AttentionSpec:
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)  # of the model
+    # What other layers keep with whole pages, in their order. With any there is one cache group, of all tokens.
+    page_states: tuple[PageLayout, ...] = ()
+    max_drafts: int = 0  # of a row in a step
     flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes with tensor cores; None: as measured
 
     @cached_property
@@ -106,14 +109,15 @@ class AttentionSpec:
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:
-        """By layer: its place in a page of the pool."""
+        """By layer: its place in a page of the pool; those of `page_states` follow."""
         seen = [0] * len(self.cache_groups)
         places = []
         for index in self.group_of_layer:
             group = self.groups[index]
             places.append(LayerPlace(group.kv, seen[group.cache_group], self.cache_groups[group.cache_group].split))
             seen[group.cache_group] += 1
-        return tuple(places)
+        states = (LayerPlace(layout, max(seen) + index) for index, layout in enumerate(self.page_states))
+        return (*places, *states)
 
     @cached_property
     def columns(self) -> ColumnLayout:
@@ -139,6 +143,15 @@ class AttentionSpec:
     @cached_property
     def max_pages_per_row(self) -> int:
         return self.columns.kernel_pages_for(self.max_seq_len, self.page_size)
+
+
+@dataclass(frozen=True)
+class TokenPages:
+    """The tokens of a step, those of a row one after the other, and the pages of their rows."""
+
+    rows: torch.Tensor  # int32 [num_tokens]
+    ends: torch.Tensor  # int32 [num_tokens]; tokens of the row up to this one, which is the last of them
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]; live, shared by all steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +181,13 @@ class PrefillInputs(PagedInputs):
     kv_lens_host: Int32Array
     rows_host: Int32Array
     chunks: ChunkBatch | None = None  # the same tokens, of a model with states
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every token its row and the tokens up to it; int32 [num_tokens] each, on the device."""
+        count, starts = int(self.cu_seqlens_q_host[-1]), self.cu_seqlens_q
+        sequences = torch.repeat_interleave(starts.diff(), output_size=count)
+        token = torch.arange(1, count + 1, dtype=torch.int32, device=starts.device)
+        return self.rows[sequences], (self.kv_lens - starts[1:])[sequences] + token
 
     @property
     def max_q_len(self) -> int:

@@ -18,6 +18,7 @@ from minisgl_backend.attention.base import (
     PrefillInputs,
     PromptInputs,
     QKNormRope,
+    TokenPages,
 )
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
@@ -35,6 +36,7 @@ class PairPlan:
     # The same two parts for layers with a state, where the model has such.
     chunks: ChunkBatch | None = None
     window: WindowBatch | None = None
+    tokens: TokenPages | None = None  # where layers keep states with whole pages (`AttentionSpec.page_states`)
 
 
 class AttentionPair:
@@ -60,7 +62,20 @@ class AttentionPair:
             has_drafts=decode is not None and decode.has_drafts,
             chunks=None if prefill is None else prefill.chunks,
             window=None if decode is None else decode.window,
+            tokens=self._tokens(prefill, decode),
         )
+
+    def _tokens(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> TokenPages | None:
+        """Of a decode part alone, which may be captured, its own tensors."""
+        if not self.spec.page_states:
+            return None
+        if prefill is None:
+            assert decode is not None, "at least one part is given"
+            return TokenPages(decode.rows, decode.kv_lens, decode.page_table)
+        rows, ends = prefill.expanded()
+        if decode is not None:
+            rows, ends = torch.cat([rows, decode.rows]), torch.cat([ends, decode.kv_lens])
+        return TokenPages(rows, ends, prefill.page_table)
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, q_head_dim] -> output [num_tokens, num_q_heads, v_head_dim]."""
@@ -123,7 +138,8 @@ class AttentionPair:
 
     def plan_capture(self, inputs: DecodeInputs) -> PairPlan:
         plans = tuple([one.plan_capture(inputs.of(one.group.cache_group)) for one in self._decode])
-        return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts, window=inputs.window)
+        tokens = self._tokens(None, inputs)
+        return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts, window=inputs.window, tokens=tokens)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,8 +53,24 @@ class PagePart(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CacheLayout(ABC):
+class PageLayout(ABC):
     """What a page holds of one layer on one rank. Layouts are values: equal ones can share a page's memory."""
+
+    @abstractmethod
+    def parts(self, page_size: int) -> tuple[PagePart, ...]:
+        """The tensors that a page of `page_size` tokens consists of. Some may hold numbers of the page as a whole."""
+
+    @abstractmethod
+    def layer(self, tensors: Sequence[torch.Tensor], scales: KVScales) -> Any:
+        """What the layer is given of these, each [num_pages, *shape] of a part."""
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Of one layer."""
+        return sum(part.num_bytes for part in self.parts(page_size))
+
+
+class CacheLayout(PageLayout):
+    """What attention reads."""
 
     num_kv_heads: int
     head_dim: int  # numbers of a key
@@ -65,16 +81,7 @@ class CacheLayout(ABC):
         return self.dtype == FP8
 
     @abstractmethod
-    def parts(self, page_size: int) -> tuple[PagePart, ...]:
-        """The tensors that a page of `page_size` tokens consists of. Some may hold numbers of the page as a whole."""
-
-    @abstractmethod
-    def layer(self, tensors: Sequence[torch.Tensor], scales: KVScales) -> LayerKV:
-        """What the layer is given of these, each [num_pages, *shape] of a part."""
-
-    def bytes_per_page(self, page_size: int) -> int:
-        """Of one layer."""
-        return sum(part.num_bytes for part in self.parts(page_size))
+    def layer(self, tensors: Sequence[torch.Tensor], scales: KVScales) -> LayerKV: ...
 
 
 @dataclass(frozen=True, kw_only=True)

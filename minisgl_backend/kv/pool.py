@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from minisgl_backend.kv.layout import ONE, CacheLayout, KVScales, LayerKV
+from minisgl_backend.kv.layout import ONE, KVScales, LayerKV, PageLayout
 
 
 class LayerPlace(NamedTuple):
     """Where one layer's tokens are in a page of the pool."""
 
-    layout: CacheLayout
+    layout: PageLayout
     part: int  # which part of the page; layers of different cache groups may share one: their pages differ
     split: int = 1  # pages of attention in the page
 
@@ -77,7 +77,7 @@ class KVPool:
             self._layer(layer, of_layer) for layer, of_layer in zip(layers, scales or [ONE] * len(layers), strict=True)
         ]
 
-    def _layer(self, layer: LayerPlace, scales: KVScales) -> LayerKV:
+    def _layer(self, layer: LayerPlace, scales: KVScales) -> Any:
         tensors = [
             memory.flatten().view(part.dtype).view(-1, *part.shape)
             for memory, part in zip(self._tensors[layer.part], layer.layout.parts(self.page_size), strict=True)
@@ -93,7 +93,13 @@ class KVPool:
 
     def layer(self, layer_index: int) -> LayerKV:
         """Keys and values of one layer, with `num_pages` + 1 pages, or `split` times as many."""
-        return self._layers[layer_index]
+        kv: LayerKV = self._layers[layer_index]
+        return kv
+
+    def ring(self, index: int) -> torch.Tensor:
+        """The vectors that a layer keeps with whole pages (`kv.rings`), [num_pages + 1, length, size]."""
+        vectors: torch.Tensor = self._layers[index]
+        return vectors
 
     def part(self, first: int, count: int) -> KVPool:
         """`count` of the layers, from `first` on, as a pool of their own with the same pages: of one of several models

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
+from minisgl_backend.kv.layout import PageLayout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
@@ -24,6 +26,7 @@ class Mixer(WeightedLayer, ABC):
 
     qkv_proj: ColumnParallelLinear | JoinedColumnParallelLinear
     o_proj: RowParallelLinear
+    has_page_state: ClassVar[bool] = False  # see `page_state`
 
     @classmethod
     def cache(cls, config: MixerConfig, tp_size: int, dtype: torch.dtype, max_seq_len: int) -> LayerGroup | None:
@@ -31,9 +34,16 @@ class Mixer(WeightedLayer, ABC):
         layers that do so alike, without the layers. None: it keeps nothing there."""
         return None
 
+    @classmethod
+    def page_state(cls, config: MixerConfig, tp_size: int, dtype: torch.dtype, max_drafts: int) -> PageLayout | None:
+        """What one rank keeps with whole pages, in `dtype`, where a row has up to `max_drafts` drafts in a step. None:
+        nothing."""
+        return None
+
     @abstractmethod
     def bind(self, spec: AttentionSpec, pool: KVPool, layers: Iterator[int]) -> None:
-        """Binds it to this pool. One that keeps tokens in pages takes the next of `layers`, those of `spec`."""
+        """Binds it to this pool. One that keeps tokens in pages takes the next of `layers`, those of `spec`: its layers
+        with attention, or its `page_states` where the mixer has one."""
 
     def bind_states(self, states: StatePool, layers: Iterator[int]) -> None:
         """Binds it to this pool. One that has a state takes the next of `layers`, those of the pool."""
@@ -63,4 +73,10 @@ def make_mixer(config: MixerConfig, hidden_size: int, layer_context: LayerContex
 def cache_of(config: MixerConfig, tp_size: int, dtype: torch.dtype, max_seq_len: int) -> LayerGroup | None:
     """See `Mixer.cache`."""
     found: LayerGroup | None = load_attribute(config.module).cache(config, tp_size, dtype, max_seq_len)
+    return found
+
+
+def page_state_of(config: MixerConfig, tp_size: int, dtype: torch.dtype, max_drafts: int) -> PageLayout | None:
+    """See `Mixer.page_state`."""
+    found: PageLayout | None = load_attribute(config.module).page_state(config, tp_size, dtype, max_drafts)
     return found

@@ -15,7 +15,7 @@ from minisgl_backend.kv.grouping import group_layers
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.kv.kinds import kind_of
 from minisgl_backend.kv.layout import LayerCache
-from minisgl_backend.layers.mixer import cache_of
+from minisgl_backend.layers.mixer import cache_of, page_state_of
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -105,7 +105,9 @@ def attention_spec(
     caches = (cache_of(layer.mixer, tp_size, kv_dtype or blank.dtype, max_seq_len) for layer in config.layers)
     kinds = [kind for kind in caches if kind is not None]
     kept = [LayerCache(kind_of(kind.window, kind.chunk, max_seq_len), kind.kv) for kind in kinds]
-    grouped = group_layers(kept, blank.page_size, max_seq_len, most_cache_groups)
+    states = (page_state_of(layer.mixer, tp_size, blank.dtype, blank.max_drafts) for layer in config.layers)
+    page_states = tuple(state for state in states if state is not None)
+    grouped = group_layers(kept, blank.page_size, max_seq_len, 1 if page_states else most_cache_groups)
     alike = list(zip(kinds, grouped.group_of_layer, strict=True))
     groups = tuple(
         dataclasses.replace(
@@ -115,7 +117,7 @@ def attention_spec(
         )
         for kind, cache_group in dict.fromkeys(alike)
     )
-    return dataclasses.replace(blank, groups=groups, cache_groups=grouped.groups)
+    return dataclasses.replace(blank, groups=groups, cache_groups=grouped.groups, page_states=page_states)
 
 
 def weight_parts(model: CausalLM) -> list[WeightPart]:

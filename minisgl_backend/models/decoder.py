@@ -230,9 +230,9 @@ class CausalLM(nn.Module):
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         """Binds the mixers to this pool."""
-        layers = count()
+        layers, page_states = count(), count(len(spec.places) - len(spec.page_states))
         for mixer in self._mixers():
-            mixer.bind(spec, pool, layers)
+            mixer.bind(spec, pool, page_states if mixer.has_page_state else layers)
 
     def bind_states(self, states: StatePool) -> None:
         """Binds the mixers to this pool."""

@@ -77,7 +77,7 @@ class ModelRunner:
         self._model = model
         self.attention = attention
         self._pool = pool
-        num_layers = len(attention.spec.group_of_layer)
+        num_layers = len(attention.spec.places)
         model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()

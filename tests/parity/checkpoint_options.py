@@ -30,6 +30,7 @@ GRANITE: dict[str, Any] = {
 }  # fmt: skip
 GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+CONVS = ["conv", "full_attention", "conv"]
 GEMMA4: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 24,

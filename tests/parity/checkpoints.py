@@ -18,6 +18,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.parity.checkpoint_options import (
+    CONVS,
     DELTA,
     ENCODER,
     GEMMA,
@@ -298,6 +299,16 @@ CHECKPOINTS: dict[str, Callable[..., Plan]] = {
     "hyperclovax": _maker("HyperCLOVAXForCausalLM", residual_multiplier=0.4, logits_scaling=0.5),
     "internlm3": _maker("LlamaForCausalLM", model_type="internlm3", head_dim=32, attention_bias=True, mlp_bias=True),
     "iquestcoder": _maker("LlamaForCausalLM", model_type="iquestcoder", head_dim=32),
+    "lfm2": _maker("Lfm2ForCausalLM", layer_types=CONVS, intermediate_size=144, block_multiple_of=32),
+    "lfm2-width-bias-untied": _maker(
+        "Lfm2ForCausalLM",
+        layer_types=["full_attention", "conv", "conv"],
+        conv_L_cache=5,
+        conv_bias=True,
+        tie_embedding=False,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2_moe": _maker("Lfm2MoeForCausalLM", layer_types=CONVS, num_dense_layers=1, routed_scaling_factor=1.5, **MOE),
     "mellum": _maker(
         "MellumForCausalLM",
         head_dim=16,
@@ -379,7 +390,7 @@ def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, values in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 values.copy_(torch.randn_like(values) * 0.2)
             elif name.endswith("A_log"):  # what came long ago counts: decays of 0.6 to 0.99 a token
                 values.uniform_(-5, -1)

@@ -84,6 +84,8 @@ FAMILIES = Families(
         "IQuestCoderForCausalLM": Row("iquestcoder", runs_as="LlamaForCausalLM"),
         "InternLM3ForCausalLM": Row("internlm3", runs_as="LlamaForCausalLM"),
         "Jais2ForCausalLM": Row("jais2"),
+        "Lfm2ForCausalLM": Row("lfm2"),
+        "Lfm2MoeForCausalLM": Row("lfm2_moe"),
         "Llama4ForCausalLM": Row("llama4"),
         "Llama4ForConditionalGeneration": Row("llama4", "MULTIMODAL_FAMILY"),
         "LlamaForCausalLM": Row("llama"),

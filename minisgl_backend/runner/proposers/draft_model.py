@@ -48,6 +48,11 @@ class DraftModelProposer(ModelProposer):
     def read_draft_model(cls, config: EngineConfig, folder: Path, target: ModelConfig, target_dir: Path) -> ModelConfig:
         model = load_model_config(folder, "native")
         _check_vocabulary(folder, model, target, target_dir)
+        if model.ends_with_pages:
+            raise ConfigError(
+                f"{model.architecture} keeps a state with whole pages, which a draft model's passes do not end with; "
+                "allowed: a model whose layers all attend"
+            )
         return model
 
     def _passes(self) -> DecodeSteps:

@@ -104,6 +104,7 @@ def _rank_spec(runtime: RuntimeConfig, model: ModelConfig, kv_dtype: str, device
             dtype=getattr(torch, runtime.dtype),
             device=device,
             flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
+            max_drafts=0 if runtime.config.speculation is None else runtime.config.speculation.most_drafts,
         ),
         tp_size=runtime.config.tp,
         kv_dtype=getattr(torch, kv_dtype),

@@ -205,7 +205,7 @@ LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
 PHI3, MIXTRAL, GLM4_MOE = "Phi3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"
-OLMO3 = "Olmo3ForCausalLM"
+OLMO3, LFM2 = "Olmo3ForCausalLM", "Lfm2ForCausalLM"
 DEEPSEEK_V2, DEEPSEEK_V3, GLM_FLASH = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
@@ -240,6 +240,13 @@ ALTERED: list[tuple[str, str, Any]] = [
     (GEMMA2, "query_pre_attn_scalar", 0),
     (GEMMA3, "layer_types", ["chunked_attention"] * 26),
     ("SmolLM3ForCausalLM", "no_rope_layers", [1, 0]),
+    (LFM2, "layer_types", ["conv"] * 16),
+    (LFM2, "layer_types", ["linear_attention", *["full_attention"] * 31]),
+    (LFM2, "conv_L_cache", 1),
+    (LFM2, "conv_dim", 512),
+    (LFM2, "use_pos_enc", False),
+    ("Lfm2MoeForCausalLM", "num_experts_per_tok", 33),
+    ("Lfm2MoeForCausalLM", "layer_types", None),
     ("Ernie4_5ForCausalLM", "use_bias", True),
     ("CohereForCausalLM", "use_qk_norm", True),
     ("ArceeForCausalLM", "hidden_act", "xielu"),
@@ -339,7 +346,7 @@ def test_another_activation_is_refused_by_name(architecture: str) -> None:
     """Of every family, without a row."""
     config = default(architecture)
     text = config.get("text_config", config)
-    key = next(key for key in ACTIVATION_KEYS if key in text)
+    key = next((key for key in ACTIVATION_KEYS if key in text), ACTIVATION_KEYS[0])
     text.update({key: "none such", "eos_token_id": 2})
     with pytest.raises(ConfigError, match=f'{key} is "none such"; allowed: '):
         ModelConfig.from_dicts(config, {})
@@ -347,6 +354,8 @@ def test_another_activation_is_refused_by_name(architecture: str) -> None:
 
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 OLDER: list[tuple[str, dict[str, Any]]] = [  # keys as configs for transformers 4 have them
+    (LFM2, {"full_attn_idxs": [2, 5, 8], "block_ff_dim": 6656, "intermediate_size": 8192, "rope_theta": 1e6}),
+    (LFM2, {"tie_embedding": False, "tie_word_embeddings": True, "block_ffn_dim_multiplier": None}),
     (OLMO3, {"rope_theta": 500000, "rope_scaling": _YARN, "max_position_embeddings": 65536}),
     (OLMO3, {"rope_theta": 20.0, "rope_parameters": {"sliding_attention": {"rope_theta": 10.0}}}),
     (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kv.pool import bytes_per_page
 from minisgl_backend.kv.state import StateLayout
+from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
 
@@ -180,7 +184,56 @@ SLOTS = {
     "olmo-hybrid-7b": (24 * 30 * 96 * 192 * 4 / 2**20, 24 * 3 * 30 * 384 * 2 / 2**10),
 }
 
+_LFM2: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0,
+    "block_use_swiglu": True, "block_use_xavier_init": True, "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False,
+    "conv_use_xavier_init": True, "eos_token_id": 7, "initializer_range": 0.02, "max_position_embeddings": 128000,
+    "model_type": "lfm2", "norm_eps": 1e-05, "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_pos_enc": True, "vocab_size": 65536,
+}  # fmt: skip
+_LFM2_16: dict[str, Any] = {**_LFM2, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+
+
+def _lfm2(config: dict[str, Any], size: int, intermediate_size: int, heads: int) -> dict[str, Any]:
+    sizes = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out", "hidden_size"), size)
+    return {
+        **config,
+        **sizes,
+        "block_ff_dim": intermediate_size,
+        **dict.fromkeys(("num_attention_heads", "num_heads"), heads),
+    }
+
+
+# (config, MLP, bytes of a token's keys and values, bytes of a page's vectors), in bfloat16, without drafts.
+LFM2 = {
+    "lfm2-350m": (_lfm2(_LFM2_16, 1024, 6656, 16), 4608, 12 << 10, 60 << 10),
+    "lfm2-700m": (_lfm2(_LFM2_16, 1536, 10240, 24), 6912, 12 << 10, 90 << 10),
+    "lfm2-1.2b": (_lfm2(_LFM2_16, 2048, 12288, 32), 8192, 12 << 10, 120 << 10),
+    "lfm2-2.6b": (
+        _lfm2(
+            {**_LFM2, "num_hidden_layers": 30, "full_attn_idxs": [2, 6, 9, 13, 17, 21, 25, 28], "theta": 1000000.0},
+            2048, 10752, 32,
+        ) | {"block_auto_adjust_ff_dim": False},
+        10752, 16 << 10, 264 << 10,
+    ),
+    "lfm2-8b-a1b": (
+        {
+            "architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False,
+            "dtype": "bfloat16", "eos_token_id": 7, "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 7168, "max_position_embeddings": 128000, "model_type": "lfm2_moe",
+            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+            "moe_intermediate_size": 1792, "norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32,
+            "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+            "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0,
+            "use_cache": True, "use_expert_bias": True, "vocab_size": 65536,
+        },
+        7168, 12 << 10, 216 << 10,
+    ),
+}  # fmt: skip
+
 RELEASED = {
+    **{name: config for name, (config, *_) in LFM2.items()},
     "qwen3-next-80b": QWEN3_NEXT_80B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-27b": QWEN3_5_27B,
@@ -231,3 +284,18 @@ def test_minimax_m2_rotates_as_many_dimensions_as_rotary_dim_says() -> None:
     rope = ModelConfig.from_dicts(MINIMAX_M2, {}).layers[0].mixer.rope
     assert rope is not None
     assert (rope.rotary_dim, rope.theta) == (64, 5e6)
+
+
+@pytest.mark.parametrize("name", LFM2)
+def test_what_lfm2_keeps(name: str) -> None:
+    config, size, token_bytes, vector_bytes = LFM2[name]
+    model = ModelConfig.from_dicts(config, {})
+    assert model.layers[0].mlp.intermediate_size == size
+    assert model.tie_word_embeddings
+    blank = AttentionSpec(
+        page_size=64, max_seq_len=32768, max_rows=9, dtype=torch.bfloat16, device=torch.device("meta"), max_drafts=0
+    )
+    for drafts in (0, 3):
+        spec = attention_spec(model, replace(blank, max_drafts=drafts), tp_size=1)
+        assert bytes_per_page(spec.places, 64) == 64 * token_bytes + vector_bytes * (3 + drafts) // 3
+        assert bytes_per_page(attention_spec(model, spec, tp_size=2).places, 64) * 2 == bytes_per_page(spec.places, 64)
