@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minisgl_backend.errors import ConfigError  # noqa: E402
 from minisgl_backend.models.choose import load_model_config  # noqa: E402
+from minisgl_backend.models.families import FAMILIES  # noqa: E402
 from tests.parity.decoder_types import SERVED, small_config  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -79,7 +80,9 @@ def row(model_type: str) -> Row | None:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         through, refusal = _through(folder)
-        if not through and model_type in SERVED:  # its default config lacks something that every checkpoint's has
+        if not through and (
+            model_type in SERVED or architecture in FAMILIES
+        ):  # its default config lacks something that every checkpoint's has
             small = small_config(model_type)
             small.architectures = [architecture]
             small.save_pretrained(folder)

@@ -91,6 +91,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": {**_GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 2, 4]},
     "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION, "dff": 96},
 }

@@ -57,13 +57,10 @@ def _types(keys: Keys, num_layers: int) -> tuple[str, ...]:
 def _intermediate_size(keys: Keys) -> int:
     """With block_auto_adjust_ff_dim two thirds of what is said, times a factor, rounded up."""
     size = keys.integer("block_ff_dim", keys.integer("intermediate_size", 12288))
-    multiple = keys.integer("block_multiple_of", 256)
-    is_plain = keys.has("block_ffn_dim_multiplier") and keys.get("block_ffn_dim_multiplier") is None
-    factor = keys.number("block_ffn_dim_multiplier", 1.0)
+    multiple, factor = keys.integer("block_multiple_of", 256), keys.number("block_ffn_dim_multiplier", 1.0)
     if not keys.boolean("block_auto_adjust_ff_dim", True):
         return size
-    size = int(2 * size / 3)
-    return size if is_plain else -(-int(factor * size) // multiple) * multiple
+    return -(-int(factor * int(2 * size / 3)) // multiple) * multiple
 
 
 NAMES = (

@@ -28,6 +28,7 @@ LACKING: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "position_embedding_type": "rope",
     },
+    "Lfm2MoeForCausalLM": {"layer_types": ["full_attention", "conv"] * 16},
 }
 
 
@@ -355,7 +356,7 @@ def test_another_activation_is_refused_by_name(architecture: str) -> None:
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 OLDER: list[tuple[str, dict[str, Any]]] = [  # keys as configs for transformers 4 have them
     (LFM2, {"full_attn_idxs": [2, 5, 8], "block_ff_dim": 6656, "intermediate_size": 8192, "rope_theta": 1e6}),
-    (LFM2, {"tie_embedding": False, "tie_word_embeddings": True, "block_ffn_dim_multiplier": None}),
+    (LFM2, {"tie_embedding": False, "tie_word_embeddings": True, "block_ffn_dim_multiplier": 1.3}),
     (OLMO3, {"rope_theta": 500000, "rope_scaling": _YARN, "max_position_embeddings": 65536}),
     (OLMO3, {"rope_theta": 20.0, "rope_parameters": {"sliding_attention": {"rope_theta": 10.0}}}),
     (
