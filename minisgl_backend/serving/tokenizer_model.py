@@ -163,7 +163,7 @@ def _send(sender: Any, response: Any) -> None:
 
 def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ImageFront | None:
     """None for a model without eyes. Raises ConfigError."""
-    if getattr(model, "encoder", None) is None:
+    if model.encoder is None or not config.encoder_cache_mib:
         return None
     return ImageFront(config.model, tokenizer)
 
