@@ -15,6 +15,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.encoder_config import EncoderConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
+from minisgl_backend.models.eyes import with_normalisation
 from minisgl_backend.models.families import FAMILIES
 from minisgl_backend.models.families.base import Family
 from minisgl_backend.models.families.vectors import find_family
@@ -63,6 +64,9 @@ class ModelConfig(DecoderConfig):
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         model = cls.from_dicts(config, generation, read_end_of_text(folder), folder)
+        if model.encoder is not None:
+            encoder, why_no_images = with_normalisation(model.encoder, folder)
+            model = replace(model, encoder=encoder, why_no_images=why_no_images)
         return replace(model, embedding=EmbeddingDefaults.load(folder), scores=ScoreDefaults.load(folder))
 
     @classmethod
@@ -135,9 +139,12 @@ def read_encoder(family: Family, around: Keys, decoder: DecoderConfig) -> tuple[
     if family.encoder is None:
         return None, f"the encoder of {family.model_type} is not computed"
     try:
-        return family.encoder(around, decoder), ""
+        encoder = family.encoder(around, decoder)
     except ConfigError as error:
         return None, str(error)
+    if encoder.bidirectional:
+        return None, "an image's tokens see each other in this model, which is not computed"
+    return encoder, ""
 
 
 def check_decoder(config: Mapping[str, Any]) -> None:
