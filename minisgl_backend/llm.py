@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl_backend.config import OPTIONS, EngineConfig
+from minisgl_backend.delivery.prompt_images import PromptImages, SeenIds
 from minisgl_backend.engine.build import Engine
 from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
@@ -35,7 +36,7 @@ from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
 from minisgl_backend.step import StepStats
 from minisgl_backend.text import scoring
 from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
-from minisgl_backend.text.prompts import listed
+from minisgl_backend.text.prompts import GivenPrompt, PromptWithImages, listed
 from minisgl_backend.text.tokenizer_file import has_tokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, load_vocabulary
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or one of both in a mapping like vLLM's
+ReadPrompt = list[int] | SeenIds  # token ids, or those of a prompt with images
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -83,6 +85,8 @@ class LLM:
     def close(self) -> None:
         """Frees the model and ends the followers. Safe to call twice."""
         self._driver.close()
+        if "_images" in self.__dict__:
+            self._images.close()
 
     def _load_vocabulary(self, model_dir: Path) -> Vocabulary:
         if has_tokenizer(model_dir):
@@ -128,9 +132,11 @@ class LLM:
         *,
         progress: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or several, through the model's chat template."""
+        """`generate` for one conversation or several, through the model's chat template. Images are content parts:
+        OpenAI's with a data URL, or {"type": "image", "image": ...} with one of Pillow, an array, bytes or a path."""
         if isinstance(messages, (str, Mapping)):
             raise InvalidRequestError(
                 f"messages is a {type(messages).__name__}; allowed: a list of objects with role and content, or a list "
@@ -138,8 +144,8 @@ class LLM:
             )
         conversations: Sequence[Sequence[Message]]
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
-        prompts = [self._render(conversation, template_arguments) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress, **values)
+        prompts = [self._render(one, template_arguments, mm_processor_kwargs) for one in conversations]
+        return self._run(prompts, sampling_params, values, progress)
 
     def stream_chat(
         self,
@@ -147,10 +153,11 @@ class LLM:
         sampling_params: Params | None = None,
         *,
         template_arguments: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> Generator[StreamPiece, None, None]:
-        """`stream` for one conversation, through the model's chat template."""
-        return self.stream(self._render(messages, template_arguments), sampling_params, **values)
+        """`stream` for one conversation, through the model's chat template; images as in `chat`."""
+        return self._stream([self._render(messages, template_arguments, mm_processor_kwargs)], sampling_params, values)
 
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **values: Any
@@ -160,7 +167,11 @@ class LLM:
         Closing the generator ends the answer. Other calls are refused while it is being read. Parameters and errors are
         those of `generate`; `n` must be 1.
         """
-        prompts = listed(prompt)
+        return self._stream([self._read(one) for one in listed(prompt)], sampling_params, values)
+
+    def _stream(
+        self, prompts: Sequence[ReadPrompt], sampling_params: Params | None, values: Mapping[str, Any]
+    ) -> Generator[StreamPiece, None, None]:
         if len(prompts) != 1:
             raise InvalidRequestError(f"the prompt is {len(prompts)} prompts; allowed in a stream: 1")
         (answer,) = self._answers(prompts, sampling_params, values, pieces=True)
@@ -174,10 +185,20 @@ class LLM:
             for _ in turns:
                 yield stream.take_piece()
 
-    def _render(self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None) -> list[int]:
-        return self.tokenizer.encode(
-            self.tokenizer.render(messages, **(template_arguments or {})), add_special_tokens=False
-        )
+    @cached_property
+    def _images(self) -> PromptImages:
+        """Begun with the first prompt that is a text, or has images. Raises ConfigError."""
+        return PromptImages(self._model_dir, self.engine.model, lambda: self.tokenizer)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None,
+        options: Mapping[str, Any] | None,
+    ) -> ReadPrompt:
+        arguments = dict(template_arguments or {})
+        seen = self._images.of_chat(messages, arguments, options)
+        return seen or self.tokenizer.encode(self.tokenizer.render(messages, **arguments), add_special_tokens=False)
 
     def generate(
         self,
@@ -188,13 +209,23 @@ class LLM:
         **values: Any,
     ) -> list[RequestOutput]:
         """Continues each prompt: a text, or token ids as a list or a one-dimensional array or tensor; answers are in
-        the prompts' order. Either may be in a mapping, as in vLLM: {"prompt": ...}, {"prompt_token_ids": ...}.
+        the prompts' order. Either may be in a mapping, as in vLLM: {"prompt": ...}, {"prompt_token_ids": ...}, beside
+        {"multi_modal_data": {"image": one or a list}}, whose places are in the prompt.
 
         `sampling_params`: one for all, or one for each prompt, each also as a mapping of its fields; without them the
         model's defaults, changed by `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a
         request that cannot be served, and EngineDeadError if the engine fails; no request is left running then.
         """
-        answers = self._answers(listed(prompts), sampling_params, values)
+        return self._run([self._read(one) for one in listed(prompts)], sampling_params, values, progress)
+
+    def _run(
+        self,
+        prompts: Sequence[ReadPrompt],
+        sampling_params: Params | Iterable[Params] | None,
+        values: Mapping[str, Any],
+        progress: bool,
+    ) -> list[RequestOutput]:
+        answers = self._answers(prompts, sampling_params, values)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
         task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
@@ -254,12 +285,19 @@ class LLM:
         if not self.config.enable_embeddings:
             raise InvalidRequestError("enable_embeddings is false; allowed with it: no embeddings and scores")
 
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+    def _token_ids(self, prompt: GivenPrompt) -> list[int]:
+        if isinstance(prompt, PromptWithImages):
+            raise InvalidRequestError("multi_modal_data is given; allowed in embed: texts and token ids")
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _read(self, prompt: GivenPrompt) -> ReadPrompt:
+        if isinstance(prompt, PromptWithImages):
+            return self._images.of_prompt(prompt.prompt, prompt.images, prompt.options, prompt.uuids)
+        return self._token_ids(prompt)
 
     def _answers(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[ReadPrompt],
         sampling_params: Params | Iterable[Params] | None,
         values: Mapping[str, Any],
         *,
@@ -272,28 +310,28 @@ class LLM:
             )
         if not self.engine.model.generates:
             raise InvalidRequestError(f"the model is a {self.engine.model.architecture}; allowed: embed and score")
-        token_ids = [self._token_ids(prompt) for prompt in prompts]
         if sampling_params is None:
             sampling_params = self.sampling_params(**values)
         if isinstance(sampling_params, (SamplingParams, Mapping)):
-            every = [self._params(sampling_params)] * len(token_ids)
+            every = [self._params(sampling_params)] * len(prompts)
         elif isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str):
             every = [self._params(one) for one in sampling_params]
         else:
             _refuse_params(sampling_params)
-        if len(every) != len(token_ids):
+        if len(every) != len(prompts):
             raise InvalidRequestError(
-                f"sampling_params has {len(every)} entries; allowed: one, or one for each of the "
-                f"{len(token_ids)} prompts"
+                f"sampling_params has {len(every)} entries; allowed: one, or one for each of the {len(prompts)} prompts"
             )
         welcome = self.engine.welcome
         answers = []
-        for ids, params in zip(token_ids, every, strict=True):
+        for prompt, params in zip(prompts, every, strict=True):
+            ids = prompt if isinstance(prompt, list) else prompt.token_ids
             params = self._translate(params)
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             params = self._bound_thoughts(params, ids)
-            answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
+            images = None if isinstance(prompt, list) else self._images.of_answer(prompt, params)
+            answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces, images))
         return answers
 
     def _params(self, given: Params) -> SamplingParams:

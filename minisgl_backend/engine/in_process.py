@@ -91,6 +91,9 @@ class InProcessEngine:
         except BaseException:
             self._abandon(open_streams)
             raise
+        finally:
+            for answer in answers:
+                answer.end()
 
     def _feed(self, waiting: deque[AnyAnswer], open_streams: dict[int, AnyStream]) -> None:
         """Submits requests until the engine's queue or its grammar compilers are full, and leaves the rest."""
@@ -103,9 +106,16 @@ class InProcessEngine:
             if has_grammar and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
                 break
             answer = waiting.popleft()
+            try:
+                request = answer.begin()
+            except CapacityError:  # no room for its images until others have ended
+                if not open_streams:
+                    raise
+                waiting.appendleft(answer)
+                break
             open_streams.update((stream.uid, stream) for stream in answer.streams)
-            engine.core.submit(answer.request)
-            room -= answer.request.params.n
+            engine.core.submit(request)
+            room -= request.params.n
 
     def _end_rejected(self, answers: Sequence[AnyAnswer], open_streams: dict[int, AnyStream]) -> int:
         """Raises the reason for which a request was refused. Exception: a grammar that this call already followed and
@@ -120,6 +130,7 @@ class InProcessEngine:
                 stream = open_streams.pop(uid)
                 stream.take_detail(SequenceDetail(error=rejected.message))
                 stream.append(NO_TOKEN, FinishReason.ERROR)
+                stream.answer.note_end()
         return before - len(open_streams)
 
     def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnyStream]) -> int:
@@ -136,6 +147,7 @@ class InProcessEngine:
                 stream.take_detail(details[index])
             if stream.append(token, reason):
                 del open_streams[uid]
+                stream.answer.note_end()
                 if not reason:  # a stop string, which the engine does not know about
                     self.engine.core.abort([uid], FinishReason.STOP)
         return before - len(open_streams)

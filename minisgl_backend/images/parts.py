@@ -139,6 +139,22 @@ def take_indexed(messages: Sequence[Any], data: Sequence[bytes]) -> tuple[list[A
     return found, sources
 
 
+def without_eyes(messages: Sequence[Any], why: str) -> InvalidRequestError:
+    """The refusal of a model that has no encoder of images, by the part's name. `why`: it has one all the same."""
+    place = next(
+        (
+            f"messages[{number}].content[{index}]"
+            for number, message in enumerate(messages)
+            if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+            for index, part in enumerate(message["content"])
+            if has_images([{"content": [part]}])
+        ),
+        "image",
+    )
+    reason = f" ({why})" if why else ""
+    return InvalidRequestError(f"{place} is no text; allowed: text, as this model has no image encoder{reason}")
+
+
 def image_source(url: Any, name: str, asked: Asked | None = None, *, detail: Any = None, salt: Any = None) -> Source:
     """One image from a data URL. Raises InvalidRequestError, with `name` for the value."""
     asked = asked or Asked()

@@ -16,6 +16,7 @@ from minisgl_backend.images.parts import (
     has_images,
     take_images,
     take_indexed,
+    without_eyes,
 )
 from minisgl_backend.request import Content, SamplingParams
 from minisgl_backend.serving.fields import json_object
@@ -46,7 +47,7 @@ class ImageCodec:
             listed = listed_messages(messages)
         if given or data or has_images(listed):
             if self._images is None:
-                raise InvalidRequestError(_no_images(listed, self._settings.why_no_images))
+                raise without_eyes(listed, self._settings.why_no_images)
         elif not listed:
             return None
         if self._images is None:  # a text that spells some token is nothing special then
@@ -107,21 +108,6 @@ class ImageCodec:
 def may_hold_images(messages: str) -> bool:
     """Whether messages, as JSON text, may have images. Some texts are mistaken for one, no image is missed."""
     return _HINT.search(messages) is not None
-
-
-def _no_images(messages: Sequence[Any], why: str) -> str:
-    """The refusal, by the part's name."""
-    place = next(
-        (
-            f"messages[{number}].content[{index}]"
-            for number, message in enumerate(messages)
-            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
-            for index, part in enumerate(message["content"])
-            if has_images([{"content": [part]}])
-        ),
-        "image",
-    )
-    return f"{place} is no text; allowed: text, as this model has no image encoder{f' ({why})' if why else ''}"
 
 
 def _file_source(given: str | bytes, number: int, asked: Asked) -> Source:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import Float32Array
-from minisgl_backend.request import NO_SAMPLING, FinishReason, PoolingParams, Request, SamplingParams
+from minisgl_backend.request import NO_SAMPLING, Content, FinishReason, PoolingParams, Request, SamplingParams
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -66,17 +68,50 @@ class StreamPiece:
     error: str = ""  # with finish_reason "error"
 
 
+class AnswerImages(Protocol):
+    """The images of one request."""
+
+    def take(self) -> tuple[Content, ...]: ...
+
+    def remove(self) -> None: ...
+
+
 class Answer:
     """The streams of one request."""
 
     def __init__(
-        self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary, pieces: bool
+        self,
+        uid: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        vocabulary: Vocabulary,
+        pieces: bool,
+        images: AnswerImages | None = None,
     ) -> None:
+        self._images = images
+        self._num_open = params.n
         self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
         self.token_ids = token_ids
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs] = []
         self.streams = [AnswerStream(uid + index, self, vocabulary, pieces) for index in range(params.n)]
+
+    def begin(self) -> Request:
+        """The request, to be submitted now. Raises InvalidRequestError and CapacityError, of its images."""
+        if self._images is not None:
+            self.request = msgspec.structs.replace(self.request, contents=self._images.take())
+        return self.request
+
+    def end(self) -> None:
+        """Frees what belongs to it in shared memory. Safe to call twice."""
+        if self._images is not None:
+            self._images.remove()
+
+    def note_end(self) -> None:
+        """One of its streams has ended."""
+        self._num_open -= 1
+        if not self._num_open:
+            self.end()
 
     def output(self) -> RequestOutput:
         """All of its answers."""
@@ -179,6 +214,16 @@ class PooledAnswer:
     @property
     def answer(self) -> PooledAnswer:
         return self
+
+    def begin(self) -> Request:
+        """The request, to be submitted now."""
+        return self.request
+
+    def end(self) -> None:
+        """Has nothing to free."""
+
+    def note_end(self) -> None:
+        """Its only stream has ended."""
 
     def append(self, token: int, reason: int) -> bool:
         """Takes one record of the engine; see AnswerStream."""

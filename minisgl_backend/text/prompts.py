@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minisgl_backend.errors import InvalidRequestError
@@ -13,9 +14,24 @@ _ALLOWED = (
     "{'prompt_token_ids': token ids}, or several of these"
 )
 _KEYS = ("prompt", "prompt_token_ids")
+_MODALITIES, _OPTIONS, _UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
+_IMAGE_KEYS = (_MODALITIES, _OPTIONS, _UUIDS)
 
 
-def listed(prompts: Any) -> list[str | list[int]]:
+@dataclass(frozen=True)
+class PromptWithImages:
+    """A prompt in vLLM's format, with what belongs to its images as given."""
+
+    prompt: str | list[int]
+    images: Any
+    options: Mapping[str, Any] | None
+    uuids: Any
+
+
+GivenPrompt = str | list[int] | PromptWithImages
+
+
+def listed(prompts: Any) -> list[GivenPrompt]:
     """One prompt, or any iterable of several, as a list. Raises InvalidRequestError for what is not a prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [_prompt(prompts)]
@@ -25,7 +41,7 @@ def listed(prompts: Any) -> list[str | list[int]]:
     return [_prompt(one) for one in given]
 
 
-def _prompt(given: Any) -> str | list[int]:
+def _prompt(given: Any) -> GivenPrompt:
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -33,16 +49,30 @@ def _prompt(given: Any) -> str | list[int]:
     return _token_ids(_as_list(given))
 
 
-def _of_mapping(given: Mapping[str, Any]) -> str | list[int]:
+def _of_mapping(given: Mapping[str, Any]) -> GivenPrompt:
     """A prompt in vLLM's format; token ids take precedence over the text that they were made from."""
     named = {key: value for key, value in given.items() if value is not None}
-    unknown = [key for key, value in named.items() if key not in _KEYS and value]
+    unknown = [key for key, value in named.items() if key not in (*_KEYS, *_IMAGE_KEYS) and value]
     if unknown:
-        raise InvalidRequestError(f"the prompt has {unknown[0]!r}; allowed: {' or '.join(_KEYS)}")
+        raise InvalidRequestError(f"the prompt has {unknown[0]!r}; allowed: {' or '.join(_KEYS)}, {_MODALITIES}")
     for key in reversed(_KEYS):
         if key in named:
-            return _prompt(named[key]) if not isinstance(named[key], Mapping) else _refuse(named[key])
+            prompt = _prompt(named[key]) if not isinstance(named[key], Mapping) else _refuse(named[key])
+            return _with_images(prompt, named) if named.get(_MODALITIES) else prompt
     raise InvalidRequestError(f"the prompt is {dict(given)!r}; allowed: an object with {' or '.join(_KEYS)}")
+
+
+def _with_images(prompt: Any, named: Mapping[str, Any]) -> GivenPrompt:
+    data, uuids = named[_MODALITIES], named.get(_UUIDS) or {}
+    for key, value in ((_MODALITIES, data), (_UUIDS, uuids)):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"the prompt's {key} is {value!r:.60}; allowed: an object with `image`")
+        if other := next((kind for kind, one in value.items() if kind != "image" and one is not None), None):
+            raise InvalidRequestError(f"the prompt's {key} has {other!r}; allowed: image")
+    images = data.get("image")
+    if images is None:
+        return prompt  # type: ignore[no-any-return]
+    return PromptWithImages(prompt, images, named.get(_OPTIONS), uuids.get("image"))
 
 
 def _as_list(given: Any) -> list[Any]:

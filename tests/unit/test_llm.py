@@ -156,7 +156,7 @@ def test_content_parts_are_one_text(llm: LLM) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]}]
     assert llm.chat(parts)[0].text == llm.chat(ask("What is\n2 + 3?"))[0].text
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
-    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\] has type 'image_url'.*allowed: 'text'"):
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\] is no text; allowed: text.*no image"):
         llm.chat(image)
 
 
@@ -476,7 +476,11 @@ def test_prompts_in_every_form_that_vllm_and_torch_have(llm: LLM) -> None:
     ("prompts", "params", "message"),
     [
         ({"text": "x"}, None, "the prompt has 'text'; allowed: prompt or prompt_token_ids"),
-        ({"prompt": "x", "multi_modal_data": {"image": 1}}, None, "the prompt has 'multi_modal_data'"),
+        (
+            {"prompt": "x", "multi_modal_data": {"image": 1}},
+            None,
+            "image is no text; allowed: text, as this model has no image",
+        ),
         ({}, None, "the prompt is {}; allowed"),
         (b"x", None, "the prompt is b'x'; allowed: a text, token ids"),
         (7, None, "the prompt is 7; allowed: a text, token ids"),
