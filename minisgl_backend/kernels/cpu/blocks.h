@@ -1,8 +1,10 @@
 // Weights in GGUF's block formats as they lie in a file, times activations that are quantized to int8 by groups of 32.
 //
-// A group of 32 weights is unpacked to bytes q, with value = scale * q + min; one of activations is scale_x * x. Their
-// product: scale * scale_x * (q . x) + min * scale_x * sum(x). The sums of each group lie beside the activations, so
-// the mins of 256 numbers cost one multiplication of eight lanes. Formats: ggml's block_q4_0, block_q4_K and so on.
+// A group of 32 weights is unpacked to bytes q, with value = scale * (q - offset) + min; one of activations is
+// scale_x * x. Their product: scale * scale_x * (q . x - offset * sum(x)) + min * scale_x * sum(x), where what is in
+// brackets is an exact integer. A panel of rows is unpacked at a time, so that each lane of a register has one row: it
+// is done once for all rows of activations, and the order of an output's sums does not depend on how many there are.
+// Formats: ggml's block_q4_0, block_q4_K and so on.
 
 #pragma once
 
@@ -13,14 +15,16 @@
 namespace {
 
 constexpr int kGroup = 32;     // numbers with one scale of an activation
-constexpr int kSuper = 8;      // groups whose mins are multiplied at once
-constexpr int kSlots = 2 * kSuper;  // sums beside them: of each 16 numbers
-constexpr int kBlockRows = 2, kBlockTile = 4;  // rows of weights, and of activations, whose products are made at once
+constexpr int kSuper = 8;      // groups in 256 numbers
+constexpr int kSlots = 2 * kSuper;
+constexpr int kWords = kGroup / 4;       // four bytes of each row of a panel
+constexpr long kPanelRows = 64;          // rows of activations whose sums are kept at once, at most
 
 struct Quantized {  // 256 activations of one row
   int8_t q[kSuper * kGroup];
   float scale[kSuper];
-  float sums[kSlots];  // scale * sum of 16 numbers: even ones first, then odd, so that lane i of each is of group i
+  float sums[kSuper];     // scale * sum of 32 numbers
+  int32_t halves[kSlots];  // sums of 16 numbers
 };
 
 inline float half(const uint8_t* p) {
@@ -29,15 +33,95 @@ inline float half(const uint8_t* p) {
   return _cvtsh_ss(bits);
 }
 
-inline __m256i products_of(__m256i q, __m256i x) {  // 8 sums of 4 products each, of unsigned and signed bytes
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpbusd_epi32(_mm256_setzero_si256(), q, x);
-#elif defined(__AVXVNNI__)
-  return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, x);
-#else
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(q, x), _mm256_set1_epi16(1));
-#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int kPanel = 16;  // rows of weights
+using Lanes = __m512i;
+using Reals = __m512;
+inline Reals reals(const float* p) { return _mm512_loadu_ps(p); }
+inline Reals every(float x) { return _mm512_set1_ps(x); }
+inline Reals plus(Reals a, Reals b, Reals c) { return _mm512_fmadd_ps(a, b, c); }
+inline Reals times(Reals a, Reals b) { return _mm512_mul_ps(a, b); }
+inline Reals real(Lanes x) { return _mm512_cvtepi32_ps(x); }
+inline void put(float* p, Reals x) { _mm512_storeu_ps(p, x); }
+
+// words[i]: bytes 4 i to 4 i + 3 of each of 16 rows.
+inline void turn(const __m256i* rows, Lanes* words) {
+  __m512i z[8], pairs[8];
+  for (int i = 0; i < 4; i++) {
+    z[i] = _mm512_inserti64x4(_mm512_castsi256_si512(rows[i]), rows[4 + i], 1);
+    z[4 + i] = _mm512_inserti64x4(_mm512_castsi256_si512(rows[8 + i]), rows[12 + i], 1);
+  }
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(z[i], z[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(z[i], z[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    const __m512i a = _mm512_unpacklo_epi64(pairs[i], pairs[2 + i]), b = _mm512_unpacklo_epi64(pairs[4 + i], pairs[6 + i]);
+    const __m512i c = _mm512_unpackhi_epi64(pairs[i], pairs[2 + i]), d = _mm512_unpackhi_epi64(pairs[4 + i], pairs[6 + i]);
+    words[2 * i] = _mm512_shuffle_i32x4(a, b, 0x88), words[2 * i + 4] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    words[2 * i + 1] = _mm512_shuffle_i32x4(c, d, 0x88), words[2 * i + 5] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
 }
+
+// sum(q x) - offset * sum(x) of COUNT words, for each row.
+template <class F, int COUNT>
+inline Lanes product(const Lanes* q, const int8_t* x, int32_t sum) {
+  Lanes total = _mm512_set1_epi32(F::kOffset ? -F::kOffset * sum : 0);
+  for (int i = 0; i < COUNT; i++) {
+    int32_t word;
+    std::memcpy(&word, x + 4 * i, 4);
+    total = _mm512_dpbusd_epi32(total, q[i], _mm512_set1_epi32(word));
+  }
+  return total;
+}
+#else
+constexpr int kPanel = 8;
+using Lanes = __m256i;
+using Reals = __m256;
+inline Reals reals(const float* p) { return _mm256_loadu_ps(p); }
+inline Reals every(float x) { return _mm256_set1_ps(x); }
+inline Reals plus(Reals a, Reals b, Reals c) { return _mm256_fmadd_ps(a, b, c); }
+inline Reals times(Reals a, Reals b) { return _mm256_mul_ps(a, b); }
+inline Reals real(Lanes x) { return _mm256_cvtepi32_ps(x); }
+inline void put(float* p, Reals x) { _mm256_storeu_ps(p, x); }
+
+inline void turn(const __m256i* rows, Lanes* words) {
+  __m256i pairs[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    const __m256i a = _mm256_unpacklo_epi64(pairs[i], pairs[2 + i]), b = _mm256_unpacklo_epi64(pairs[4 + i], pairs[6 + i]);
+    const __m256i c = _mm256_unpackhi_epi64(pairs[i], pairs[2 + i]), d = _mm256_unpackhi_epi64(pairs[4 + i], pairs[6 + i]);
+    words[2 * i] = _mm256_permute2x128_si256(a, b, 0x20), words[2 * i + 4] = _mm256_permute2x128_si256(a, b, 0x31);
+    words[2 * i + 1] = _mm256_permute2x128_si256(c, d, 0x20), words[2 * i + 5] = _mm256_permute2x128_si256(c, d, 0x31);
+  }
+}
+
+// Products of pairs are summed in 16 bits, as many as fit: |x| <= 127.
+template <class F, int COUNT>
+inline Lanes product(const Lanes* q, const int8_t* x, int32_t sum) {
+  constexpr int kFit = F::kSigned ? 1 : std::min(COUNT, 32767 / (2 * 127 * F::kMost));
+  Lanes total = _mm256_set1_epi32(F::kOffset && !F::kSigned ? -F::kOffset * sum : 0);
+  for (int i = 0; i < COUNT; i += kFit) {
+    __m256i part = _mm256_setzero_si256();
+    for (int j = i; j < std::min(i + kFit, COUNT); j++) {
+      int32_t word;
+      std::memcpy(&word, x + 4 * j, 4);
+      const __m256i four = _mm256_set1_epi32(word);
+      if constexpr (F::kSigned) {
+        const __m256i number = _mm256_xor_si256(q[j], _mm256_set1_epi8((char)0x80));
+        part = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(four, number));
+      } else {
+        part = _mm256_add_epi16(part, _mm256_maddubs_epi16(q[j], four));
+      }
+    }
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
+  }
+  return total;
+}
+#endif
 
 inline __m256i nibbles(const uint8_t* p) {  // 16 bytes: low halves, then high halves
   const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
@@ -54,18 +138,14 @@ inline __m256i bits_to(const uint8_t* p, char value) {  // 32 bits -> 32 bytes, 
   return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask), _mm256_set1_epi8(value));
 }
 
-// A format: kBytes of kNumbers weights; `unpack` a block of 32 to bytes; `scales` and mins of up to 8 blocks.
-// kHalves: two scales a block, of 16 numbers each.
+// A format: kBytes of kNumbers weights; `unpack` a group to bytes of at most kMost; `scales` and mins of up to 8 groups.
+// kSigned: bytes less 128 are the numbers. kHalves: two scales a group, of 16 numbers each: first ones, then second ones.
 template <int BYTES, int OFFSET>
-struct Simple {  // one block of 32: half scale, no min but the offset
-  static constexpr int kBytes = BYTES, kNumbers = 32, kOffset = OFFSET;
-  static constexpr bool kSigned = OFFSET == 0;
-  static constexpr bool kHalves = false;
-  static void scales(const uint8_t* p, int count, float* scale, float* min) {
-    for (int b = 0; b < count; b++) {
-      scale[b] = half(p + b * BYTES);
-      min[b] = -OFFSET * scale[b];
-    }
+struct Simple {  // one block of 32: half scale, no min
+  static constexpr int kBytes = BYTES, kNumbers = 32, kOffset = OFFSET, kMost = 2 * OFFSET - 1;
+  static constexpr bool kSigned = OFFSET == 128, kHalves = false, kMins = false;
+  static void scales(const uint8_t* p, int count, float* scale, float*) {
+    for (int b = 0; b < count; b++) scale[b] = half(p + b * BYTES);
   }
 };
 
@@ -80,15 +160,16 @@ struct Q5_0 : Simple<22, 16> {
   }
 };
 
-struct Q8_0 : Simple<34, 0> {  // signed bytes
-  static __m256i unpack(const uint8_t* p, int b) { return _mm256_loadu_si256((const __m256i*)(p + b * kBytes + 2)); }
+struct Q8_0 : Simple<34, 128> {
+  static __m256i unpack(const uint8_t* p, int b) {
+    return _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(p + b * kBytes + 2)), _mm256_set1_epi8((char)0x80));
+  }
 };
 
-template <int BYTES>
+template <int BYTES, int MOST>
 struct WithMin {
-  static constexpr int kBytes = BYTES, kNumbers = 32;
-  static constexpr bool kSigned = false;
-  static constexpr bool kHalves = false;
+  static constexpr int kBytes = BYTES, kNumbers = 32, kOffset = 0, kMost = MOST;
+  static constexpr bool kSigned = false, kHalves = false, kMins = true;
   static void scales(const uint8_t* p, int count, float* scale, float* min) {
     for (int b = 0; b < count; b++) {
       scale[b] = half(p + b * BYTES);
@@ -97,11 +178,11 @@ struct WithMin {
   }
 };
 
-struct Q4_1 : WithMin<20> {
+struct Q4_1 : WithMin<20, 15> {
   static __m256i unpack(const uint8_t* p, int b) { return nibbles(p + b * kBytes + 4); }
 };
 
-struct Q5_1 : WithMin<24> {
+struct Q5_1 : WithMin<24, 31> {
   static __m256i unpack(const uint8_t* p, int b) {
     p += b * kBytes;
     return _mm256_or_si256(nibbles(p + 8), bits_to(p + 4, 16));
@@ -127,17 +208,15 @@ inline __m256i half_bytes(const uint8_t* p, int high) {
 }
 
 struct Q4_K {
-  static constexpr int kBytes = 144, kNumbers = 256;
-  static constexpr bool kSigned = false;
-  static constexpr bool kHalves = false;
+  static constexpr int kBytes = 144, kNumbers = 256, kOffset = 0, kMost = 15;
+  static constexpr bool kSigned = false, kHalves = false, kMins = true;
   static void scales(const uint8_t* p, int, float* scale, float* min) { scales_k(p, scale, min); }
   static __m256i unpack(const uint8_t* p, int b) { return half_bytes(p + 16 + b / 2 * 32, b % 2); }
 };
 
 struct Q5_K {
-  static constexpr int kBytes = 176, kNumbers = 256;
-  static constexpr bool kSigned = false;
-  static constexpr bool kHalves = false;
+  static constexpr int kBytes = 176, kNumbers = 256, kOffset = 0, kMost = 31;
+  static constexpr bool kSigned = false, kHalves = false, kMins = true;
   static void scales(const uint8_t* p, int, float* scale, float* min) { scales_k(p, scale, min); }
   static __m256i unpack(const uint8_t* p, int b) {
     const __m256i high = _mm256_loadu_si256((const __m256i*)(p + 16)), bit = _mm256_set1_epi8(1 << b);
@@ -147,17 +226,15 @@ struct Q5_K {
 };
 
 struct Q6_K {
-  static constexpr int kBytes = 210, kNumbers = 256;
-  static constexpr bool kSigned = false;
-  static constexpr bool kHalves = true;
-  static void scales(const uint8_t* p, int, float* scale, float* min) {  // each 16: even ones first, then odd
+  static constexpr int kBytes = 210, kNumbers = 256, kOffset = 32, kMost = 63;
+  static constexpr bool kSigned = false, kHalves = true, kMins = false;
+  static void scales(const uint8_t* p, int, float* scale, float*) {
     const __m128i s = _mm_loadu_si128((const __m128i*)(p + 192));
     const __m128i split = _mm_shuffle_epi8(s, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    const __m256 d = _mm256_set1_ps(half(p + 208)), offset = _mm256_set1_ps(-32.0f);
+    const __m256 d = _mm256_set1_ps(half(p + 208));
     const __m256 even = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(split)), d);
     const __m256 odd = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(split, 8))), d);
     _mm256_storeu_ps(scale, even), _mm256_storeu_ps(scale + 8, odd);
-    _mm256_storeu_ps(min, _mm256_mul_ps(even, offset)), _mm256_storeu_ps(min + 8, _mm256_mul_ps(odd, offset));
   }
   static __m256i unpack(const uint8_t* p, int b) {
     const int part = b / 4, quarter = b % 4;
@@ -168,57 +245,56 @@ struct Q6_K {
   }
 };
 
-// sums[r * M + m] = weights[r] . x[m] for R rows of weights and M rows of activations, `supers` apart.
-template <class F, int R, int M>
-void block_dots(const uint8_t* weight, long row_bytes, const Quantized* x, long groups, float* out) {
+// out[m * stride + r] = weights[r] . x[m], for `count` rows of weights, at most kPanel, and up to kPanelRows of x.
+template <class F>
+void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantized* x, long rows, long groups, float* out,
+                long stride) {
   const long supers = (groups + kSuper - 1) / kSuper;
-  __m256 sums[R * M];
-  for (auto& one : sums) one = _mm256_setzero_ps();
-  float scale[R][kSlots] = {}, min[R][kSlots] = {};
+  Reals sums[kPanelRows];
+  for (long m = 0; m < rows; m++) sums[m] = every(0.0f);
+  float scales[kSlots * kPanel], mins[kSuper * kPanel];
   for (long s = 0; s < supers; s++) {
-    const int count = std::min<long>(kSuper, groups - s * kSuper);
-    const uint8_t* p[R];
-    for (int r = 0; r < R; r++) {
-      p[r] = weight + r * row_bytes + s * (kSuper * kGroup / F::kNumbers) * F::kBytes;
-      if (count < kSuper) std::fill(min[r], min[r] + kSlots, 0.0f);
-      F::scales(p[r], count, scale[r], min[r]);
+    const int here = std::min<long>(kSuper, groups - s * kSuper);
+    const uint8_t* p[kPanel];
+    for (int r = 0; r < kPanel; r++) {
+      p[r] = weight + std::min(r, count - 1) * row_bytes + s * (kSuper * kGroup / F::kNumbers) * F::kBytes;
+      float scale[kSlots] = {}, min[kSuper] = {};
+      F::scales(p[r], here, scale, min);
+      for (int b = 0; b < (F::kHalves ? kSlots : kSuper); b++) scales[b * kPanel + r] = scale[b];
+      if (F::kMins)
+        for (int b = 0; b < kSuper; b++) mins[b * kPanel + r] = min[b];
+      if (rows < 8)  // the next panel: the hardware does not follow so many rows
+        for (int i = 0; i < kSuper * kGroup / F::kNumbers * F::kBytes; i += 64)
+          _mm_prefetch((const char*)p[r] + kPanel * row_bytes + i, _MM_HINT_T0);
     }
-    for (int r = 0; r < R; r++)
-      for (int m = 0; m < M; m++) {
+    for (int b = 0; b < here; b++) {
+      __m256i bytes[kPanel];
+      Lanes q[kWords];
+      for (int r = 0; r < kPanel; r++) bytes[r] = F::unpack(p[r], b);
+      turn(bytes, q);
+      const Reals scale = reals(scales + b * kPanel), second = F::kHalves ? reals(scales + (kSuper + b) * kPanel) : scale;
+      const Reals min = F::kMins ? reals(mins + b * kPanel) : scale;
+      for (long m = 0; m < rows; m++) {
         const Quantized& a = x[m * supers + s];
+        const int8_t* const numbers = a.q + b * kGroup;
+        const int32_t* const halves = a.halves + 2 * b;
+        const Reals of_x = every(a.scale[b]);
+        Reals sum = sums[m];
         if constexpr (F::kHalves) {
-          sums[r * M + m] = _mm256_fmadd_ps(_mm256_loadu_ps(min[r]), _mm256_loadu_ps(a.sums), sums[r * M + m]);
-          sums[r * M + m] = _mm256_fmadd_ps(_mm256_loadu_ps(min[r] + 8), _mm256_loadu_ps(a.sums + 8), sums[r * M + m]);
+          sum = plus(real(product<F, kWords / 2>(q, numbers, halves[0])), times(scale, of_x), sum);
+          sum = plus(real(product<F, kWords / 2>(q + kWords / 2, numbers + 16, halves[1])), times(second, of_x), sum);
         } else {
-          const __m256 both = _mm256_add_ps(_mm256_loadu_ps(a.sums), _mm256_loadu_ps(a.sums + 8));
-          sums[r * M + m] = _mm256_fmadd_ps(_mm256_loadu_ps(min[r]), both, sums[r * M + m]);
+          sum = plus(real(product<F, kWords>(q, numbers, halves[0] + halves[1])), times(scale, of_x), sum);
         }
+        if (F::kMins) sum = plus(min, every(a.sums[b]), sum);
+        sums[m] = sum;
       }
-    const auto block = [&](int b) {
-      for (int r = 0; r < R; r++) {
-        const __m256i q = F::unpack(p[r], b);
-        const __m256 w = F::kHalves ? _mm256_set_m128(_mm_broadcast_ss(scale[r] + 8 + b), _mm_broadcast_ss(scale[r] + b))
-                                    : _mm256_broadcast_ss(scale[r] + b);
-        for (int m = 0; m < M; m++) {
-          const Quantized& a = x[m * supers + s];
-          const __m256i numbers = _mm256_loadu_si256((const __m256i*)(a.q + b * kGroup));
-          const __m256i product = F::kSigned ? products_of(_mm256_abs_epi8(q), _mm256_sign_epi8(numbers, q)) : products_of(q, numbers);
-          const __m256 factor = _mm256_mul_ps(w, _mm256_broadcast_ss(a.scale + b));
-          sums[r * M + m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), factor, sums[r * M + m]);
-        }
-      }
-    };
-    if (count == kSuper) {
-#pragma GCC unroll 8
-      for (int b = 0; b < kSuper; b++) block(b);
-    } else {
-      for (int b = 0; b < count; b++) block(b);
     }
   }
-  for (int i = 0; i < R * M; i++) {
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums[i]), _mm256_extractf128_ps(sums[i], 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    out[i] = _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  for (long m = 0; m < rows; m++) {
+    float lanes[kPanel];
+    put(lanes, sums[m]);
+    std::copy(lanes, lanes + count, out + m * stride);
   }
 }
 
@@ -258,20 +334,21 @@ void quantize(const bf16* x, long size, Quantized* out) {
         t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
         return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
       };
-      a.sums[b] = scale * total(_mm256_add_epi32(n[0], n[1]));
-      a.sums[8 + b] = scale * total(_mm256_add_epi32(n[2], n[3]));
+      a.halves[2 * b] = total(_mm256_add_epi32(n[0], n[1]));
+      a.halves[2 * b + 1] = total(_mm256_add_epi32(n[2], n[3]));
+      a.sums[b] = scale * (a.halves[2 * b] + a.halves[2 * b + 1]);
     }
   }
 }
 
 inline long supers_of(long size) { return (size / kGroup + kSuper - 1) / kSuper; }
 
-using BlockDots = void (*)(const uint8_t*, long, const Quantized*, long, float*);
+using PanelDots = void (*)(const uint8_t*, long, int, const Quantized*, long, long, float*, long);
 
 struct BlockFormat {
   int type;            // ggml's number
   int bytes, numbers;  // of a block
-  BlockDots dots[kBlockRows][kBlockTile];          // [rows of weights - 1][rows of activations - 1]
+  PanelDots dots;
   void (*numbers_of)(const uint8_t*, long, bf16*);  // a row of `groups`, as numbers
 };
 
@@ -281,7 +358,7 @@ void row_of(const uint8_t* row, long groups, bf16* out) {
   for (long s = 0; s * kSuper < groups; s++) {
     const int count = std::min<long>(kSuper, groups - s * kSuper);
     const uint8_t* p = row + s * (kSuper * kGroup / F::kNumbers) * F::kBytes;
-    float scale[kSlots], min[kSlots];
+    float scale[kSlots], min[kSuper];
     F::scales(p, count, scale, min);
     for (int b = 0; b < count; b++) {
       uint8_t q[kGroup];
@@ -291,7 +368,7 @@ void row_of(const uint8_t* row, long groups, bf16* out) {
         alignas(64) float values[16];
         for (int i = 0; i < 16; i++) {
           const uint8_t number = q[16 * half_index + i];
-          values[i] = scale[at] * (F::kSigned ? (int8_t)number : number) + min[at];
+          values[i] = scale[at] * (number - F::kOffset) + (F::kMins ? min[b] : 0.0f);
         }
         store(out + (s * kSuper + b) * kGroup + 16 * half_index, load(values));
       }
@@ -299,18 +376,9 @@ void row_of(const uint8_t* row, long groups, bf16* out) {
   }
 }
 
-template <class F, int R>
-constexpr void set_dots(BlockDots* dots) {
-  dots[0] = block_dots<F, R, 1>, dots[1] = block_dots<F, R, 2>, dots[2] = block_dots<F, R, 3>;
-  dots[3] = block_dots<F, R, 4>;
-}
-
 template <class F>
 constexpr BlockFormat block_format(int type) {
-  BlockFormat format = {type, F::kBytes, F::kNumbers, {}, row_of<F>};
-  set_dots<F, 1>(format.dots[0]);
-  set_dots<F, 2>(format.dots[1]);
-  return format;
+  return {type, F::kBytes, F::kNumbers, panel_dots<F>, row_of<F>};
 }
 
 constexpr BlockFormat kBlockFormats[] = {

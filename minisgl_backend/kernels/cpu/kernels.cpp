@@ -163,18 +163,9 @@ void plain_products(const Gemm& p, const Weight& weight, long begin, long end, f
 
 void block_products(const Gemm& p, const Weight& weight, const Quantized* x, long begin, long end, float* sums) {
   const BlockFormat& format = *block_format_of(weight.type);
-  const long supers = supers_of(p.size);
-  float tile[kBlockRows * kBlockTile];
-  for (long n = begin, count; n < end; n += count) {
-    count = std::min<long>(kBlockRows, end - n);
-    const uint8_t* const data = (const uint8_t*)weight.data + n * weight.row_bytes;
-    for (long row = 0, m; row < p.rows; row += m) {
-      m = std::min<long>(kBlockTile, p.rows - row);
-      format.dots[count - 1][m - 1](data, weight.row_bytes, x + row * supers, p.size / kGroup, tile);
-      for (long i = 0; i < count; i++)
-        for (long r = 0; r < m; r++) sums[(row + r) * kBlock + n - begin + i] = tile[i * m + r];
-    }
-  }
+  for (long n = begin; n < end; n += kPanel)
+    format.dots((const uint8_t*)weight.data + n * weight.row_bytes, weight.row_bytes, std::min<long>(kPanel, end - n), x,
+                p.rows, p.size / kGroup, sums + n - begin, kBlock);
 }
 
 // Rows [begin, end) of all weights, which lie below one another.
@@ -353,7 +344,7 @@ void minisgl_block_linear(const bf16* x, const Weight* weights, const bf16* norm
   }
   const Gemm gemm = {norm_weight ? norms : x, nullptr, bias, residual, out, rows, size, outputs, activation};
   const long share = outputs / (16 * omp_get_max_threads());
-  const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
+  const long block = (std::max(1L, share) + kPanel - 1) / kPanel * kPanel;
 #pragma omp parallel for schedule(dynamic)
   for (long n = 0; n < outputs; n += block) {
     static thread_local std::vector<float> sums;
