@@ -94,6 +94,7 @@ def _limits(
         page_size=page_size,
         chunk_multiple=page_size if start.model.ends_with_pages else 1,
         num_pages=runner.num_pages,
+        num_state_slots=runner.num_state_slots,
         max_seq_len=runtime.max_seq_len,
         max_prefill_length=runtime.max_prefill_length,
         mixed_prefill_length=mixed,

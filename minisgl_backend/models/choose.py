@@ -29,12 +29,7 @@ def load_model_config(
     if model_impl == "transformers":
         return _through_transformers(folder, trust_remote_code)
     try:
-        served = ModelConfig.load(folder)
-        if served.has_states:
-            raise ConfigError(
-                f"{served.architecture} has recurrent layers, whose states the scheduler does not know yet"
-            )
-        return served
+        return ModelConfig.load(folder)
     except ReadElsewhereError:  # transformers' code ignores that key in silence
         raise
     except ConfigError as error:

@@ -17,7 +17,6 @@ from minisgl_backend.layers.context import AuxStates, ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
-from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.fallback.build import build_fallback
 from minisgl_backend.models.load_config import LoadConfig
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -42,7 +41,7 @@ class PagedModel:
         quantization: str | None = None,
     ) -> None:
         tp = tp or TensorParallel.single()
-        config = ModelConfig.load(folder) if model_impl == "native" else load_model_config(folder, model_impl)
+        config = load_model_config(folder, model_impl)
         self.device = torch.device(device)
         self.spec = attention_spec(
             config,

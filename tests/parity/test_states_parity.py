@@ -74,7 +74,6 @@ def test_names_of_olmo_hybrids_own_files(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types"),
         ({"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ({}, "states the scheduler does not know yet"),
     ],
 )
 def test_what_is_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:

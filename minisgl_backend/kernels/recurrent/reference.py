@@ -74,7 +74,7 @@ def _window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch, entries: tor
     one = _inputs(mixed, x, layer)
     # The tail before the token.
     length = state.tail_u.shape[2]
-    count = int((position - border).max()) if len(rows) else 0
+    count = max(0, int((position - border).max())) if len(rows) else 0  # before: where a start times steps
     j = border[:, None] + torch.arange(count, device=x.device)
     ok, at = (j < position[:, None])[:, None, :], j % length
     u = torch.where(ok[..., None], _of_ring(state.tail_u, rows, at), 0)

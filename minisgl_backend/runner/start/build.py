@@ -30,10 +30,11 @@ from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import proposer_class
-from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
+from minisgl_backend.runner.start.memory import bytes_left, choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.parts import Parts, Start, StartProgress, load_parts
 from minisgl_backend.runner.start.repacked import repack_weights, room_for_repacked
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.states import choose_states
 from minisgl_backend.runner.start.warm_up import StepLimits, compile_kernels, warm_up
 from minisgl_backend.speculative_config import DRAFT_ENTRIES
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
@@ -91,16 +92,22 @@ def _build(
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = StepLimits(runtime.most_decode_entries, runtime.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, sizes, pieces = _room(start, parts, limits)
+    states = choose_states(runtime, model_config, bytes_left(runtime, device, start.free_at_start, step_bytes))
+    if states is not None:
+        states = states._replace(num_slots=tp.minimum(states.num_slots))
+        step_bytes += states.num_bytes
     num_pages = tp.minimum(choose_num_pages(runtime, parts.spec, parts.places, start.free_at_start, step_bytes))
     graphs, captured_pieces = _captures(sizes, pieces, start, progress)
     captures = Captures(graphs, captured_pieces, runtime.max_prefill_length, _proposer_graphs(sizes, runtime))
-    runner = parts.runner(num_pages, captures)
+    runner = parts.runner(num_pages, captures, states)
     progress.phase_ended("choice of kernels and graphs")
     if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, limits)
         progress.phase_ended("warm-up")
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
+    if states is not None:
+        log.info("%d slots for states of %d KiB", states.num_slots, states.layout.bytes_per_slot >> 10)
     log.info(
         "%d pages of %d tokens, %s%s, %s",
         num_pages,

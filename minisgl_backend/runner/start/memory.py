@@ -27,6 +27,7 @@ from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.draft import draft_spec, target_spec
 from minisgl_backend.runner.start.repacked import MOST_SHARE
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.states import choose_states
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
 from minisgl_backend.weights.schemes.gguf import with_blocks
@@ -70,18 +71,13 @@ def choose_num_pages(
     """Pages of this rank's pool: `num_pages` where it is set, else what memory_ratio leaves.
 
     `places`: of all layers in the pool; `free_at_start`: device memory before the weights were loaded; `step_bytes`:
-    the peak of a worst-case step.
+    the peak of a worst-case step, and what states take.
     Raises ConfigError where not even one page fits.
     """
     config = runtime.config
     if config.num_pages is not None:
         return config.num_pages
-    free_now = free_bytes(spec.device)
-    if spec.device.type == "cpu":
-        budget = int(free_now * config.memory_ratio)
-    else:
-        budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
-    pages = _pages_in(budget, runtime, spec, places)
+    pages = _pages_in(bytes_left(runtime, spec.device, free_at_start, step_bytes), runtime, spec, places)
     if pages < 1:
         page_bytes = bytes_per_page(places, spec.page_size)
         raise ConfigError(
@@ -91,6 +87,14 @@ def choose_num_pages(
             f"({config.max_running_requests}), or raise tp"
         )
     return pages
+
+
+def bytes_left(runtime: RuntimeConfig, device: torch.device, free_at_start: int, step_bytes: int) -> int:
+    """What `memory_ratio` leaves now to pages and states; arguments as of `choose_num_pages`."""
+    free_now, ratio = free_bytes(device), runtime.config.memory_ratio
+    if device.type == "cpu":
+        return int(free_now * ratio) - step_bytes
+    return int(free_at_start * ratio) - (free_at_start - free_now) - step_bytes
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
     fixed = (config.num_pages or 0) * bytes_per_page(places, spec.page_size)
     second = _repacked(runtime, model, budget - fixed)
     budget -= second
+    states = choose_states(runtime, model, budget)
+    budget -= 0 if states is None else states.num_bytes
     pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, places))
     room = room_in(spec.columns, spec.page_size, pages, runtime.max_seq_len)
     if runtime.draft is None:

@@ -27,6 +27,7 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
 from minisgl_backend.runner.start.encoder import make_vectors
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.states import StateRoom, least_states
 from minisgl_backend.runner.vectors import Vectors
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -116,8 +117,10 @@ class Parts:
             ]
         return [*own, *[ONE] * (len(self.places) - len(own))]
 
-    def runner(self, num_pages: int, captures: Captures = Captures()) -> ModelRunner:
-        """A runner with a pool of so many pages."""
+    def runner(self, num_pages: int, captures: Captures = Captures(), states: StateRoom | None = None) -> ModelRunner:
+        """A runner with a pool of so many pages, and of states; None: as few as there can be."""
+        start = self.start
+        states = states or least_states(start.runtime, start.model)
         return ModelRunner(
             model=self.model,
             attention=self.attention,
@@ -126,6 +129,7 @@ class Parts:
             tp=self.start.tp,
             proposer=self.proposer,
             vectors=self.vectors,
+            states=None if states is None else states.pool(start.runtime, self.spec.device),
             captures=captures,
         )
 

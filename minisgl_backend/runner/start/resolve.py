@@ -17,6 +17,7 @@ from minisgl_backend.number_formats import FP8_E4M3, KV_CACHE_DTYPES, WEIGHT_FOR
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.draft import resolve_draft
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.states import PAGE_SIZE as STATE_PAGE_SIZE
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
 from minisgl_backend.speculative_config import most_decode_entries
 
@@ -54,12 +55,13 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
-    dtype = _dtype(config, model, device)
+    dtype, on_gpu = _dtype(config, model, device), device.kind == "cuda"
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     needs = attention_needs(
         model, tp_size=config.tp, compute_capability=device.compute_capability, dtype=dtype, kv_dtype=kv_dtype
     )
-    attention = choose_attention(config.attention_backend, config.page_size, needs, why_missing)
+    page_size = STATE_PAGE_SIZE if config.page_size is None and model.has_states and on_gpu else config.page_size
+    attention = choose_attention(config.attention_backend, page_size, needs, why_missing)
     _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
