@@ -92,7 +92,9 @@ def _build(
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = StepLimits(runtime.most_decode_entries, runtime.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, sizes, pieces = _room(start, parts, limits)
-    states = choose_states(runtime, model_config, bytes_left(runtime, device, start.free_at_start, step_bytes))
+    states = None
+    if model_config.has_states:
+        states = choose_states(runtime, model_config, bytes_left(runtime, device, start.free_at_start, step_bytes))
     if states is not None:
         states = states._replace(num_slots=tp.minimum(states.num_slots))
         step_bytes += states.num_bytes
