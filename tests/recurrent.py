@@ -131,7 +131,7 @@ class RecurrentRows:
         batch, x = ChunkBatch(*tables), torch.cat(parts)
         for layer in self.layers:
             mixed = self.ops.conv_prefill(x, layer, batch)
-            out = self.ops.gated_norm(self.ops.delta_chunk(mixed, x, layer, batch), x, layer)
+            out = self.ops.gated_norm(self.ops.delta_chunk(mixed, x, layer, batch), x, layer, None)
         return dict(zip(chunks, out.split([len(part) for part in parts]), strict=True))
 
     def fold(self, targets: dict[int, int] | None = None) -> None:
@@ -170,7 +170,7 @@ class RecurrentRows:
         batch, x = WindowBatch(entry_rows, kv_lens, self.slots, self.borders, has_drafts), torch.cat(parts)
         for _ in range(attempts):
             for layer in self.layers:
-                out = self.ops.delta_window(x, layer, batch)
+                out = self.ops.delta_window(x, layer, batch, None)
         assert bool(out.isfinite().all())
         outputs, start = {}, 0
         for row, count in drafts.items():

@@ -94,8 +94,8 @@ def _windows(rate: float) -> dict[str, Any]:
             batch = WindowBatch(entries, kv_lens, slots, borders, has_drafts=drafts > 0)
             x = case.random(len(rows), CONFIG.num_inputs)
             window = case.kernels.delta_window
-            error = _error(window(x, case.layers[0], batch), reference.delta_window(x, case.layers[0], batch))
-            us = time_graph([functools.partial(window, x, layer, batch) for layer in case.layers])
+            error = _error(window(x, case.layers[0], batch, None), reference.delta_window(x, case.layers[0], batch))
+            us = time_graph([functools.partial(window, x, layer, batch, None) for layer in case.layers])
             tail = float((torch.arange(num_rows) % PAGE).float().sum())
             entry = CONFIG.num_k_heads * CONFIG.k_dim * 2 + CONFIG.num_v_heads * (CONFIG.v_dim + 1) * 4
             moved = num_rows * CONFIG.num_v_heads * CONFIG.k_dim * CONFIG.v_dim * 4 + (tail + len(rows)) * entry
@@ -153,7 +153,7 @@ def _chunks(rate: float) -> dict[str, Any]:
         calls: dict[str, Callable[[], object]] = {
             "conv": functools.partial(kernels.conv_prefill, x, layer, batch),
             "chunk": functools.partial(kernels.delta_chunk, mixed, x, layer, batch),
-            "norm": functools.partial(kernels.gated_norm, o, x, layer),
+            "norm": functools.partial(kernels.gated_norm, o, x, layer, None),
         }
         for name, call in calls.items():
             us = time_graph([call], 5)
@@ -167,8 +167,23 @@ def _chunks(rate: float) -> dict[str, Any]:
 
 def _tuned() -> dict[str, Any]:
     from minisgl_backend.kernels.recurrent.chunk import ChunkShape, delta_chunk
+    from minisgl_backend.kernels.recurrent.window import StreamShape, delta_window
 
     found: dict[str, Any] = {}
+    for num_rows in (1, 8, 64, 256):
+        case = _Case(num_rows, LAYERS if num_rows > 8 else 8 * LAYERS)
+        rows = torch.arange(num_rows)
+        slots, borders = torch.arange(1, num_rows + 2), torch.full((num_rows + 1,), PAGE)
+        entries, lens, slots, borders = map(case.ints, (rows, 1 + rows % PAGE + PAGE, slots, borders))
+        window = WindowBatch(entries, lens, slots, borders)
+        x = case.random(num_rows, CONFIG.num_inputs)
+        for stream in ((16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (64, 4, 2), (64, 8, 3)):
+            calls: list[Callable[[], object]] = [
+                functools.partial(delta_window, x, layer, window, None, StreamShape(*stream)) for layer in case.layers
+            ]
+            name = f"window, {num_rows} rows, tile {stream[0]} warps {stream[1]} stages {stream[2]}"
+            found[name] = round(time_graph(calls, 5), 1)
+            print(name, found[name], flush=True)
     for count, tokens in ((1, 8192), (2, 4096)):
         case = _Case(count, 1)
         spans = [ChunkSpan(i, 0, tokens, 0, i + 1) for i in range(count)]

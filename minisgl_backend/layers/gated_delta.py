@@ -73,9 +73,9 @@ class GatedDelta(Mixer):
         if plan.chunks is not None:
             inputs = x[:first]
             mixed = kernels.delta_chunk(kernels.conv_prefill(inputs, layer, plan.chunks), inputs, layer, plan.chunks)
-            out[:first] = kernels.gated_norm(mixed, inputs, layer)
+            kernels.gated_norm(mixed, inputs, layer, out[:first])
         if plan.window is not None:
-            out[first:] = kernels.delta_window(x[first:], layer, plan.window)
+            kernels.delta_window(x[first:], layer, plan.window, out[first:])
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         raise NotImplementedError("a layer that drafts keeps its tokens in pages")

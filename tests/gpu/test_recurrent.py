@@ -105,10 +105,10 @@ def test_a_captured_step_follows_its_tables() -> None:
     index = torch.full((size,), count, dtype=torch.int32, device="cuda")
     lens = torch.ones(size, dtype=torch.int32, device="cuda")
     batch, layer = WindowBatch(index, lens, rows.slots, rows.borders), rows.layers[0]
-    rows.ops.delta_window(x, layer, batch)
+    rows.ops.delta_window(x, layer, batch, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = rows.ops.delta_window(x, layer, batch)
+        out = rows.ops.delta_window(x, layer, batch, None)
     index[:count] = torch.arange(count, dtype=torch.int32, device="cuda")
     for _ in range(8):
         rows.fold()

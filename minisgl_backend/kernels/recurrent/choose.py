@@ -37,11 +37,11 @@ KERNELS: Mapping[str, Sequence[Candidate[None]]] = MappingProxyType(
 class RecurrentKernels(NamedTuple):
     """The functions of `reference`, as a device has them."""
 
-    delta_window: Callable[[torch.Tensor, DeltaLayer, WindowBatch], torch.Tensor]
+    delta_window: Callable[[torch.Tensor, DeltaLayer, WindowBatch, torch.Tensor | None], torch.Tensor]
     delta_fold: Callable[[LayerState, FoldBatch, int], None]
     conv_prefill: Callable[[torch.Tensor, DeltaLayer, ChunkBatch], torch.Tensor]
     delta_chunk: Callable[[torch.Tensor, torch.Tensor, DeltaLayer, ChunkBatch], torch.Tensor]
-    gated_norm: Callable[[torch.Tensor, torch.Tensor, DeltaLayer], torch.Tensor]
+    gated_norm: Callable[[torch.Tensor, torch.Tensor, DeltaLayer, torch.Tensor | None], torch.Tensor]
 
 
 def recurrent_kernels(facts: DeviceFacts) -> RecurrentKernels:

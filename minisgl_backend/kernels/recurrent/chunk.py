@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.recurrent.calls import BLOCK, L2_EPS, Block, ChunkBatch, ChunkRow, DeltaLayer
 from minisgl_backend.kernels.recurrent.parts import dot_with_pair, halves, log_decay, pair_dot
+from minisgl_backend.kernels.shared_memory import shared_memory
 
 _BLOCK_COLUMNS = len(Block._fields)
 _ROW_COLUMNS = len(ChunkRow._fields)
@@ -39,18 +39,15 @@ class ChunkShape(NamedTuple):
     num_stages: int  # 1: a block is read when its turn comes; 3: when the one before it ends; 5: one earlier
 
 
-# From the widest on: the shared memory that each takes, with keys of 128 numbers of 16 bits.
-_SHAPES = ((ChunkShape(64, 8, 3), 160 << 10), (ChunkShape(32, 4, 5), 204 << 10), (ChunkShape(32, 4, 1), 80 << 10))
+# From the best on: the shared memory that each takes, with keys of 128 numbers of 16 bits.
+_SHAPES = ((ChunkShape(32, 4, 5), 204 << 10), (ChunkShape(32, 4, 1), 80 << 10))
 
 
-def chunk_shape(num_heads: int, k_dim: int, v_dim: int, facts: DeviceFacts, number_bytes: int) -> ChunkShape:
-    """num_heads: value heads of all sequences. The widest tile that fits, unless too few programs had work."""
-    for shape, needed in _SHAPES:
-        needed = needed * max(1, next_power_of_2(k_dim) // 128) * number_bytes // 2
-        wide = shape.tile > _SHAPES[-1][0].tile
-        if needed <= facts.shared_memory and not (wide and num_heads * cdiv(v_dim, shape.tile) < facts.multiprocessors):
-            return shape._replace(tile=max(16, min(shape.tile, next_power_of_2(v_dim))))
-    return ChunkShape(16, 4, 1)
+def chunk_shape(k_dim: int, v_dim: int, shared: int, number_bytes: int) -> ChunkShape:
+    """The best that fits. The same for any number of sequences: it is compiled once."""
+    times = max(1, next_power_of_2(k_dim) // 128) * number_bytes // 2
+    shape = next((shape for shape, needed in _SHAPES if needed * times <= shared), ChunkShape(16, 4, 1))
+    return shape._replace(tile=max(16, min(shape.tile, next_power_of_2(v_dim))))
 
 
 def delta_chunk(
@@ -76,8 +73,7 @@ def delta_chunk(
         num_warps=4, **sizes,
     )  # fmt: skip
     if shape is None:
-        facts = DeviceFacts.of(x.device)
-        shape = chunk_shape(num_sequences * heads, config.k_dim, config.v_dim, facts, mixed.element_size())
+        shape = chunk_shape(config.k_dim, config.v_dim, shared_memory(x.device), mixed.element_size())
     _states_kernel[(cdiv(config.v_dim, shape.tile), heads, num_sequences)](
         mixed, x, out, batch.blocks, batch.sequences, solved, scores, vectors, decays, *state, x.stride(0), num_blocks,
         TILE=shape.tile, WIDTH=config.conv_width, WIDTH_PADDED=next_power_of_2(config.conv_width - 1),

@@ -63,10 +63,10 @@ def _conv_kernel(
         tl.store(out_ptr + i[:, None] * C + channel[None, :], out, mask=i_ok[:, None] & ok[None, :])
 
 
-def gated_norm(o: torch.Tensor, x: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
+def gated_norm(o: torch.Tensor, x: torch.Tensor, layer: DeltaLayer, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `reference.gated_norm`; o contiguous, rows of x may be strided."""
     config = layer.config
-    out = torch.empty((len(x), config.num_v_heads * config.v_dim), dtype=x.dtype, device=x.device)
+    out = x.new_empty((len(x), config.num_v_heads * config.v_dim)) if out is None else out
     padded = next_power_of_2(config.v_dim)
     heads = max(1, _NUMBERS // padded)  # of a program, of tokens one after the other
     count = len(x) * config.num_v_heads

@@ -33,12 +33,15 @@ class _Inputs(NamedTuple):
     beta: torch.Tensor  # [num_tokens, num_v_heads]
 
 
-def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torch.Tensor:
+def delta_window(
+    x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """A step's decode part: convolution, window, gated norm; appends to tails and writes no slot.
 
-    x: inputs of the entries, [num_entries, num_inputs] -> [num_entries, num_v_heads * v_dim] in x's dtype.
+    x: inputs of the entries, [num_entries, num_inputs] -> [num_entries, num_v_heads * v_dim] in x's dtype, in `out`
+    (contiguous) where given.
     """
-    out = torch.empty(len(x), layer.config.num_v_heads * layer.config.v_dim, dtype=x.dtype, device=x.device)
+    out = x.new_empty(len(x), layer.config.num_v_heads * layer.config.v_dim) if out is None else out
     for entries in _ranks(batch):
         out[entries] = _window(x[entries], layer, batch, entries)
     return out
@@ -181,15 +184,16 @@ def _block(tokens: _Inputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return out.transpose(0, 1), u.transpose(0, 1), states
 
 
-def gated_norm(o: torch.Tensor, x: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
+def gated_norm(o: torch.Tensor, x: torch.Tensor, layer: DeltaLayer, out: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm of each head's output, times silu(z). o: [num_tokens, num_v_heads * v_dim] or with heads apart; x: the
-    tokens' inputs -> [num_tokens, num_v_heads * v_dim], in x's dtype."""
+    tokens' inputs -> [num_tokens, num_v_heads * v_dim], in x's dtype, in `out` (contiguous) where given."""
     config, dtype = layer.config, layer.state.states.dtype
     o = o.view(len(x), config.num_v_heads, config.v_dim).to(dtype)
     start = config.conv_channels
     z = x[:, start : start + config.num_v_heads * config.v_dim].view_as(o).to(dtype)
     normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + layer.norm_eps)
-    return ((normed * layer.norm_weight).to(x.dtype).to(dtype) * F.silu(z)).to(x.dtype).flatten(1)
+    gated = ((normed * layer.norm_weight).to(x.dtype).to(dtype) * F.silu(z)).to(x.dtype).flatten(1)
+    return gated if out is None else out.copy_(gated)
 
 
 def _inputs(mixed: torch.Tensor, x: torch.Tensor, layer: DeltaLayer) -> _Inputs:

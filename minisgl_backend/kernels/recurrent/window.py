@@ -37,20 +37,23 @@ class StreamShape(NamedTuple):
     num_stages: int  # tiles in flight, and one
 
 
-def stream_shape(num_entries: int, config: StateConfig, page_size: int, facts: DeviceFacts) -> StreamShape:
-    """Where all programs run at once, every tile is in flight; else tiles leave room for four programs or five."""
-    tile = min(_TILE, next_power_of_2(config.v_dim))
-    rows = next_power_of_2(config.k_dim)
-    at_once = num_entries * config.num_v_heads <= 2 * facts.multiprocessors
-    stages = 1 + next_power_of_2(config.v_dim) // tile if at_once else 3
-    fitting = stages_that_fit(stages, 4 * tile * (rows + next_power_of_2(page_size)), facts.shared_memory // 2)
-    return StreamShape(tile, max(1, min(4, rows * tile // 1024)), fitting)
+def stream_shape(config: StateConfig, page_size: int, shared: int) -> StreamShape:
+    """Tiles leave room for four programs on a multiprocessor. The same for any number of rows: it is compiled once."""
+    tile, rows = min(_TILE, next_power_of_2(config.v_dim)), next_power_of_2(config.k_dim)
+    stages = stages_that_fit(3, 4 * tile * (rows + next_power_of_2(page_size)), shared // 4)
+    return StreamShape(tile, max(1, min(4, rows * tile // 1024)), stages)
 
 
-def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torch.Tensor:
-    """As `reference.delta_window`; rows of x may be strided."""
+def delta_window(
+    x: torch.Tensor,
+    layer: DeltaLayer,
+    batch: WindowBatch,
+    out: torch.Tensor | None = None,
+    shape: StreamShape | None = None,
+) -> torch.Tensor:
+    """As `reference.delta_window`; rows of x may be strided. shape: another than the chosen one."""
     config, state, num_entries = layer.config, layer.state, len(x)
-    out = torch.empty((num_entries, config.num_v_heads * config.v_dim), dtype=x.dtype, device=x.device)
+    out = x.new_empty((num_entries, config.num_v_heads * config.v_dim)) if out is None else out
     if num_entries == 0:
         return out
     facts, tail = DeviceFacts.of(x.device), next_power_of_2(layer.page_size)
@@ -67,7 +70,7 @@ def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torc
         "RING": state.tail_conv.shape[1], **pdl_options(batch.pdl),
     }  # fmt: skip
     if not batch.has_drafts and tail <= _LONGEST_TAIL:
-        shape = stream_shape(num_entries, config, layer.page_size, facts)
+        shape = shape or stream_shape(config, layer.page_size, facts.shared_memory)
         _streaming_kernel[grid](
             *tensors, TILE=shape.tile, TILES=v_padded // shape.tile, TAIL=tail, STAGES=shape.num_stages,
             num_warps=shape.num_warps, **sizes,
@@ -75,7 +78,7 @@ def delta_window(x: torch.Tensor, layer: DeltaLayer, batch: WindowBatch) -> torc
         return out
     _window_kernel[grid](
         *tensors, num_entries, DV_PADDED=v_padded, PAGE=layer.page_size, TAIL=min(_TAIL, tail),
-        ENTRIES=next_power_of_2(1 + layer.max_drafts), EARLY=num_entries * config.num_v_heads <= facts.multiprocessors,
+        ENTRIES=next_power_of_2(1 + layer.max_drafts),
         num_warps=max(1, min(16, k_padded * v_padded // (32 * _PER_THREAD))), **sizes,
     )  # fmt: skip
     return out
@@ -87,13 +90,11 @@ def _window_kernel(
     tail_conv_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, eps, beta_scale, q_scale, l2_eps, x_stride,
     num_entries, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr,
     DV_PADDED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr, LENGTH: tl.constexpr,
-    RING: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LENGTH, RING: of the rings of a tail; TAIL: tokens of a tail at once; ENTRIES: at least those that a row has."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl_cuda.gdc_wait()
     head = tl.program_id(0)
     entry = tl.program_id(1)
     row = tl.load(rows_ptr + entry)
@@ -150,7 +151,7 @@ def _window_kernel(
         own_k = tl.zeros([ENTRIES, DK_PADDED], tl.float32)
         own_u = tl.zeros([ENTRIES, DV_PADDED], tl.float32)
         own_total = tl.zeros([ENTRIES], tl.float32)
-    if PDL and EARLY:
+    if PDL:
         tl_cuda.gdc_wait()
     for n in tl.range(0, count):
         position = first + n

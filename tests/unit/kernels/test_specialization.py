@@ -32,10 +32,12 @@ CONSTANT = {
     "table_stride": "pages of a row, at most", "tokens_stride": "tokens of a row, at most",
     "logits_stride": "the vocabulary, or the experts", "params_stride": "sampling parameters of a row",
     "counts_stride": "the vocabulary", "counters_stride": "rows, at most", "prefixes_stride": "tokens, at most",
+    "states_stride": "a layer's slots", "conv_stride": "a layer's slots", "k_stride": "a layer's tails",
+    "u_stride": "a layer's tails", "g_stride": "a layer's tails", "ring_stride": "a layer's tails",
     "max_rules": "rules of a row, at most", "source_stride": "what another rank may send at once",
 }
 # Numbers that Triton does not specialise.
-FLOATS = {"eps", "scale_log2", "k_inverse", "v_inverse", "v_scale"}
+FLOATS = {"eps", "l2_eps", "scale_log2", "q_scale", "beta_scale", "k_inverse", "v_inverse", "v_scale"}
 DESCRIPTORS = {"weight", "values"}
 # Of these kernels a stride is the number of rows of a step.
 CHANGING = {("sample_kernel", "out_stride"), ("settle_kernel", "out_stride"), ("logprob_collect_kernel", "out_stride")}
