@@ -48,7 +48,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "mtp": Method(
             meaning="what the checkpoint's own layer for further tokens says",
             proposer="minisgl_backend.runner.proposers.head:MtpProposer",
-            aliases=("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+            aliases=("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),
         ),
     }
 )

@@ -21,20 +21,39 @@ from tests.parity.checkpoints import save_checkpoint
 
 NUM_LAYERS = 2
 _TYPES = "mlp_layer_types"
+# As Qwen3-Next's and Qwen3.5's files have the layer that drafts, which has attention; norms are stored less 1.
+_PUBLISHED = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+_AS_TRANSFORMERS_READS = "for-transformers"
+_SHARED = (f"{NUM_LAYERS}.embed_tokens.weight", f"{NUM_LAYERS}.shared_head.head.weight")
+HYBRIDS = ("qwen3_next", "qwen3_5")
 
 
 def save_mtp_checkpoint(name: str, folder: Path, **changes: Any) -> Path:
     """Writes the named one of tests.parity.checkpoints to the folder, and returns it."""
+    is_hybrid = name in HYBRIDS
+    if is_hybrid:
+        changes |= {"layer_types": ["linear_attention", *["full_attention"] * NUM_LAYERS]}
     save_checkpoint(name, folder, num_hidden_layers=NUM_LAYERS + 1, **changes)
     file = folder / "model.safetensors"
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(file)
     said = "num_mtp_modules" if config["model_type"] == "minimax_m2" else "num_nextn_predict_layers"
     config |= {"num_hidden_layers": NUM_LAYERS, said: 1}
+    if is_hybrid:
+        del config[said]
+        config |= {"layer_types": config["layer_types"][:NUM_LAYERS], "mtp_num_hidden_layers": 1}
     if _TYPES in config:
         config[_TYPES] = config[_TYPES][:NUM_LAYERS]
     (folder / "config.json").write_text(json.dumps(config))
     generator, size = torch.Generator().manual_seed(1), config["hidden_size"]
-    norms = {name: 1 + 0.2 * torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
+    offset = 0 if is_hybrid else 1
+    norms = {
+        name: offset + 0.2 * torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     own = {
         **norms,
         "eh_proj": 0.2 * torch.randn(size, 2 * size, generator=generator),
@@ -42,8 +61,21 @@ def save_mtp_checkpoint(name: str, folder: Path, **changes: Any) -> Path:
         "shared_head.head": tensors["lm_head.weight"].clone(),
     }
     tensors |= {f"model.layers.{NUM_LAYERS}.{name}.weight": tensor for name, tensor in own.items()}
+    if is_hybrid:
+        (folder / _AS_TRANSFORMERS_READS).mkdir()
+        shutil.copy(folder / "config.json", folder / _AS_TRANSFORMERS_READS)
+        save_file(tensors, folder / _AS_TRANSFORMERS_READS / file.name, {"format": "pt"})
+        tensors = {_published(name): tensor for name, tensor in tensors.items() if not name.endswith(_SHARED)}
     save_file(tensors, file, {"format": "pt"})
     return folder
+
+
+def _published(name: str) -> str:
+    local = name.removeprefix(f"model.layers.{NUM_LAYERS}.")
+    if local == name:
+        return name
+    module, _, kind = local.rpartition(".")
+    return f"mtp.{_PUBLISHED[module]}.{kind}" if module in _PUBLISHED else f"mtp.layers.0.{local}"
 
 
 def served_mtp_checkpoint(folder: Path, **changes: Any) -> str:
@@ -58,8 +90,13 @@ class Reference:
     """The model and its layer in float32, all positions anew each time."""
 
     def __init__(self, folder: Path) -> None:
+        if (folder / _AS_TRANSFORMERS_READS).is_dir():
+            folder = folder / _AS_TRANSFORMERS_READS
         config = transformers.AutoConfig.from_pretrained(folder)
         config.num_hidden_layers += 1
+        self._offset = 0
+        if config.model_type.removesuffix("_text") in HYBRIDS:
+            config.layer_types, self._offset = [*config.layer_types, "full_attention"], 1
         if getattr(config, _TYPES, None) is not None:
             setattr(config, _TYPES, [*getattr(config, _TYPES), "sparse"])
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -100,4 +137,5 @@ class Reference:
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         eps = self._model.config.rms_norm_eps
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self._weights[f"{name}.weight"]
+        weight = self._offset + self._weights[f"{name}.weight"]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

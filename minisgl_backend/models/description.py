@@ -40,8 +40,11 @@ class DecoderConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """The config of each MTP layer: in all families that of the model's last layer."""
-        return self.layers[-1]
+        """The config of each MTP layer: in all families that of the model's last layer with attention, and with experts
+        where the model has any."""
+        last = next(layer for layer in reversed(self.layers) if layer.mixer.attention is not None)
+        mixtures = (layer.mlp for layer in reversed(self.layers) if isinstance(layer.mlp, MoeConfig))
+        return replace(last, mlp=next(mixtures, last.mlp))
 
     @property
     def draft_prefixes(self) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 DeepSeek-V3 Technical Report, section 2.2).
 
 The layout is that of DeepSeek-V3, also used by GLM-4.5 and GLM-4.7-Flash: `num_nextn_predict_layers` layers, numbered
-after the model's own. Needs neither torch nor transformers.
+after the model's own. Others have the same under other names (`Family.draft_names`).
+
+Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.weights.formats import QuantizationConfig
 
-_ALLOWED = "a checkpoint with such layers, in the layout of DeepSeek-V3 and GLM-4.5, or another method"
+_ALLOWED = "a checkpoint with such layers, in the layout of DeepSeek-V3, GLM-4.5 or Qwen3-Next, or another method"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ PLAIN = LoadConfig(dtype=torch.float32, device=CPU, max_seq_len=64)
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("deepseek_v3", None), ("deepseek_v3", "ct-weights-only"), ("glm4_moe", None), ("glm4_moe_lite", None),
-     ("minimax_m2", None)],
+     ("minimax_m2", None), ("qwen3_next", None), ("qwen3_5", None)],
 )  # fmt: skip
 def test_drafts_are_those_of_plain_torch(name: str, variant: str | None, tmp_path: Path) -> None:
     """Latents, in FP8 too; keys and values with norms of each head, and with norms over all of them."""

@@ -51,8 +51,17 @@ class Family:
     # What is stored in groups, whose number the model's config has: beside those of `tensor_names`.
     grouped: Callable[[DecoderConfig], tuple[Stored, ...]] | None = None
 
+    # What names of its draft layer begin with in checkpoints, and here behind that layer's prefix (`models.mtp`).
+    draft_names: tuple[tuple[str, str], ...] = ()
+
     def names_of(self, decoder: DecoderConfig) -> TensorNames:
         """Those of one model's checkpoints, without its draft layers."""
         names = self.tensor_names
         stored = () if self.grouped is None else self.grouped(decoder)
-        return replace(names, stored=(*names.stored, *stored), left_out=(*names.left_out, *decoder.draft_prefixes))
+        drafts = [(theirs, prefix + own) for prefix in decoder.draft_prefixes[:1] for theirs, own in self.draft_names]
+        return replace(
+            names,
+            stored=(*names.stored, *stored),
+            prefixes=(*drafts, *names.prefixes),
+            left_out=(*names.left_out, *decoder.draft_prefixes),
+        )

@@ -6,7 +6,7 @@ from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, St
 from minisgl_backend.models.families.common import mlp
 from minisgl_backend.models.families.delta import CONVOLUTION, gated_queries, shared_experts
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
-from minisgl_backend.models.families.qwen3_next import hybrid
+from minisgl_backend.models.families.qwen3_next import DRAFT_NAMES, hybrid
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -46,7 +46,7 @@ _NAMES = TensorNames(
     stored=(CONVOLUTION, _FUSED), prefixes=TEXT_NAMES.prefixes, left_out=(*TEXT_NAMES.left_out, "mtp.")
 )
 
-FAMILY = Family(model_type="qwen3_5_text", read=read, tensor_names=_NAMES, grouped=_grouped)
+FAMILY = Family(model_type="qwen3_5_text", read=read, tensor_names=_NAMES, grouped=_grouped, draft_names=DRAFT_NAMES)
 MOE_FAMILY = replace(
     FAMILY,
     model_type="qwen3_5_moe_text",

@@ -27,8 +27,12 @@ def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: MRope |
     """Mixers by layer_types around these MLPs; `mrope`: see `read_rope`."""
     keys.choice("attn_output_gate", (True,), True)
     keys.choice("output_gate_type", ("swish", "silu"), "swish")  # of the gated delta rule
-    # States are float32. Of the layers that draft: transformers does not run them.
-    keys.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    keys.without_effect("mamba_ssm_dtype")  # states are float32
+    # The first layer that drafts, which files of Qwen3-Next have and do not tell. One with an embedding of its own is
+    # not served.
+    drafts = keys.integer("mtp_num_hidden_layers", 1, least=0) and not keys.boolean(
+        "mtp_use_dedicated_embeddings", False
+    )
     around = norm(keys, weight_offset=1.0)
     head_dim, bias = keys.integer("head_dim", 256), keys.boolean("attention_bias", False)
     full = attention(
@@ -42,9 +46,8 @@ def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: MRope |
     linear = gated_delta(keys, replace(around, weight_offset=0.0))
     types = hybrid_types(keys)
     mixers = [full if kind == FULL else linear for kind in types]
-    return decoder(
-        keys, [LayerConfig(mixer=mixer, mlp=one, norm=around) for mixer, one in zip(mixers, mlps, strict=True)]
-    )
+    layers = [LayerConfig(mixer=mixer, mlp=one, norm=around) for mixer, one in zip(mixers, mlps, strict=True)]
+    return decoder(keys, layers, num_draft_layers=int(drafts))
 
 
 def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
@@ -63,10 +66,19 @@ def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
     )
 
 
+DRAFT_NAMES = (
+    ("mtp.layers.0.", ""),
+    ("mtp.pre_fc_norm_embedding.", "enorm."),
+    ("mtp.pre_fc_norm_hidden.", "hnorm."),
+    ("mtp.fc.", "eh_proj."),
+    ("mtp.norm.", "shared_head.norm."),
+)
+
 FAMILY = Family(
     model_type="qwen3_next",
     read=read,
     defaults={"norm_topk_prob": True},
     tensor_names=TensorNames(stored=(CONVOLUTION,), left_out=("mtp.",)),
     grouped=_grouped,
+    draft_names=DRAFT_NAMES,
 )
