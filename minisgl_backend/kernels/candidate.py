@@ -38,6 +38,15 @@ def on_gpu(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.own_kernels
 
 
+def on_cpu(facts: DeviceFacts) -> bool:
+    """On a CPU that has compiled kernels."""
+    return facts.kind == "cpu" and facts.own_kernels
+
+
+def not_on_cpu(facts: DeviceFacts) -> bool:
+    return not on_cpu(facts)
+
+
 def not_on_gpu(facts: DeviceFacts) -> bool:
     return not on_gpu(facts)
 

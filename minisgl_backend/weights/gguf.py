@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from minisgl_backend.kernels.linear.kernels import LinearKernels
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels
 from minisgl_backend.number_formats import GGUF_BLOCKS
 from minisgl_backend.process.memory import in_words
-from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec
+from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec, experts_part
 from minisgl_backend.weights.experts.plain import PlainExpertsMethod
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import StoredRows, WeightPart
@@ -56,11 +57,10 @@ class BlockLinearMethod(LinearMethod):
         if self._shared is not None:
             return []
         target = torch.empty((output.local, self.spec.local_inputs), dtype=self._dtype, device=_NOWHERE)
-        return [replace(linear_part(self.spec, output, target), keep=lambda found: self._keep(index, found))]
+        return [replace(linear_part(self.spec, output, target), keep=partial(self._keep, index))]
 
     def _keep(self, index: int, found: StoredRows | torch.Tensor) -> None:
-        rows = found.data if isinstance(found, StoredRows) else found.to(self._dtype)
-        self._types[index] = found.type if isinstance(found, StoredRows) else ""
+        self._types[index], rows = _kept(found, self._dtype)
         self.register_parameter(f"rows_{index}", nn.Parameter(rows, requires_grad=False))
 
     def process_weights_after_loading(self) -> None:
@@ -75,7 +75,7 @@ class BlockLinearMethod(LinearMethod):
         """Those of each output, once they are loaded."""
         types = [self._types[index] for index in range(len(self.spec.outputs))]
         data = [getattr(self, f"rows_{index}").data for index in range(len(types))]
-        return [BlockRows(GGUF_BLOCKS.get(kind), rows) for kind, rows in zip(types, data, strict=True)]
+        return [_rows(kind, rows) for kind, rows in zip(types, data, strict=True)]
 
     @property
     def kept_bytes(self) -> Counter[str]:
@@ -94,6 +94,56 @@ class BlockLinearMethod(LinearMethod):
         return torch.cat([rows_of(device, one, torch.arange(one.shape[0])) for one in self.operand.apart()])
 
 
+class BlockExpertsMethod(ExpertsMethod):
+    """Each expert is two weights."""
+
+    def __init__(self, spec: ExpertsSpec, kernels: ExpertsKernels[list[BlockWeight]], dtype: torch.dtype) -> None:
+        super().__init__(spec, kernels)
+        self._dtype = dtype
+        self._found: dict[tuple[str, int], tuple[str, torch.Tensor]] = {}  # by kind and expert
+        self.stored = nn.ParameterList()
+        gate_up, down = (2 * spec.local, spec.hidden_size), (spec.hidden_size, spec.local)
+        self._weights = tuple([BlockWeight(shape) for _ in range(spec.num_experts)] for shape in (gate_up, down))
+        self.multiply_by(*self._weights)
+
+    def weight_parts(self) -> list[WeightPart]:
+        count, hidden, local = self.spec.num_experts, self.spec.hidden_size, self.spec.local
+        kinds = {"gate_proj": (local, hidden), "up_proj": (local, hidden), "down_proj": (hidden, local)}
+        return [
+            replace(
+                experts_part(self.spec, kind, torch.empty((count, *shape), dtype=self._dtype, device=_NOWHERE)),
+                keep=partial(self._keep, kind),
+            )
+            for kind, shape in kinds.items()
+        ]
+
+    def _keep(self, kind: str, found: StoredRows | torch.Tensor, expert: int) -> None:
+        type_, rows = _kept(found, self._dtype)
+        self.stored.append(nn.Parameter(rows, requires_grad=False))
+        self._found[kind, expert] = type_, rows
+
+    def process_weights_after_loading(self) -> None:
+        for kinds, weights in zip((("gate_proj", "up_proj"), ("down_proj",)), self._weights, strict=True):
+            for expert, weight in enumerate(weights):
+                weight.fill([_rows(*self._found[kind, expert]) for kind in kinds])
+
+    @property
+    def kept_bytes(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for kind, rows in self._found.values():
+            found[kind] += rows.nbytes
+        return found
+
+
+def _kept(found: StoredRows | torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+    """The type, "" for plain, and the rows."""
+    return (found.type, found.data) if isinstance(found, StoredRows) else ("", found.to(dtype))
+
+
+def _rows(kind: str, data: torch.Tensor) -> BlockRows:
+    return BlockRows(GGUF_BLOCKS.get(kind), data)
+
+
 class GGUFFactory(MethodFactory):
     weight_format = "gguf"
 
@@ -103,14 +153,16 @@ class GGUFFactory(MethodFactory):
         return BlockLinearMethod(spec, self.gemms, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        return PlainExpertsMethod(spec, ExpertsKernels(PLAIN, self.kernels.mixtures), self.dtype, self.device)
+        if spec.bias or spec.hidden_size % GROUP or spec.local % GROUP:
+            return PlainExpertsMethod(spec, ExpertsKernels(PLAIN, self.kernels.mixtures), self.dtype, self.device)
+        return BlockExpertsMethod(spec, self.mixtures, self.dtype)
 
 
 def log_kept(model: nn.Module) -> None:
     """Says how much of a model's weights lies in blocks of which type, and how much does not."""
     total: Counter[str] = Counter()
     for module in model.modules():
-        if isinstance(module, BlockLinearMethod):
+        if isinstance(module, (BlockLinearMethod, BlockExpertsMethod)):
             total.update(module.kept_bytes)
     if total:
         kinds = ", ".join(f"{kind or 'bfloat16'} {in_words(size)}" for kind, size in sorted(total.items()))

@@ -6,12 +6,13 @@ The package gguf turns blocks into float32. A part is read in pieces of a few MB
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class GGUFShard:
 
     def __init__(self, file: Path) -> None:
         self._index = GGUFIndex.load(file)
+        self._maps = [np.memmap(path, np.uint8, "r") for path in self._index.files]
         self._tensors: dict[str, tuple[IndexedTensor, int | None]] = {}
         for tensor in self._index.tensors:
             if "{expert}" in tensor.name:
@@ -42,7 +44,7 @@ class GGUFShard:
 
     def get_slice(self, name: str) -> GGUFSlice:
         tensor, expert = self._tensors[name]
-        return GGUFSlice(self._index.files[tensor.file], tensor, expert)
+        return GGUFSlice(self._maps[tensor.file], tensor, expert)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.get_slice(name)[()]
@@ -51,8 +53,9 @@ class GGUFShard:
 class GGUFSlice:
     """One tensor, of which parts are read by index. `expert`: of a tensor that has all of them."""
 
-    def __init__(self, file: Path, tensor: IndexedTensor, expert: int | None) -> None:
-        self._file, self._tensor, self._expert = file, tensor, expert
+    def __init__(self, data: np.ndarray, tensor: IndexedTensor, expert: int | None) -> None:
+        """data: the file's bytes, mapped."""
+        self._data, self._tensor, self._expert = data, tensor, expert
         self._type = TYPES_BY_NAME[tensor.type]
         self._shape = tensor.shape if expert is None else tensor.shape[1:]
 
@@ -62,7 +65,7 @@ class GGUFSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """By slices without a step, and integers."""
         if self._tensor.heads and len(self._shape) == 1:  # a bias, few numbers
-            stored = GGUFSlice(self._file, replace(self._tensor, heads=0), self._expert)[()]
+            stored = GGUFSlice(self._data, replace(self._tensor, heads=0), self._expert)[()]
             return stored[torch.from_numpy(_apart(len(stored), self._tensor.heads))][index]
         given = index if isinstance(index, tuple) else (index,)
         whole = (*given, *(slice(None),) * (len(self._shape) - len(given)))
@@ -89,18 +92,20 @@ class GGUFSlice:
         if self._type.name not in GGUF_BLOCKS or len(index) != 2 or start % self._type.size or stop % self._type.size:
             return None
         if self._tensor.heads:
-            blocks = np.array(self._blocks()[_apart(self._shape[0], self._tensor.heads)[rows]])
+            blocks = self._blocks()[_apart(self._shape[0], self._tensor.heads)[rows]]
         else:
-            blocks = self._blocks("c")[rows]
+            blocks = self._blocks()[rows]
         first, last = (at // self._type.size * self._type.nbytes for at in (start, stop))
-        return StoredRows(self._type.name, torch.from_numpy(blocks[:, first:last]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return StoredRows(self._type.name, torch.from_numpy(blocks[:, first:last]))
 
-    def _blocks(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
-        """[rows, bytes of a row], uint8, mapped; "c": torch takes it, though nothing is written."""
+    def _blocks(self) -> np.ndarray:
+        """[rows, bytes of a row], uint8, mapped."""
         num_rows = int(np.prod(self._shape[:-1], dtype=np.int64))
         row_bytes = self._shape[-1] // self._type.size * self._type.nbytes
         offset = self._tensor.offset + (self._expert or 0) * num_rows * row_bytes
-        return np.memmap(self._file, np.uint8, mode, offset, (num_rows, row_bytes))
+        return self._data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes)
 
 
 def _fill(blocks: np.ndarray, kind: NumberType, columns: Any, add: float, piece: tuple[np.ndarray, np.ndarray]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,7 +49,7 @@ class WeightPart:
     whole: bool = False
     # Receives the part in place of `target`, which is then on no device: as it lies in the file, where that has it in
     # rows of GGUF_BLOCKS, else its numbers.
-    keep: Callable[[StoredRows | torch.Tensor], None] | None = None
+    keep: Callable[..., None] | None = None  # StoredRows or a tensor, and of experts each one's number, as `expert`
     optional: bool = False  # where the file has no such tensor, the target keeps what it has
 
     @property
@@ -95,6 +96,7 @@ class WeightPart:
             dim=self.dim - 1,
             experts=False,
             scale=None if self.scale is None else self.scale[index],
+            keep=None if self.keep is None else partial(self.keep, expert=index),
             output_axis=self.output_axis - 1 if isinstance(self.output_axis, int) else self.output_axis,
         )
 

@@ -47,7 +47,7 @@ def weight_bytes(
             if name == "__metadata__" or not is_ours or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-            if tensor["dtype"] in kept and "{expert}" not in name:
+            if tensor["dtype"] in kept:
                 total += stored
                 continue
             plain = item_bytes if tensor["dtype"] in _FLOATS or path.name == INDEX else None

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, CpuOps, pointer
 from minisgl_backend.kernels.linear.blocks import BlockWeight
-from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.moe.call import Experts, MixtureCall
+from minisgl_backend.kernels.moe.mixtures import MixtureKernels
+from minisgl_backend.kernels.moe.reference import weighted_sum
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 
@@ -45,6 +48,23 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: BlockWeight, call: GemmC
         out.data_ptr(),
     )
     return out
+
+
+def mixture(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[list[BlockWeight]], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`: one picked expert after the other, of all its tokens."""
+    x, (ids, weights) = kernels.picked(x, experts, call)
+    device, (num_tokens, k) = kernels.plain.device, ids.shape
+    picked, order = ids.flatten().sort(stable=True)
+    numbers, counts = picked.unique_consecutive(return_counts=True)
+    tokens = x[order // k]
+    out = torch.empty_like(tokens)
+    places = zip(numbers.tolist(), tokens.split(counts.tolist()), order.split(counts.tolist()), strict=True)
+    for expert, of_expert, place in places:
+        gated = linear(device, of_expert, experts.gate_up[expert], GemmCall(activation=experts.activation))
+        out[place] = linear(device, gated, experts.down[expert], BARE)
+    return weighted_sum(out.view(num_tokens, k, -1).float(), weights, call, x.dtype)
 
 
 def rows_of(device: GemmDevice, weight: BlockWeight, ids: torch.Tensor) -> torch.Tensor:

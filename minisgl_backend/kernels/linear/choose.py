@@ -33,7 +33,9 @@ from minisgl_backend.kernels.candidate import (
     Table,
     always,
     anywhere,
+    not_on_cpu,
     not_on_gpu,
+    on_cpu,
     on_gpu,
 )
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
@@ -237,14 +239,6 @@ def _on_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
     return fits and fuses and (key.rows <= CPU_ROWS or not facts.bfloat16_units)
 
 
-def _own_cpu(facts: DeviceFacts) -> bool:
-    return facts.kind == "cpu" and facts.own_kernels
-
-
-def _not_own_cpu(facts: DeviceFacts) -> bool:
-    return not _own_cpu(facts)
-
-
 def _any_gpu(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda"
 
@@ -283,7 +277,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             ),
             _Row(
                 "cpu", "few rows in bfloat16, or no AVX-512 BF16: norm, activation and residual inside", _on_cpu,
-                run="minisgl_backend.kernels.cpu.ops:linear", on=_own_cpu,
+                run="minisgl_backend.kernels.cpu.ops:linear", on=on_cpu,
             ),
             _Row("torch", _TORCH, always, run=f"{_HERE}.plain.gpu:cublas"),
             _Row("torch", _TORCH, always, run=f"{_HERE}.plain.reference:linear", on=not_on_gpu),
@@ -335,9 +329,9 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
         "gguf": (
             _Row(
                 "cpu_blocks", "blocks as they lie in the file: norm, activation and residual inside", always,
-                run="minisgl_backend.kernels.cpu.blocks:linear", on=_own_cpu,
+                run="minisgl_backend.kernels.cpu.blocks:linear", on=on_cpu,
             ),
-            _Row("torch", "blocks become float32", always, run=f"{_HERE}.blocks_reference:linear", on=_not_own_cpu),
+            _Row("torch", "blocks become float32", always, run=f"{_HERE}.blocks_reference:linear", on=not_on_cpu),
         ),
         "int8": (
             _Row(

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table, always, anywhere, on_gpu
+from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table, always, anywhere, on_cpu, on_gpu
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, SGL_EXPERTS, DeviceFacts
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight, blocks_of
 
@@ -159,6 +159,16 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _row("few_tokens", _FEW, "int4:mixture_of_few", _int4_few_tokens),
             _row("grouped", "pairs sorted by expert; weights become operands in registers", "int4:mixture"),
             _row("torch", "one expert after the other, dequantized", "reference:mixture_int4"),
+        ),
+        "gguf": (
+            Candidate(
+                "cpu_blocks",
+                "one picked expert after the other, of blocks as they lie in the file",
+                always,
+                run="minisgl_backend.kernels.cpu.blocks:mixture",
+                on=on_cpu,
+            ),
+            _row("torch", "one picked expert after the other, dequantized", "reference:mixture_blocks"),
         ),
         "mxfp4": (
             _row(

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.blocks import BlockWeight
+from minisgl_backend.kernels.linear.blocks_reference import numbers_of
 from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight, quantized_gemm
 from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.linear.int4.reference import dequantize as dequantize_int4
@@ -37,7 +39,7 @@ def mixture(
     grouped = x[torch.div(order, k, rounding_mode="floor")]
     out = torch.empty_like(grouped)
     out[order] = _outputs(experts, grouped, grouped_ids, ends)
-    return _sum(out.view(num_tokens, k, -1).float(), weights, call, x.dtype)
+    return weighted_sum(out.view(num_tokens, k, -1).float(), weights, call, x.dtype)
 
 
 def mixture_fp8(
@@ -87,6 +89,17 @@ def mixture_mxfp4(
     return _one_by_one(kernels, x, experts, call, gemm, by_turns=True)
 
 
+def mixture_blocks(
+    kernels: MixtureKernels, x: torch.Tensor, experts: Experts[list[BlockWeight]], call: MixtureCall
+) -> torch.Tensor:
+    """See `MixtureCall`, of GGUF's blocks; synchronises with the device."""
+
+    def gemm(x: torch.Tensor, weight: list[BlockWeight], bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        return F.linear(x, numbers_of(weight[expert]).to(x))
+
+    return _one_by_one(kernels, x, experts, call, gemm)
+
+
 def _one_by_one(
     kernels: MixtureKernels,
     x: torch.Tensor,
@@ -105,10 +118,10 @@ def _one_by_one(
             gate_up = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1)
         activated = activate_mul(gate_up, experts.activation).to(x.dtype)
         out[tokens, choices] = gemm(activated, experts.down, experts.down_bias, expert).float()
-    return _sum(out, weights, call, x.dtype)
+    return weighted_sum(out, weights, call, x.dtype)
 
 
-def _sum(out: torch.Tensor, weights: torch.Tensor, call: MixtureCall, dtype: torch.dtype) -> torch.Tensor:
+def weighted_sum(out: torch.Tensor, weights: torch.Tensor, call: MixtureCall, dtype: torch.dtype) -> torch.Tensor:
     """Of out float32 [num_tokens, k, hidden]. Token by token, not accumulated expert by expert: the result does not
     depend on the order of arrival."""
     summed = (out * weights.float().unsqueeze(-1)).sum(dim=1)

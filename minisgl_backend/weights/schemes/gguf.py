@@ -29,8 +29,7 @@ def with_blocks(formats: QuantizationConfig, folder: Path) -> QuantizationConfig
     if formats.rules or not (folder / INDEX).is_file():
         return formats
     types = {
-        # Of experts blocks are not served.
-        f"{tensor.type} of experts" if "{expert}" in tensor.name else tensor.type
+        tensor.type
         for tensor in GGUFIndex.load(folder / INDEX).tensors
         if len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16")
     }

@@ -49,7 +49,7 @@ def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> 
         for tokens, num_experts, dtype in itertools.product((1, 2, 64, 65, 9000), (8, 300), (BF16, torch.float32)):
             for routed, o_proj_inputs in ((False, 0), (True, 0), (True, 4096)):
                 key = ExpertsKey(tokens, num_experts, 4, 2880, 2880, dtype, routed, o_proj_inputs)
-                assert on_gpu or experts.kernel(key) == "torch", key
+                assert on_gpu or experts.kernel(key) in allowed, key
 
 
 # Products of one layer, and the kernels for each of ROWS on an H200: as they were measured inside of whole steps.
