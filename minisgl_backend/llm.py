@@ -188,7 +188,7 @@ class LLM:
     @cached_property
     def _images(self) -> PromptImages:
         """Begun with the first prompt that is a text, or has images. Raises ConfigError."""
-        return PromptImages(self._model_dir, self.engine.model, lambda: self.tokenizer)
+        return PromptImages(self._model_dir, self.engine.model, self.config, lambda: self.tokenizer)
 
     def _render(
         self,

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.taken_images import TakenImages
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.front import ImageFront, SeenPrompt
@@ -31,8 +32,12 @@ class SeenIds:
 class PromptImages:
     """Of one model. Processes and shared memory begin with the first image."""
 
-    def __init__(self, model_dir: Path, model: ModelConfig, tokenizer: Callable[[], Tokenizer]) -> None:
-        self._model_dir, self._model, self._tokenizer = model_dir, model, tokenizer
+    def __init__(
+        self, model_dir: Path, model: ModelConfig, config: EngineConfig, tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        self._model_dir, self._tokenizer = model_dir, tokenizer
+        self._sees = config.encoder_cache_mib > 0 and model.encoder is not None
+        self._why_not = model.why_no_images
         self._taken = TakenImages()
 
     def close(self) -> None:
@@ -44,13 +49,13 @@ class PromptImages:
     @cached_property
     def _front(self) -> ImageFront | None:
         """None: the model has no eyes."""
-        if getattr(self._model, "encoder", None) is None:
+        if not self._sees:
             return None
         return ImageFront(self._model_dir, self._tokenizer())
 
     def _seeing(self, messages: Sequence[Any] = ()) -> ImageFront:
         if self._front is None:
-            raise without_eyes(messages, getattr(self._model, "why_no_images", ""))
+            raise without_eyes(messages, self._why_not)
         return self._front
 
     def of_chat(

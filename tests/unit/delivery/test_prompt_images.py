@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.prompt_images import PromptImages
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.store import open_pixels
@@ -29,8 +30,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(model):
-    seeing = SimpleNamespace(encoder=object(), why_no_images="")
-    with contextlib.closing(PromptImages(model.path, seeing, lambda: model.tokenizer)) as images:
+    config = SimpleNamespace(encoder=object(), why_no_images="")
+    with contextlib.closing(
+        PromptImages(model.path, config, EngineConfig(encoder_cache_mib=1), lambda: model.tokenizer)
+    ) as images:
         yield images
 
 
@@ -113,7 +116,9 @@ def test_refusals(images, given, said):
 
 
 def test_a_model_without_eyes(model):
-    blind = PromptImages(model.path, SimpleNamespace(encoder=None, why_no_images="it is a test"), lambda: None)
+    blind = PromptImages(
+        model.path, SimpleNamespace(encoder=None, why_no_images="it is a test"), EngineConfig(), lambda: None
+    )
     with pytest.raises(InvalidRequestError, match=r"no image encoder \(it is a test\)"):
         blind.of_prompt(SLOT, PICTURE, None, None)
     with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\] is no text"):
