@@ -38,6 +38,7 @@ _SOFT_CAPS: Mapping[str, Mapping[str, float | None]] = {  # llama.cpp's, where t
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {"final_logit_softcapping": None},
 }
+_LFM2 = ("lfm2", "lfm2moe")
 _ROPE_THETA = 10000.0
 _UNSET = -1.0  # yarn_ext_factor, and all of yarn_*, in files that llama.cpp's own writer made
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -78,7 +79,10 @@ def config_of(header: GGUFHeader, *, bos: int | None, eos: int | None) -> dict[s
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": kind.model_type}
     config |= {"bos_token_id": bos, "eos_token_id": eos}
     config |= {name: values.need(key) for key, name in _KEYS.items()}
-    config["num_key_value_heads"] = values.same_in_layers("attention.head_count_kv", config["num_attention_heads"])
+    if values.name in _LFM2:
+        config |= _lfm2(values, config["num_hidden_layers"]) | {"norm_eps": config.pop("rms_norm_eps")}
+    else:
+        config["num_key_value_heads"] = values.same_in_layers("attention.head_count_kv", config["num_attention_heads"])
     config["intermediate_size"] = values.same_in_layers("feed_forward_length")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -199,10 +203,32 @@ def _family(values: _Values, config: Mapping[str, Any], head_dim: int) -> dict[s
         if values.name == "qwen2moe":
             shared = values.get("expert_shared_feed_forward_length") or config["intermediate_size"]
             found["shared_expert_intermediate_size"] = shared
-        found["norm_topk_prob"] = values.name == "qwen3moe"
+        if values.name not in _LFM2:
+            found["norm_topk_prob"] = values.name == "qwen3moe"
     elif config["intermediate_size"] is None:
         values.need("feed_forward_length")
     return found
+
+
+def _lfm2(values: _Values, layers: int) -> dict[str, Any]:
+    """Layers without heads of keys have a convolution. Its files say the MLP's own size, which config.json adjusts."""
+    heads = values.get("attention.head_count_kv")
+    heads = heads[:layers] if isinstance(heads, list) else []
+    if len(heads) < layers or len(set(heads) - {0}) != 1:
+        values.refuse(
+            "attention.head_count_kv", f"a list for {layers} layers: 0 where one has a convolution, else one number"
+        )
+    found = {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": values.need("shortconv.l_cache"),
+    }
+    if values.name == "lfm2":
+        return found | {"block_auto_adjust_ff_dim": False}
+    values.only("expert_gating_func", (2,), "2 (sigmoid)", 2)
+    bias = values.header.tensors.keys() & {f"blk.{layer}.exp_probs_b.bias" for layer in range(layers)}
+    num_dense = values.get("leading_dense_block_count")
+    return {**found, "num_dense_layers": num_dense or 0, "use_expert_bias": bool(bias), "norm_topk_prob": True}
 
 
 def _layer_types(values: _Values, num_layers: int) -> list[str]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _ROTATED = tuple(f".attn_{one}.{kind}" for one in "qk" for kind in ("weight", "bias"))
 _KEPT = 32  # cached folders, of a few to 40 MB each; the least recently used are removed
-_VERSION = 4  # of the folders' format
+_VERSION = 5  # of the folders' format
 
 
 def gguf_folder(path: Path) -> Path:
@@ -161,14 +161,11 @@ def _index(header: GGUFHeader, kind: GGUFArchitecture, config: Mapping[str, Any]
 def _indexed(
     header: GGUFHeader, kind: GGUFArchitecture, stored: str, name: str, tensor: GGUFTensor, heads: int
 ) -> IndexedTensor:
-    shape = tensor.shape
-    if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
-        shape = (1, *shape)
     return IndexedTensor(
         name=name,
         file=header.files.index(tensor.file),
         type=tensor.type.name,
-        shape=shape,
+        shape=kind.shape(stored, tensor.shape),
         offset=tensor.offset,
         heads=heads,
         add=-kind.norm_offset if stored.endswith("norm.weight") else 0.0,

@@ -32,6 +32,8 @@ _READ = frozenset(  # by gguf_config, of every architecture
 _READ_OF: Mapping[str, frozenset[str]] = {
     "gemma2": _WINDOW | {"rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"},
     "gemma3": _WINDOW | {"rope.freq_base_swa", "final_logit_softcapping"},
+    "lfm2": frozenset({"shortconv.l_cache"}),
+    "lfm2moe": _EXPERTS | {"shortconv.l_cache", "leading_dense_block_count", "expert_gating_func"},
     "phi3": frozenset({"attention.sliding_window"}),
     "qwen2moe": _EXPERTS | {"expert_shared_feed_forward_length"},
     "qwen3moe": _EXPERTS,

@@ -32,17 +32,42 @@ _BOTH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LFM2 = {
+    **_ATTENTION,
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+_LFM2_MLP = {"mlp.": "feed_forward.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LFM2_NORM = dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")
+_EXPERT_BIAS = {"exp_probs_b.bias": "feed_forward.expert_bias"}
 _LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 _MERGED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
+def _renamed(names: Mapping[str, str], words: Mapping[str, str]) -> dict[str, str]:
+    """With other words in the names of checkpoints."""
+    renamed = {}
+    for stored, name in names.items():
+        for one, other in words.items():
+            name = name.replace(one, other)
+        renamed[stored] = name
+    return renamed
+
+
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
-    """One value of general.architecture. `layers`: names within a layer, there and in checkpoints."""
+    """One value of general.architecture. `layers`: names within a layer, there and in checkpoints, without `.weight`
+    and `.bias`, or with them where the checkpoint's has none."""
 
     architecture: str  # as in config.json's `architectures`
     model_type: str
     layers: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)  # names outside of layers, where others are usual
+    axis_of_channels: tuple[str, ...] = ()  # convolutions [channels, width], in checkpoints [channels, 1, width]
     norm_offset: float = 0.0  # was added to the weights of norms
     pairs_adjacent: bool = False  # queries' and keys' rows: a pair that is rotated together is adjacent
     rope_tensors: tuple[str, ...] = ()  # which models.gguf_config reads
@@ -55,10 +80,20 @@ class GGUFArchitecture:
         """The checkpoint's name of a tensor, with {expert} in it where all experts are in one. None: it has none."""
         match = _LAYER.fullmatch(stored)
         if match is not None:
+            if (whole := self.layers.get(f"{match[2]}.{match[3]}")) is not None:
+                return f"model.layers.{match[1]}.{whole}"
             local = self.layers.get(match[2])
             return None if local is None else f"model.layers.{match[1]}.{local}.{match[3]}"
         name, _, suffix = stored.rpartition(".")
-        return f"{_OUTSIDE[name]}.{suffix}" if name in _OUTSIDE else None
+        outside = self.outside.get(name) or _OUTSIDE.get(name)
+        return None if outside is None else f"{outside}.{suffix}"
+
+    def shape(self, stored: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the checkpoint's tensor, from that in the file."""
+        if len(shape) == 1 and stored.endswith(".ffn_gate_inp_shexp.weight"):
+            return (1, *shape)
+        is_convolution = any(stored.endswith(f".{name}.weight") for name in self.axis_of_channels)
+        return (shape[0], 1, shape[1]) if is_convolution and len(shape) == 2 else shape
 
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
@@ -73,6 +108,20 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         model_type="gemma3_text",
         layers={**_ATTENTION, **_HEAD_NORMS, **_MLP, **_BOTH_NORMS},
         norm_offset=1.0,
+    ),
+    "lfm2": GGUFArchitecture(
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        layers={**_LFM2, **_renamed(_MLP, _LFM2_MLP)},
+        outside=_LFM2_NORM,
+        axis_of_channels=("shortconv.conv",),
+    ),
+    "lfm2moe": GGUFArchitecture(
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        layers={**_LFM2, **_renamed(_MLP, _LFM2_MLP), **_renamed(_EXPERTS, _LFM2_MLP), **_EXPERT_BIAS},
+        outside=_LFM2_NORM,
+        axis_of_channels=("shortconv.conv",),
     ),
     "llama": GGUFArchitecture(
         architecture="LlamaForCausalLM",

@@ -291,7 +291,9 @@ def test_another_architecture(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"general.architecture is 'mamba'; allowed: gemma2, gemma3, llama, phi3"):
+    with pytest.raises(
+        ConfigError, match=r"general.architecture is 'mamba'; allowed: gemma2, gemma3, lfm2, lfm2moe, llama, phi3"
+    ):
         find_model_dir(str(file))
 
 

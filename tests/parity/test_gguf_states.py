@@ -1,0 +1,142 @@
+"""GGUF files of models with states, in the layout of llama.cpp's converter: logits are those of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+from tests.parity.checkpoints import reference_model, save_checkpoint
+from tests.parity.paged import PagedModel
+from tests.tiny_gguf import add
+
+TOKENS = [3 + 7 * i % 310 for i in range(90)]
+Tensors = dict[str, np.ndarray]
+
+_LFM2 = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
+}  # fmt: skip
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def lfm2(config: Any, stored: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Keys and tensors of a file, from config and tensors of a checkpoint."""
+    is_moe = config.model_type == "lfm2_moe"
+    found: Tensors = {}
+    experts: dict[str, list[np.ndarray]] = {}
+    for name, tensor in stored.items():
+        if name in _OUTSIDE:
+            found[_OUTSIDE[name]] = tensor
+            continue
+        _, _, layer, local = name.split(".", 3)
+        if local == "feed_forward.expert_bias":
+            found[f"blk.{layer}.exp_probs_b.bias"] = tensor
+        elif ".experts." in local:
+            _, _, _, kind, _ = local.split(".")
+            full = f"blk.{layer}.{_LFM2[f'feed_forward.{kind}']}_exps.weight"
+            experts.setdefault(full, []).append(tensor)
+        else:
+            module, _, suffix = local.rpartition(".")
+            found[f"blk.{layer}.{_LFM2[module]}.{suffix}"] = tensor.squeeze(1) if module == "conv.conv" else tensor
+    inner = next(one.shape[0] for name, one in found.items() if name.endswith("ffn_gate.weight"))
+    keys = {
+        "attention.head_count_kv": [2 if kind == "full_attention" else 0 for kind in config.layer_types],
+        "shortconv.l_cache": config.conv_L_cache, "feed_forward_length": inner, "rope.freq_base": 1e6,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+    }  # fmt: skip
+    if is_moe:
+        keys |= {
+            "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size, "expert_gating_func": 2,
+            "leading_dense_block_count": config.num_dense_layers,
+        }  # fmt: skip
+    return keys, found | {name: np.stack(values) for name, values in experts.items()}
+
+
+def write(path: Path, arch: str, config: Any, keys: dict[str, Any], tensors: Tensors) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    values = {
+        "context_length": 512, "block_count": config.num_hidden_layers, "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads, **keys,
+    }  # fmt: skip
+    for key, value in values.items():
+        add(writer, f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("lfm2")
+    writer.add_token_merges(["t 1"])
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    writer.add_token_types([1] * config.vocab_size)
+    for name in ("bos", "eos", "pad"):
+        getattr(writer, f"add_{name}_token_id")({"bos": 1, "eos": 2, "pad": 0}[name])
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[Any, Tensors], tuple[dict[str, Any], Tensors]], dict[str, Any]]] = {
+    "lfm2": ("lfm2", lfm2, {}),
+    "lfm2-width-untied": ("lfm2", lfm2, {"tie_embedding": False, "conv_L_cache": 4}),
+    "lfm2_moe": ("lfm2moe", lfm2, {"routed_scaling_factor": 1.0}),
+}
+
+
+def converted(name: str, folder: Path, **more: Any) -> Path:
+    """The GGUF file of a checkpoint; more: other values of its keys."""
+    arch, layout, changes = LAYOUTS[name]
+    save_checkpoint(name.partition("-")[0], folder, **changes)
+    config = reference_model(folder).config
+    keys, tensors = layout(config, {key: one.numpy() for key, one in load_file(folder / "model.safetensors").items()})
+    return write(folder / "model.gguf", arch, config, keys | more, tensors)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder = find_model_dir(str(converted(name, tmp_path / "model")))
+    assert not ModelConfig.load(folder).unknown_keys
+    paged = PagedModel(folder, page_size=16)
+    found = torch.cat([paged.step({0: TOKENS[:48]}, {})[0], paged.step({0: TOKENS[48:]}, {})[0]])
+    with torch.inference_mode():
+        expected = reference_model(tmp_path / "model")(torch.tensor([TOKENS])).logits[0].float()
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("lfm2", "attention.head_count_kv", 2),
+        ("lfm2", "attention.head_count_kv", [0, 2]),
+        ("lfm2", "attention.head_count_kv", [1, 2, 0]),
+        ("lfm2_moe", "expert_gating_func", 1),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(name: str, key: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=rf"{key} is .*; allowed: "):
+        find_model_dir(str(converted(name, tmp_path / "model", **{key: value})))
