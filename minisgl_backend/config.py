@@ -81,9 +81,9 @@ class EngineConfig:
     )
     dtype: str = one_of(
         "auto",
-        "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX2 and "
-        "g++ 11 or later (experts and quantized weights: AVX-512 BF16); all others become float16 on a GPU, float32 "
-        "on a CPU",
+        "number format of weights and computation; auto: models in 16 bits stay so on GPUs, and on CPUs with AVX2 and "
+        "g++ 11 or later (latents, and what transformers runs: bfloat16 with AVX-512 BF16 alone); all others become "
+        "float16 on a GPU, float32 on a CPU",
         DTYPES,
     )
     kv_cache_dtype: str = one_of(

@@ -7,8 +7,8 @@ Gathered values beyond the end of a sequence are zeroed before use. A mask is no
 position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
 On a CPU in bfloat16, decode steps and chunks of at most _IN_PLACE_QUERIES tokens read the pages in place
-(`kernels/cpu/kernels.cpp`), one query token after the other. Longer chunks are computed in float32
-where the processor has no AVX-512 BF16.
+(`kernels/cpu/kernels.cpp`), one query token after the other. What else is in 16 bits
+is computed in float32, but for bfloat16 where the processor has AVX-512 BF16.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class TorchBackend(AttentionBackend):
         self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
-        is_slow = formats[:2] == ("cpu", torch.bfloat16) and not has_bfloat16_units()
+        is_slow = spec.device.type == "cpu" and (
+            spec.dtype == torch.float16 or (spec.dtype == torch.bfloat16 and not has_bfloat16_units())
+        )
         self._dtype = torch.float32 if is_slow else spec.dtype  # of what torch computes
         self._library = cpu_library() if is_served and self._is_plain and group.chunk is None else None
 

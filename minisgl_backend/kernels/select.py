@@ -16,13 +16,13 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
-    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
+    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for 16 bits on a
     CPU with AVX2, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
         return TritonOps(device, None if is_mixture else hidden_size)
-    if device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         library = cpu_library()
         if library is not None:
             return CpuOps(library)

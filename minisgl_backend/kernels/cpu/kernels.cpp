@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "blocks.h"
-#include "vector.h"
+#include "epilogue.h"
 
 namespace {
 
@@ -25,19 +25,6 @@ constexpr int kTile = kWide ? 8 : 3;  // rows of activations that share a pass o
 constexpr long kGranule = 12;   // outputs of a thread are a multiple: whole tiles of 1, 2, 3 and 4 rows of weights
 constexpr long kBlock = 48;     // outputs whose sums are kept until what follows them is computed, 16 at a time
 constexpr long kRows = 64;      // rows of activations whose sums are kept at once
-constexpr long kSerial = 1 << 15;  // numbers below which a second thread costs more than it saves
-
-void norm_row(const bf16* x, const bf16* weight, float eps, long size, bf16* out) {
-  Floats sum = zeros();
-  for (long i = 0; i < size; i += 16) {
-    const Floats v = load(x + i);
-    sum = fma(v, v, sum);
-  }
-  const Floats scale = all(1.0f / __builtin_sqrtf(sum_of(sum) / size + eps));
-  for (long i = 0; i < size; i += 16) {
-    store(out + i, mul(mul(load(x + i), scale), load(weight + i)));
-  }
-}
 
 // out[r * M + m] = weights[r] . x[m], for R rows of weights and M of x; `ahead`: elements from a row to the same row of
 // the next tile.
@@ -82,17 +69,6 @@ struct Gemm {
   }
 };
 
-inline Floats silu(Floats x) {
-  const Floats e = exponential(sub(zeros(), x));
-  return div(x, add(all(1.0f), e));
-}
-
-// x sigmoid(2 u): what 0.5 x (1 + tanh(u)) is.
-inline Floats gelu_tanh(Floats x) {
-  const Floats cube = mul(mul(x, x), x), minus_2u = mul(fma(cube, all(0.044715f), x), all(-2 * 0.7978845608f));
-  return div(x, add(all(1.0f), exponential(minus_2u)));
-}
-
 // Columns [begin, end) of the output, at most kBlock, of `sums` [activation ? 2 : 1][rows][kBlock].
 void finish(const Gemm& p, long begin, long end, const float* sums) {
   for (long row = 0; row < p.rows; row++) {
@@ -101,7 +77,7 @@ void finish(const Gemm& p, long begin, long end, const float* sums) {
       const float* sum = sums + row * kBlock + n - begin;
       const long at = row * p.outputs + n;
       Floats value = load(sum);
-      if (p.activation) value = mul(p.activation == 1 ? silu(value) : gelu_tanh(value), load(sum + p.rows * kBlock));
+      if (p.activation) value = gated(p.activation, value, load(sum + p.rows * kBlock));
       if (p.bias) value = add(value, load(p.bias + n, count));
       if (p.residual) value = add(value, load(p.residual + at, count));
       store(p.out + at, value, count);
@@ -123,7 +99,7 @@ void outputs_of(const Gemm& p, long begin, long end, float* sums) {
       if (p.activation) weights[count + i] = weights[i] + p.outputs * p.size;
     }
     for (long row = 0, m; row < p.rows; row += m) {
-      m = std::min<long>(kTile, p.rows - row);
+      m = share_of(p.rows - row, kTile);
       kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, tile);
       const float* next = tile;
       for (long part = 0; part < per_output; part++) {
@@ -153,7 +129,7 @@ void plain_products(const Gemm& p, const Weight& weight, long begin, long end, f
     count = std::min(most, end - n);
     for (long i = 0; i < count; i++) weights[i] = (const bf16*)((const char*)weight.data + (n + i) * weight.row_bytes);
     for (long row = 0, m; row < p.rows; row += m) {
-      m = std::min<long>(kTile, p.rows - row);
+      m = share_of(p.rows - row, kTile);
       kDots[count - 1][m - 1](weights, p.x + row * p.size, p.size, count * weight.row_bytes / sizeof(bf16), tile);
       for (long i = 0; i < count; i++)
         for (long r = 0; r < m; r++) sums[(row + r) * kBlock + n - begin + i] = tile[i * m + r];

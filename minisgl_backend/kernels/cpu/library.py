@@ -1,4 +1,5 @@
-"""The compiled kernels of `kernels.cpp`: built by the machine's C++ compiler at the first start and cached.
+"""The compiled kernels of `kernels.cpp` and `quantized.cpp`: built by the machine's C++ compiler at the first start and
+cached.
 
 There is a build for each of INSTRUCTION_SETS; a processor takes the first whose instructions it has.
 """
@@ -17,6 +18,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +27,9 @@ import torch  # noqa: F401  the library uses torch's OpenMP, which must be loade
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vector.h", "blocks.h"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "quantized.cpp"))
+_HEADER_NAMES = ("vector.h", "epilogue.h", "blocks.h", "formats.h", "integers.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
 _FLAGS = ("-O3", "-mtune=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is not the one that torch uses
 _COMPILE_S = 120.0
@@ -46,6 +49,10 @@ _ARGUMENTS = {
         *(_FLOAT, _POINTER),
     ),
     "minisgl_argmax": (_POINTER, _LONG, _LONG, _POINTER),
+    "minisgl_quantized_linear": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _POINTER),
+    "minisgl_mixture": (_INT, *[_POINTER] * 3),
+    "minisgl_widen": (_POINTER, *[_LONG] * 2, _POINTER),
+    "minisgl_finish": (_INT, _POINTER, *[_LONG] * 2, *[_POINTER] * 2, _INT, *[_LONG] * 4, _POINTER),
 }
 
 
@@ -92,7 +99,7 @@ def has_bfloat16_units() -> bool:
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The functions of kernels.cpp. `library`: None where there are none; `refusal` then says why, else "".
+    """The functions of SOURCES. `library`: None where there are none; `refusal` then says why, else "".
     `instructions`: the name of the InstructionSet that they were compiled for."""
 
     library: ctypes.CDLL | None
@@ -124,7 +131,7 @@ def cpu_kernels() -> CpuKernels:
 
 
 def cpu_library() -> ctypes.CDLL | None:
-    """The functions of kernels.cpp; None where this processor or machine has none."""
+    """The functions of SOURCES; None where this processor or machine has none."""
     return cpu_kernels().library
 
 
@@ -174,10 +181,15 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _built(compiler: tuple[str, ...], instructions: InstructionSet, folder: Path) -> Path:
-    built, shared = folder / "cpu.o", folder / "cpu.so"
-    _run(*compiler, *_FLAGS, *instructions.flags, "-c", str(SOURCE), "-o", str(built))
+    shared, objects = folder / "cpu.so", [folder / f"{source.stem}.o" for source in SOURCES]
+
+    def compile(source: Path, built: Path) -> None:
+        _run(*compiler, *_FLAGS, *instructions.flags, "-c", str(source), "-o", str(built))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile, SOURCES, objects))
     # Linked without OpenMP: its symbols are found in the libgomp that torch has loaded, and its threads are shared.
-    _run(*compiler, "-shared", str(built), "-o", str(shared))
+    _run(*compiler, "-shared", *map(str, objects), "-o", str(shared))
     return shared
 
 
@@ -210,7 +222,7 @@ def _kept_file(compiler: tuple[str, ...], instructions: InstructionSet) -> Path 
         log.info("CPU kernels are compiled at each start: %s is not this user's alone", folder)
         return None
     version = _run(*compiler, "--version")
-    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *_HEADERS)]
+    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *_HEADERS)]
     parts = [*sources, version, *compiler[1:], *_FLAGS, *instructions.flags, _processor()]
     return folder / f"cpu-{instructions.name}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
 

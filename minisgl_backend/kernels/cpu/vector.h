@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -14,6 +15,9 @@
 namespace {
 
 using bf16 = uint16_t;
+struct f16 {  // IEEE 754 binary16
+  uint16_t bits;
+};
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -48,11 +52,34 @@ inline void store(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, (__m256i
 inline void store(bf16* p, Floats x, long count) {
   _mm256_mask_storeu_epi16(p, first(count), (__m256i)_mm512_cvtneps_pbh(x));
 }
+inline Floats load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Floats load(const f16* p, long count) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p)); }
+inline void store(f16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
+inline void store(f16* p, Floats x, long count) { _mm256_mask_storeu_epi16(p, first(count), _mm512_cvtps_ph(x, 0)); }
 // The first `count` numbers of x, `other` behind them.
 inline Floats first_of(Floats x, long count, Floats other) { return _mm512_mask_mov_ps(other, first(count), x); }
 
 inline Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
 inline Floats dot(Floats sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+// 32 integers of 16 bits, and 16 sums of neighbours' products.
+using Ints = __m512i;
+inline Ints no_ints() { return _mm512_setzero_si512(); }
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints widen_ints(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints widen_ints(__m256i x) { return _mm512_cvtepi8_epi16(x); }
+inline Ints dot(Ints sum, Ints a, Ints b) { return _mm512_dpwssd_epi32(sum, a, b); }
+inline Ints sub(Ints a, Ints b) { return _mm512_sub_epi16(a, b); }
+inline Ints alternating(int32_t even, int32_t odd) { return _mm512_set1_epi64((int64_t)odd << 32 | (uint32_t)even); }
+template <int N>
+inline Ints nibbles_of(Ints x) {  // number N of each 16 bits' four
+  return _mm512_and_si512(_mm512_srli_epi16(x, 4 * N), _mm512_set1_epi16(15));
+}
+inline Floats floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+inline void store_ints(int16_t* p, Floats x) {  // to the nearest, ties to even
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
 
 // e^x: a power of two times a polynomial on [-ln(2)/2, ln(2)/2] (relative error below 1e-6).
 inline Floats exponential(Floats x) {
@@ -155,6 +182,24 @@ inline Floats load(const bf16* p, long count) {
   std::memcpy(part, p, count * sizeof(bf16));
   return load(part);
 }
+inline Floats load(const f16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+inline Floats load(const f16* p, long count) {
+  if (count >= 16) return load(p);
+  f16 part[16] = {};
+  std::memcpy(part, p, count * sizeof(f16));
+  return load(part);
+}
+inline void store(f16* p, Floats x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(x.b, 0));
+}
+inline void store(f16* p, Floats x, long count) {
+  f16 part[16];
+  store(part, x);
+  std::memcpy(p, part, std::min(count, 16L) * sizeof(f16));
+}
 inline __m256i narrow(__m256 x) {  // to the nearest, ties to even; what is no number stays none
   const __m256i number = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(number, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(number, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -188,6 +233,37 @@ inline Floats dot(Floats sum, Pairs x, Pairs y) {
   sum.a = _mm256_fmadd_ps(even(x.a), even(y.a), sum.a), sum.b = _mm256_fmadd_ps(even(x.b), even(y.b), sum.b);
   sum.a = _mm256_fmadd_ps(odd(x.a), odd(y.a), sum.a), sum.b = _mm256_fmadd_ps(odd(x.b), odd(y.b), sum.b);
   return sum;
+}
+
+struct Ints {
+  __m256i a, b;
+};
+inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Ints load_ints(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+inline Ints widen_ints(__m256i x) {
+  return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1))};
+}
+inline Ints widen_ints(const int8_t* p) { return widen_ints(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints dot(Ints sum, Ints x, Ints y) {
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+}
+inline Ints sub(Ints x, Ints y) { return {_mm256_sub_epi16(x.a, y.a), _mm256_sub_epi16(x.b, y.b)}; }
+inline Ints alternating(int32_t even, int32_t odd) {
+  const __m256i both = _mm256_set1_epi64x((int64_t)odd << 32 | (uint32_t)even);
+  return {both, both};
+}
+template <int N>
+inline Ints nibbles_of(Ints x) {
+  const __m256i mask = _mm256_set1_epi16(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4 * N), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4 * N), mask)};
+}
+inline Floats floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline void store_ints(int16_t* p, Floats x) {
+  const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xd8));
 }
 
 inline __m256 exponential(__m256 x) {  // see above; 0 below the least normal number

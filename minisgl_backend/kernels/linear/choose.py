@@ -73,6 +73,7 @@ SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0)
 MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
 _TORCH = "everything else: cuBLAS or oneDNN"
 CPU_ROWS = 64  # largest for kernels.cpp with AVX-512 BF16: with more, torch's oneDNN is as fast, and faster with AMX
+CPU_ACTIVATIONS = (None, "silu", "gelu_tanh", "swiglu_oai")  # that its epilogues have
 CPU_LANES = 32  # numbers of a register: the reduced dimension is a multiple of it
 
 
@@ -235,8 +236,23 @@ def _int8(key: LinearKey, facts: DeviceFacts) -> bool:
 
 def _on_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
     fuses = key.activation in (None, "silu", "gelu_tanh") and not (key.activation and key.bias)
-    fits = key.dtype == torch.bfloat16 and key.size_in % CPU_LANES == 0 and key.unit_stride and not key.into
-    return fits and fuses and (key.rows <= CPU_ROWS or not facts.bfloat16_units)
+    fits = _for_cpu(key, facts) and key.dtype == torch.bfloat16 and key.unit_stride and not key.into
+    return fits and fuses and key.rows <= CPU_ROWS
+
+
+def _for_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
+    """Whether kernels/cpu/quantized.py supports a key."""
+    fits = key.dtype in (torch.bfloat16, torch.float16) and key.size_in % CPU_LANES == 0
+    return fits and key.activation in CPU_ACTIVATIONS and key.rows > 0
+
+
+def _cpu_many(key: LinearKey, facts: DeviceFacts) -> bool:
+    # oneDNN's GEMM in bfloat16 is faster, where the processor has it.
+    return _for_cpu(key, facts) and not (key.dtype == torch.bfloat16 and facts.bfloat16_units)
+
+
+def _cpu_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _for_cpu(key, facts) and (key.block is None or key.block[1] % CPU_LANES == 0)
 
 
 def _any_gpu(facts: DeviceFacts) -> bool:
@@ -245,6 +261,8 @@ def _any_gpu(facts: DeviceFacts) -> bool:
 
 _Row = partial(Candidate[LinearKey], on=on_gpu)
 _HERE = "minisgl_backend.kernels.linear"
+_CPU = "minisgl_backend.kernels.cpu"
+_cpu = partial(_Row, "cpu", run=f"{_CPU}.quantized:linear", on=on_cpu)
 _small = partial(_Row, "small_rows", run=f"{_HERE}.plain.small_rows:run")
 
 
@@ -275,9 +293,10 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 "cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned,
                 run=f"{_HERE}.plain.gpu:cublaslt",
             ),
+            _cpu("few rows in bfloat16: norm, activation and residual inside", _on_cpu, run=f"{_CPU}.ops:linear"),
             _Row(
-                "cpu", "few rows in bfloat16, or no AVX-512 BF16: norm, activation and residual inside", _on_cpu,
-                run="minisgl_backend.kernels.cpu.ops:linear", on=on_cpu,
+                "cpu_widened", "float16, or many rows without AVX-512 BF16: weights become float32", _cpu_many,
+                run=f"{_CPU}.quantized:linear", on=on_cpu,
             ),
             _Row("torch", _TORCH, always, run=f"{_HERE}.plain.gpu:cublas"),
             _Row("torch", _TORCH, always, run=f"{_HERE}.plain.reference:linear", on=not_on_gpu),
@@ -307,6 +326,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 "sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=always,
                 run=f"{_HERE}.fp8.libraries:sgl_scaled_mm_blocks",
             ),
+            _cpu("weights are widened in registers", _cpu_blocks),
             _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8.reference:linear", on=not_on_gpu),
         ),
         "int4": (
@@ -324,6 +344,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 close=_int4_many_close, run=f"{_HERE}.int4.dequantized:run",
             ),
             *(_tile(tile, "another tile", _machete_rival) for tile in TILES),
+            _cpu("activations in 16 bits, sums in integers", _for_cpu),
             _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4.reference:linear", on=not_on_gpu),
         ),
         "gguf": (
@@ -342,6 +363,7 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 "sgl_int8", "sgl-kernel's, of CUTLASS, scales inside", _sgl_int8, close=always,
                 run=f"{_HERE}.int8:sgl_linear", on=_any_gpu,
             ),
+            _cpu("sums in integers, scales and epilogue inside", _for_cpu),
             _Row("torch", "integers become float32", always, run=f"{_HERE}.int8:linear", on=anywhere),
         ),
     }

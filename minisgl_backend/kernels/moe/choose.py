@@ -13,6 +13,7 @@ import torch
 
 from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table, always, anywhere, on_cpu, on_gpu
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, SGL_EXPERTS, DeviceFacts
+from minisgl_backend.kernels.linear.choose import CPU_ACTIVATIONS, CPU_LANES
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight, blocks_of
 
 MAX_FEW_TOKENS = 64  # for few_tokens.py
@@ -109,6 +110,17 @@ def _fp8_library(key: ExpertsKey, facts: DeviceFacts) -> bool:
     return has and whole and in_blocks and key.unit_stride and key.pairs > MIN_WIDE_PAIRS * key.num_experts
 
 
+def _for_cpu(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    sizes = key.hidden_size % CPU_LANES == 0 and key.intermediate_size % CPU_LANES == 0
+    fits = key.dtype in (torch.bfloat16, torch.float16) and sizes and not key.o_proj_inputs
+    return fits and key.activation in CPU_ACTIVATIONS and key.tokens > 0
+
+
+def _few_on_cpu(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    few = key.tokens <= MAX_FEW_TOKENS or not facts.bfloat16_units or key.dtype != torch.bfloat16
+    return few and _for_cpu(key, facts)
+
+
 Serves: TypeAlias = Callable[[ExpertsKey, DeviceFacts], bool]
 
 
@@ -116,6 +128,11 @@ def _row(kernel: str, why: str, run: str, serves: Serves = always) -> Candidate[
     """run: of this room. It takes `MixtureKernels`, x, `Experts` and a `MixtureCall`."""
     on = anywhere if kernel == "torch" else on_gpu
     return Candidate(kernel, why, serves, run=f"minisgl_backend.kernels.moe.{run}", on=on)
+
+
+def _cpu(serves: Serves = _for_cpu) -> Candidate[ExpertsKey]:
+    why = "pairs sorted by expert, all experts at once, weights as they lie"
+    return Candidate("cpu", why, serves, run="minisgl_backend.kernels.cpu.quantized:mixture", on=on_cpu)
 
 
 _FEW = "an expert's weights are read once; the router plans the tiles"
@@ -137,6 +154,7 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
                 _grouped_tma,
             ),
             _row("grouped", "pairs sorted by expert, two grouped GEMMs", "grouped:mixture"),
+            _cpu(_few_on_cpu),
             _row("torch", "torch's grouped GEMM, or one expert after the other", "reference:mixture"),
         ),
         "fp8": (
@@ -145,6 +163,7 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _row("few_tokens", _FEW, "few_tokens:mixture", _few_scaled),
             _row("sgl_grouped", "many pairs per expert: sgl-kernel's CUTLASS", "fp8_library:mixture", _fp8_library),
             _row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", "fp8:mixture"),
+            _cpu(),
             _row("torch", "one expert after the other, in float32", "reference:mixture_fp8"),
         ),
         "int8": (
@@ -153,11 +172,13 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
                 "torch quantizes tokens, pairs sorted by expert, two grouped GEMMs in INT8",
                 "fp8:mixture_int8",
             ),
+            _cpu(),
             _row("torch", "one expert after the other, of integers", "reference:mixture_int8"),
         ),
         "int4": (
             _row("few_tokens", _FEW, "int4:mixture_of_few", _int4_few_tokens),
             _row("grouped", "pairs sorted by expert; weights become operands in registers", "int4:mixture"),
+            _cpu(),
             _row("torch", "one expert after the other, dequantized", "reference:mixture_int4"),
         ),
         "gguf": (
@@ -179,6 +200,7 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             ),
             _row("few_tokens", _FEW, "mxfp4.grouped:mixture_of_few", _few_tokens),
             _row("grouped", "pairs sorted by expert; weights become bfloat16 in registers", "mxfp4.grouped:mixture"),
+            _cpu(),
             _row("torch", "one picked expert after the other, dequantized", "reference:mixture_mxfp4"),
         ),
     }

@@ -154,11 +154,12 @@ def _check_num_pages(num_pages: int | None, page_size: int) -> None:
 def _dtype(config: EngineConfig, model: ModelConfig, device: MachineFacts) -> str:
     requested = config.dtype
     if requested == "auto":
-        # Without units for it, all that is not computed by this project's kernels is slower in bfloat16.
-        is_ours = model.implementation == "native" and model.mixture is None
-        is_plain = not model.quantization.with_option(config.quantization).schemes
-        if model.dtype == "bfloat16" and (device.bfloat16_units or (is_ours and is_plain)) and device.bfloat16():
-            return "bfloat16"
+        # On a CPU this project's kernels compute in 16 bits what native models have most; torch does well in bfloat16
+        # alone, and there only where the processor multiplies it.
+        is_ours = device.kind == "cuda" or (model.implementation == "native" and model.latents is None)
+        by_torch = model.dtype == "bfloat16" and device.bfloat16_units
+        if model.dtype != "float32" and (is_ours or by_torch) and device.bfloat16():
+            return "float16" if model.dtype == "float16" else "bfloat16"
         return "float32" if device.kind == "cpu" else "float16"
     if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16():
         raise ConfigError(f"dtype is 'bfloat16', which {device.name} does not have; allowed: auto, float16, float32")

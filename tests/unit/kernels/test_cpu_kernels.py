@@ -158,7 +158,7 @@ def another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
         pytest.skip("no C++ compiler here")
     source = tmp_path / "empty.cpp"
     source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in library_module._ARGUMENTS))
-    monkeypatch.setattr(library_module, "SOURCE", source)
+    monkeypatch.setattr(library_module, "SOURCES", (source,))
     monkeypatch.setattr(library_module, "instruction_set", lambda: INSTRUCTION_SETS[-1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -30,7 +30,7 @@ ROWS = (1, 8, 64, 256, 4096)
 def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> None:
     on_gpu = device.kind == "cuda" and device.own_kernels
     allowed = {"torch"} | ({"int_mm"} if device.kind == "cuda" else set())
-    allowed |= {"cpu", "cpu_blocks"} if device.kind == "cpu" and device.own_kernels else set()
+    allowed |= {"cpu", "cpu_widened", "cpu_blocks"} if device.kind == "cpu" and device.own_kernels else set()
     for weight_format in linear.CANDIDATES:
         chooser = LinearChooser(weight_format, device)
         for rows, size_out, size_in, dtype, flags in itertools.product(

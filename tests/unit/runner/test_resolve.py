@@ -23,6 +23,7 @@ from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = MachineFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
 BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=lambda: True)
+AVX2_CPU = dataclasses.replace(BFLOAT16_CPU, bfloat16_units=False)
 HOPPER = MachineFacts(kind="cuda", name="H200", capability=(9, 0), count=4, multiprocessors=132, bfloat16=lambda: True)
 ADA = dataclasses.replace(HOPPER, name="L4", capability=(8, 9), count=1, multiprocessors=58)
 TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, multiprocessors=40, bfloat16=lambda: False)
@@ -83,7 +84,10 @@ def resolved(
         (CPU, "float16", "auto", "float32"),
         (CPU, "float32", "bfloat16", "bfloat16"),
         (BFLOAT16_CPU, "bfloat16", "auto", "bfloat16"),
-        (BFLOAT16_CPU, "float16", "auto", "float32"),
+        (BFLOAT16_CPU, "float16", "auto", "float16"),
+        (AVX2_CPU, "bfloat16", "auto", "bfloat16"),
+        (AVX2_CPU, "float16", "auto", "float16"),
+        (AVX2_CPU, "float32", "auto", "float32"),
         (BFLOAT16_CPU, "bfloat16", "float32", "float32"),
         (HOPPER, "bfloat16", "auto", "bfloat16"),
         (HOPPER, "float16", "auto", "float16"),
