@@ -3,9 +3,9 @@
 `python -m benchmarks.cpu --json` measures what is installed and says what is missing. llama.cpp comes from PyPI's
 source package, compiled for this processor, and its model file is written with `gguf`; both may live in another
 environment, whose Python `--llama-python` names. The systems are loaded once and measured in turn, round by round, so
-that what disturbs the machine disturbs all of them; figures are medians over rounds. Threads that wait for each other
-lose much on a busy machine: only with `--threads 1` do tokens of a processor's second (`tok_processor_s`) say something
-there.
+that what disturbs the machine disturbs all of them; `--gguf FILE` measures that model in both. Figures are medians
+over rounds. Threads that wait for each other lose much on a busy machine: only with `--threads 1` do tokens of a
+processor's second (`tok_processor_s`) say something there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.cpu_systems import MAX_STREAMS, MAX_TOKENS
 
 OWN, PEER = "own", "llama.cpp"
+OF_FILES = f"{PEER}-gguf"
 CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
     OWN: (OWN, {"format": ""}),
     "own-float32": (OWN, {"format": "float32"}),
@@ -33,6 +34,7 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
         for format in ("bf16", "f16", "f32")
         for flash in (False, True)
     },
+    OF_FILES: (PEER, {"format": "gguf", "flash_attention": True}),
     "transformers-bfloat16": ("transformers", {"format": "bfloat16"}),
     "transformers-float32": ("transformers", {"format": "float32"}),
 }
@@ -92,10 +94,11 @@ def run(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """All figures, by candidate and number of streams."""
     found: dict[str, Any] = {}
     candidates: dict[str, Candidate] = {}
+    shared = {"threads": args.threads} | ({} if args.gguf is None else {"file": str(args.gguf)})
     for name in names:
         system, options = CANDIDATES[name]
         python = args.llama_python if system == PEER else sys.executable
-        candidate = Candidate(python, system, args.folder, {**options, "threads": args.threads})
+        candidate = Candidate(python, system, args.folder, {**options, **shared})
         if candidate.missing is None:
             candidates[name] = candidate
             found[name] = {"is": candidate.description}
@@ -143,7 +146,8 @@ def processor() -> str:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default=",".join(CANDIDATES), help=f"of {', '.join(CANDIDATES)}")
+    parser.add_argument("--gguf", type=Path, help=f"a model's file: of {OWN} and {OF_FILES}")
+    parser.add_argument("--only", help=f"of {', '.join(CANDIDATES)}")
     parser.add_argument("--streams", default="1,8", help=f"at once; each 1 to {MAX_STREAMS}")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
@@ -153,10 +157,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-python", default=sys.executable, help="the Python that has llama_cpp and gguf")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     args = parser.parse_args(arguments)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in CANDIDATES]
+    of_files = [OWN, OF_FILES]
+    allowed = of_files if args.gguf else [name for name in CANDIDATES if name != OF_FILES]
+    args.only = args.only.split(",") if args.only else allowed
+    unknown = [name for name in args.only if name not in allowed]
     if unknown:
-        parser.error(f"--only is {unknown[0]!r}; allowed: {', '.join(CANDIDATES)}")
+        parser.error(f"--only is {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    if args.gguf is not None and not args.gguf.is_file():
+        parser.error(f"--gguf is {str(args.gguf)!r}; allowed: a file")
     try:
         args.streams = [int(one) for one in args.streams.split(",")]
     except ValueError:

@@ -44,15 +44,17 @@ class System(ABC):
 class Own(System):
     """This project's engine, scheduler and sampler included, with its default options."""
 
-    def __init__(self, folder: Path, format: str, threads: int) -> None:
+    def __init__(self, folder: Path, format: str, threads: int, file: str = "") -> None:
+        """file: a GGUF file in place of random weights."""
         from minisgl_backend.process.resources import set_torch_defaults
 
         os.environ["OMP_NUM_THREADS"] = str(threads)
         set_torch_defaults()
         from benchmarks.driver import Driver
         from benchmarks.model_shapes import make_folder
+        from minisgl_backend.models.folder import find_model_dir
 
-        model = make_folder(SHAPE, folder)
+        model = find_model_dir(file) if file else make_folder(SHAPE, folder)
         self._driver = Driver(
             model,
             max_running_requests=MAX_STREAMS,
@@ -61,7 +63,7 @@ class Own(System):
             dtype=format or "auto",
         )
         # Figures are published: a folder of this machine is nothing to tell.
-        self.description = self._driver.engine.welcome.description.replace(str(model), SHAPE)
+        self.description = self._driver.engine.welcome.description.replace(str(model), Path(file).name or SHAPE)
 
     def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[float], float]:
         self._driver.clear()
@@ -116,14 +118,14 @@ class Transformers(System):
 class LlamaCpp(System):
     """llama.cpp by its C interface: all sequences in one batch, the likeliest tokens found by NumPy."""
 
-    def __init__(self, folder: Path, format: str, threads: int, flash_attention: bool) -> None:
+    def __init__(self, folder: Path, format: str, threads: int, flash_attention: bool, file: str = "") -> None:
         try:
             import llama_cpp
         except ImportError as error:
             raise MissingPackage(f"pip install llama-cpp-python, which compiles for this processor ({error})") from None
         import numpy as np
 
-        path = write_gguf(folder, format or "bf16")
+        path = Path(file) if file else write_gguf(folder, format or "bf16")
         self._lib, self._np = llama_cpp, np
         llama_cpp.llama_backend_init()
         with _quiet():
@@ -134,9 +136,11 @@ class LlamaCpp(System):
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._threads, self._flash = threads, flash_attention
         self._contexts: dict[int, Any] = {}
-        self._vocab_size = SHAPES[SHAPE]["vocab_size"]
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         flash = "with" if flash_attention else "without"
-        self.description = f"llama-cpp-python {llama_cpp.__version__}, {format}, {flash} flash attention"
+        self.description = (
+            f"llama-cpp-python {llama_cpp.__version__}, {Path(file).name or format}, {flash} flash attention"
+        )
 
     def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[float], float]:
         lib, np, streams = self._lib, self._np, len(prompts)

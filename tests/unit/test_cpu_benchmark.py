@@ -21,6 +21,9 @@ from benchmarks import cpu
         (["--prompt", "1000", "--answer", "64"], "allowed: 1024 together"),
         (["--prompt", "129"], "up to 128"),
         (["--rounds", "0"], "at least 1"),
+        (["--gguf", "no.gguf"], "allowed: a file"),
+        (["--gguf", "pyproject.toml", "--only", "llama.cpp-bf16"], "allowed: own, llama.cpp-gguf"),
+        (["--only", "llama.cpp-gguf"], "allowed: own, own-float32"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
