@@ -3,8 +3,8 @@
     python -m benchmarks.floors [--model qwen3-30b-a3b] [--weights fp8] [--experts mxfp4] [--device h100 | --measure]
 
 Counts what must be read (weights once a step in their number format, the LM head in bfloat16, the keys and values of
-the context) and the GEMMs that must be computed, layer by layer (layer_costs.py); activations, launches and sampling
-are free. With --measure the rates are those of this machine's GPU, measured now.
+the context, and what moves of states) and the GEMMs that must be computed, layer by layer (layer_costs.py);
+activations, launches and sampling are free. With --measure the rates are those of this machine's GPU, measured now.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class Floors:
         return layers + PLAIN_BYTES * self._head
 
     def _cache_bytes(self, contexts: Sequence[float]) -> float:
-        """Keys and values or latents read, states read and written."""
+        """Keys and values or latents read, and what moves of states."""
         return sum(
-            count * (layer.kv_bytes * sum(map(layer.seen, contexts)) + 2 * layer.state_bytes * len(contexts))
+            count * (layer.kv_bytes * sum(map(layer.seen, contexts)) + layer.state_bytes * len(contexts))
             for layer, count in self._layers
         )
 

@@ -86,6 +86,9 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "gpt-oss-120b-mxfp4": Row("gpt-oss-120b-mxfp4", None, {}, "plain", "mxfp4", offline=False),
         "deepseek-v2-lite": Row("deepseek-v2-lite", decode=(*DECODE, (64, 16_000)), offline=False),
         "gemma-3-12b": Row("gemma-3-12b", offline=False),
+        "qwen3.5-9b-text": Row("qwen3.5-9b-text", decode=(*DECODE, (256, DECODE_CONTEXT)), offline=False),
+        "qwen3-next-cut": Row("qwen3-next-cut", offline=False),
+        "qwen3-next-cut-blocks": Row("qwen3-next-cut-fp8", "qwen3-next-cut", {}, "fp8-blocks", offline=False),
         "q06": Row("qwen3-0.6b"),
         "q06-transformers": Row("qwen3-0.6b", "q06", _TRANSFORMERS, decode=_FEW_AND_MANY, prefill=False, offline=False),
     }

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from minisgl_backend.kv.state_config import StateConfig
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, UngatedMlpConfig
 from minisgl_backend.layers.mixer_config import HeadsConfig, LatentAttentionConfig
 
+STATE_PAGE = 32  # tokens of a page of a model with states, on a GPU
 PLAIN_BYTES = 2  # of a bfloat16 number: plain weights, routers, the LM head, and the KV cache unless it is FP8
 
 
@@ -53,7 +55,7 @@ class LayerCosts:
     expert_flop: float  # likewise of one routed expert
     kv_bytes: float  # that a decoding token reads of each token that it sees
     window: int | None  # how many it sees at most
-    state_bytes: float  # of a sequence, read and written by each step; of layers that keep a state instead of a cache
+    state_bytes: float  # of a sequence, moved by each step; of layers that keep a state instead of a cache
     decode_flop: float  # of a decoding token and a token that it sees
     prefill_flop: float  # likewise of a prompt's
 
@@ -72,9 +74,8 @@ def layer_costs(
 ) -> LayerCosts:
     """weights: format of linear layers; experts: of routed experts. Routers are plain. Scales of outputs are counted as
     if every weight had hidden_size inputs."""
-    attention, mlp = layer.mixer.attention, layer.mlp
-    assert attention is not None, "no other mixers are served yet"
-    linear, router, expert = attention.num_weights(hidden_size), 0, 0
+    attention, state, mlp = layer.mixer.attention, layer.mixer.state, layer.mlp
+    linear, router, expert = layer.mixer.num_weights(hidden_size), 0, 0
     if isinstance(mlp, MoeConfig):
         linear += 3 * mlp.shared_intermediate_size * hidden_size
         router, expert = mlp.num_experts * hidden_size, 3 * mlp.intermediate_size * hidden_size
@@ -82,19 +83,38 @@ def layer_costs(
         linear += 3 * mlp.intermediate_size * hidden_size
     elif isinstance(mlp, UngatedMlpConfig):
         linear += 2 * mlp.intermediate_size * hidden_size
-    kept, decode, prefill = _attention(attention)
+    kept, decode, prefill = _attention(attention) if attention is not None else (0, 0, 0)
+    recurrence = _recurrence(state) if state is not None else 0
     return LayerCosts(
         weight_bytes=weights.bytes_of(linear, hidden_size) + PLAIN_BYTES * router,
         expert_bytes=experts.bytes_of(expert, hidden_size) if expert else 0.0,
-        flop=2.0 * (linear / weights.rate + router),
+        flop=2.0 * (linear / weights.rate + router) + recurrence,
         expert_flop=2.0 * expert / experts.rate,
         kv_bytes=kept * kv_number_bytes,
         # Of a chunk a token sees half on average.
-        window=attention.window if attention.chunk is None else attention.chunk // 2,
-        state_bytes=0.0,
+        window=_window(attention) if attention is not None else None,
+        state_bytes=_state_bytes(state) if state is not None else 0.0,
         decode_flop=decode,
         prefill_flop=prefill,
     )
+
+
+def _window(attention: HeadsConfig) -> int | None:
+    return attention.window if attention.chunk is None else attention.chunk // 2
+
+
+def _state_bytes(state: StateConfig) -> float:
+    """What a decode step moves of a row's state (`kv.state`): the state read, half a page of tail read, a token's
+    entry written, and its share of a fold, which reads a page of tail and the state, and writes the state."""
+    whole = 4 * state.num_v_heads * state.k_dim * state.v_dim
+    entry = PLAIN_BYTES * state.num_k_heads * state.k_dim + 4 * state.num_v_heads * (state.v_dim + 1)
+    fold = (2 * whole + STATE_PAGE * entry) / STATE_PAGE
+    return whole + (STATE_PAGE - 1) / 2 * entry + entry + fold
+
+
+def _recurrence(state: StateConfig) -> int:
+    """Operations of a token, by its definition: two products with the state, and an outer product."""
+    return 2 * 3 * state.num_v_heads * state.k_dim * state.v_dim
 
 
 def _attention(attention: HeadsConfig) -> tuple[int, int, int]:

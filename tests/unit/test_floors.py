@@ -38,6 +38,16 @@ def test_a_step_of_experts_reads_those_that_its_tokens_reach() -> None:
     assert others + 128 * expert + 151_936 * 2048 == pytest.approx(30.5e9, rel=0.01)
 
 
+def test_a_step_reads_each_state_once_half_a_page_of_tail_and_its_share_of_a_fold() -> None:
+    card = floors("qwen3.5-9b-text")
+    rows, entry = 8, 16 * 128 * 2 + 32 * (128 + 1) * 4
+    state = (1 + 2 / 32) * (2 << 20) + (31 / 2 + 1 + 1) * entry
+    more = card.decode_bytes([1024] * (1 + rows)) - card.decode_bytes([1024])
+    assert more == rows * (24 * state + 1024 * 8 * 2 * 4 * 256 * 2)
+    # Weights read: 8.95 billion with the head, without the input embeddings.
+    assert card.decode_bytes([0]) - 24 * state == pytest.approx(2 * 7.94e9, rel=0.01)
+
+
 def test_many_rows_are_bound_by_products() -> None:
     slow = Limits(bytes_per_s=4.58e12, flop_per_s=1e12)
     assert floors("qwen3-14b", slow).decode_s([0] * 256) == pytest.approx(256 * 2 * 13.99e9 / 1e12, rel=0.01)

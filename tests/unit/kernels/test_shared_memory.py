@@ -22,12 +22,17 @@ from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
 from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
 from minisgl_backend.kernels.linear.plain import small_rows as small_linear
+from minisgl_backend.kernels.recurrent import chunk as delta_chunk, window as delta_window
+from minisgl_backend.kv.state_config import StateConfig
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
-            "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr", "q_rope_ptr", "latent_ptr", "cache_ptr"}
+            "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr", "q_rope_ptr", "latent_ptr", "cache_ptr", "mixed_ptr",
+            "solved_ptr", "scores_ptr", "conv_ptr", "tail_k_ptr", "tail_conv_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
-          "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr"}
-FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr"}
+          "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr", "blocks_ptr", "lens_ptr",
+          "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr"}
+FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr", "states_ptr", "tail_u_ptr",
+          "tail_g_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
     def kind(name):
@@ -37,7 +42,7 @@ def shared(kernel, capability, number, num_warps, num_stages, **constants):
             return "*" + number
         if name in FLOATS:
             return "*fp32"
-        scalars = ("eps", "scale_log2", "v_scale", "k_inverse", "v_inverse")
+        scalars = ("eps", "scale_log2", "v_scale", "k_inverse", "v_inverse", "l2_eps", "q_scale", "beta_scale")
         return "*i32" if name in COUNTS else "fp32" if name in scalars else "i32"
     names = kernel.arg_names
     signature = {name: kind(name) for name in names}
@@ -104,8 +109,34 @@ def expanded(capability, limit, number, nope, value):
                   NOPE=nope, NOPE_PADDED=sizes[0], ROPE=64, ROPE_PADDED=64, V=value, V_PADDED=sizes[2], TILE_Q=tile_q,
                   TILE_KV=tile_kv)
 
-ways = {"latents": latents, "stored": stored, "expanded": expanded, "capped": capped, "linear": linear,
-        "grouped": grouped, "prefill": prefill}
+STATES = dict(HK=16, HV=32, DK=128, DK_PADDED=128, DV=128)
+
+def chunk(capability, limit, number):
+    # Both launches of the delta rule over a prompt's chunks.
+    size, exact = 2 if number == "bf16" else 4, number != "bf16"
+    cut = delta_chunk.chunk_shape(128, 128, limit, size)
+    blocks = dict(BLOCK=64, COLUMNS=6, EXACT=exact, **STATES)
+    return max(
+        shared(delta_chunk._solve_kernel, capability, number, 4, 3, **blocks),
+        shared(delta_chunk._states_kernel, capability, number, cut.num_warps, 3, TILE=cut.tile, WIDTH=4,
+               WIDTH_PADDED=4, LENGTH=32, RING=4, ROW_COLUMNS=9, STAGES=cut.num_stages, **blocks),
+    )
+
+def window(capability, limit, page_size, drafts):
+    # A decode step's window, and the fold.
+    config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128, conv_width=4)
+    cut = delta_window.stream_shape(config, page_size, limit)
+    rings = dict(WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, **STATES)
+    return max(
+        shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, TILE=cut.tile,
+               TILES=128 // cut.tile, TAIL=page_size, STAGES=cut.num_stages, PDL=False, **rings),
+        shared(delta_window._window_kernel, capability, "bf16", 8, 3, DV_PADDED=128, PAGE=page_size, TAIL=32,
+               ENTRIES=4, PDL=False, **rings),
+        shared(delta_window._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings),
+    )
+
+ways = {"chunk": chunk, "window": window, "latents": latents, "stored": stored, "expanded": expanded,
+        "capped": capped, "linear": linear, "grouped": grouped, "prefill": prefill}
 print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
 """
 
@@ -118,6 +149,7 @@ TIGHT = [
     ("capped", 90, 256),
     ("prefill", 120, 256),
     ("stored", 90, 0),
+    ("window", 89, 32, 3),
 ]
 OTHERS = [
     *(("linear", capability, 16, 4096, 12288) for capability in (80, 120)),
@@ -133,6 +165,8 @@ OTHERS = [
     ("stored", 90, 1),
     *(("expanded", *row) for row in ((90, "bf16", 192, 256), (80, "bf16", 192, 256), (89, "bf16", 128, 128))),
     *(("expanded", *row) for row in ((89, "bf16", 192, 256), (89, "fp32", 192, 256))),
+    *(("chunk", *row) for row in ((90, "bf16"), (89, "bf16"), (80, "bf16"), (120, "fp32"))),
+    ("window", 90, 64, 3),
 ]
 
 
