@@ -117,6 +117,8 @@ class EngineFront(Listener):
             request_id=spec.request_id,
             tenant=spec.tenant,
             contents=contents,
+            stable_len=spec.stable_len,
+            borders=spec.borders,
         )
         try:
             self.client.submit(request)

@@ -29,6 +29,7 @@ from minisgl_backend.serving.prompt_settings import CodecSettings, listed_messag
 
 if TYPE_CHECKING:  # the engine front imports this module, but not the tokenizer's libraries
     from minisgl_backend.images.front import ImageFront, SeenPrompt
+    from minisgl_backend.text.prompt_borders import PromptBorders
     from minisgl_backend.text.tokenizer import Tokenizer
 
 
@@ -41,8 +42,11 @@ class RequestCodec:
         settings: CodecSettings,
         pooling: PoolingCodec | None = None,
         images: ImageFront | None = None,
+        borders: PromptBorders | None = None,
     ) -> None:
-        """`pooling`: for requests for vectors, `images`: for images in prompts; None: they are refused."""
+        """`pooling`: for requests for vectors, `images`: for images in prompts; None: they are refused. `borders`: of a
+        model with states."""
+        self._borders = borders
         self._tokenizer = tokenizer
         self._images = ImageCodec(images, settings)
         self._pooling = pooling
@@ -88,9 +92,12 @@ class RequestCodec:
         priority = fields.get("priority", 0)
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
+        stable_len, borders = (0, ()) if seen is not None else self._parts(fields, prompt_ids)
         spec = EngineRequest(
             params=params,
             options=options,
+            stable_len=stable_len,
+            borders=borders,
             priority=priority,
             deadline=deadline,
             request_id=request_id,
@@ -136,6 +143,20 @@ class RequestCodec:
         ids = self._tokenizer.encode(rendered, add_special_tokens=special)
         self._settings.check_prompt(name, ids)
         return echo, ids
+
+    def _parts(self, fields: Mapping[str, Any], prompt_ids: Sequence[int] | Int32Array) -> tuple[int, tuple[int, ...]]:
+        """`stable_len` and `borders` of the request."""
+        as_tokens = "trtllm_input_ids" in fields or fields.get("prompt_token_ids") is not None
+        if self._borders is None or as_tokens:
+            return 0, ()
+        if fields.get("messages"):
+            chat = listed_messages(fields["messages"])
+        elif fields.get("apply_chat_template", self._settings.apply_chat_template):
+            chat = [{"role": "user", "content": fields["text_input"]}]
+        else:
+            return 0, ()
+        template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
+        return self._borders.of_chat(chat, template, list(prompt_ids))
 
     def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
         if fields.get("text_input") or fields.get("messages"):

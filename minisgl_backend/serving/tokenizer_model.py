@@ -36,6 +36,7 @@ from minisgl_backend.serving.responses import error_response
 
 if TYPE_CHECKING:
     from minisgl_backend.models.config import ModelConfig
+    from minisgl_backend.text.prompt_borders import PromptBorders
     from minisgl_backend.text.tokenizer import Tokenizer
 
 IMAGE_REQUESTS = 16  # requests whose images are read at a time
@@ -68,7 +69,8 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
         self._images = images
-        self._codec = RequestCodec(tokenizer, settings, pooling, images)
+        borders = _borders(tokenizer) if model.has_states else None
+        self._codec = RequestCodec(tokenizer, settings, pooling, images, borders)
         # Requests with images wait for their decoding there; those without never do.
         self._threads = ThreadPoolExecutor(IMAGE_REQUESTS, thread_name_prefix="images") if images is not None else None
         self._wire = Codec()
@@ -166,6 +168,12 @@ def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) 
     if model.encoder is None or not config.encoder_cache_mib:
         return None
     return ImageFront(config.model, tokenizer)
+
+
+def _borders(tokenizer: Tokenizer) -> PromptBorders:
+    from minisgl_backend.text.prompt_borders import PromptBorders
+
+    return PromptBorders(tokenizer)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

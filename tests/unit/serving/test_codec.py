@@ -19,6 +19,7 @@ from minisgl_backend.request import Grammar
 from minisgl_backend.serving.codec import RequestCodec
 from minisgl_backend.serving.prompt_settings import CodecSettings
 from minisgl_backend.serving.tensors import INPUTS, TENSORS
+from minisgl_backend.text.prompt_borders import PromptBorders
 from minisgl_backend.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
@@ -322,3 +323,16 @@ def test_statuses() -> None:
     assert status_of(InvalidRequestError("")) == "INVALID_ARG"
     assert status_of(CapacityError("")) == "UNAVAILABLE"
     assert status_of(KeyError("")) == "INTERNAL"
+
+
+@pytest.mark.parametrize("by_messages", [True, False])
+def test_a_model_with_states_is_told_where_chats_meet(tokenizer: Tokenizer, by_messages: bool) -> None:
+    codec = RequestCodec(tokenizer, CodecSettings.of_model(ModelConfig.load(DEMO)), borders=PromptBorders(tokenizer))
+    chat = {"messages": json.dumps([{"role": "user", "content": "hello"}])}
+    ids, spec = codec.decode(tensors(**(chat if by_messages else {"text_input": "hello", "apply_chat_template": True})))
+    assert 0 < spec.stable_len < len(ids)
+    assert len(spec.borders) == 1
+    plain = codec.decode(tensors(text_input="hello"))[1]
+    assert (plain.stable_len, plain.borders) == (0, ())
+    tokens = codec.decode(tensors(prompt_token_ids=[5, 6, 7]))[1]
+    assert (tokens.stable_len, tokens.borders) == (0, ())
