@@ -112,5 +112,6 @@ def _in_the_clients_words(message: str, names: Mapping[str, str]) -> tuple[str, 
         return message, None
     name = found[1]
     if name not in names:
-        return message, name if "_" in name or message[found.end() : found.end() + 4] in (" is ", " has") else None
+        behind = message[found.end() : found.end() + 4]
+        return message, name if "_" in name or behind in (" is ", " has") or behind[:1] == "[" else None
     return message[: found.start(1)] + names[name] + message[found.end(1) :], names[name]

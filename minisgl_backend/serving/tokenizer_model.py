@@ -87,17 +87,17 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One response per request, or one error that names the field; of requests with images, a thread sends it."""
         if self._threads is None or not any(map(_has_images, requests)):
-            return [self._answer(request) for request in requests]
+            return [self._answer(request, self._wire) for request in requests]
         for request in requests:
             sender = request.get_response_sender()
             if _has_images(request):
                 self._threads.submit(self._answer_later, sender, request)
             else:
-                _send(sender, self._answer(request))
+                _send(sender, self._answer(request, self._wire))
         return None
 
     def _answer_later(self, sender: Any, request: Any) -> None:
-        _send(sender, self._answer(request))
+        _send(sender, self._answer(request, Codec()))
 
     def finalize(self) -> None:
         """Waits for requests with images, and ends their processes."""
@@ -106,7 +106,7 @@ class TritonPythonModel:
         if self._images is not None:
             self._images.close()
 
-    def _answer(self, request: Any) -> Any:
+    def _answer(self, request: Any, wire: Codec) -> Any:
         requested = set(request.requested_output_names())
         try:
             if requested == {"model_info"}:
@@ -128,12 +128,7 @@ class TritonPythonModel:
             return error_response("INVALID_ARG", f"the request could not be read ({type(error).__name__})")
         tensors = [
             pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
-            pb_utils.Tensor(
-                "spec",
-                Codec().pack(spec)
-                if spec.contents
-                else self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False),
-            ),
+            pb_utils.Tensor("spec", wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
         ]
         return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 

@@ -1,7 +1,6 @@
 """Images from the caller's hand to the answer, which is that of transformers' own model with the same pixels."""
 
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ from minisgl_backend import LLM
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.segments import SHARED
 from tests.parity.seeing import Image, reference
-from tests.parity.vision_checkpoints import FAMILIES, save
-from tests.seeing import SeeingModel, encoded
+from tests.seeing import encoded
+from tests.seeing_checkpoint import NAME, seeing_checkpoint
 
-NAME = "qwen2_5_vl"
 SIZE = (40, 56)  # height and width that need no resizing
 OPTIONS = {"dtype": "float32", "page_size": 4, "num_pages": 400, "max_running_requests": 4, "encoder_cache_mib": 1}
 
@@ -29,15 +27,7 @@ FIRST, SECOND = _picture(1), _picture(2)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp(NAME)
-    small = SeeingModel("qwen2_vl", "bytes", folder)
-    reference_model = save(NAME, folder, vocab_size=len(small.plain) + 320)
-    processor = json.loads((folder / "preprocessor_config.json").read_text())
-    family = FAMILIES[NAME]
-    processor |= {"patch_size": family.patch, "merge_size": family.merge, "min_pixels": 64, "max_pixels": 4096}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    small.model = reference_model
-    return small
+    return seeing_checkpoint(tmp_path_factory.mktemp(NAME))
 
 
 @pytest.fixture(scope="module")
