@@ -24,6 +24,7 @@ BACKENDS = ("fa", "fi", "trtllm", "triton", "flashmla", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
+_ENCODER_CACHE_MIB = 512
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -121,10 +122,10 @@ class EngineConfig:
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
     )
-    encoder_cache_mib: int = option(
-        0,
+    encoder_cache_mib: int | None = option(
+        None,
         "memory of the vectors that a model's encoder makes of images, and of those that it is making; 0: the encoder "
-        "is not loaded, and the model reads text alone",
+        "is not loaded, and the model reads text alone; unset: 512",
         "0 or more MiB",
         at_least(0),
     )
@@ -291,6 +292,11 @@ class EngineConfig:
         self._check_nodes()
         self._check_kv_event_ports()
         self._check_speculation()
+
+    @property
+    def encoder_cache_bytes(self) -> int:
+        """Of a model that sees."""
+        return (_ENCODER_CACHE_MIB if self.encoder_cache_mib is None else self.encoder_cache_mib) << 20
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

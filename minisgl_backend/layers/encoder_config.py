@@ -38,6 +38,11 @@ class EncoderConfig(ABC):
         """Numbers of a token: its vector, then those of the planes."""
         return self.out_size * (1 + len(self.planes))
 
+    def state_size(self, item_bytes: int) -> int:
+        """Bytes of a patch between two slices, of numbers of so many bytes."""
+        planes = len(self.planes) * self.out_size // self.merge**2
+        return (self.hidden_size + planes) * item_bytes
+
     @abstractmethod
     def operations(self) -> tuple[int, int]:
         """Multiplications and additions of one layer: for a patch, and for a pair of patches in attention."""
@@ -65,6 +70,10 @@ class TransformerConfig(EncoderConfig):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    def state_size(self, item_bytes: int) -> int:
+        angles = 0 if self.rope_theta is None else 4 * self.head_dim
+        return super().state_size(item_bytes) + angles
 
     def operations(self) -> tuple[int, int]:
         mlp = (3 if self.gated else 2) * self.intermediate_size

@@ -91,6 +91,11 @@ class Drafting:
         self._drafted = np.zeros(self._most, dtype=np.int64)  # by position
         self._accepted = np.zeros(self._most, dtype=np.int64)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a model proposes."""
+        return self._steps is not None
+
     def waits(self, in_flight: StepPlan, prompts_wait: bool) -> bool:
         """Whether the next step must wait until this one is committed."""
         if len(in_flight.draft_tokens) or in_flight.num_proposed:
@@ -159,6 +164,7 @@ class Drafting:
         forced = self._forced.of(row)[:most]
         if self._control.is_on and len(forced) < most:
             tokens = self._proposer.propose(row, uid, self._running.rows.tokens_of(row), most)[:most]
+            tokens = _without_placeholders(self._running.rows.sequences[row], tokens)
             self._control.note_found(row, uid, len(tokens) > 0)
             if not len(forced) or (len(tokens) > len(forced) and np.array_equal(tokens[: len(forced)], forced)):
                 return tokens
@@ -304,3 +310,12 @@ class Drafting:
 def _first_entries(plan: StepPlan) -> IndexArray:
     """The first entry of each row in a plan with drafts; all others are drafts."""
     return np.flatnonzero(plan.draft_tokens < 0)
+
+
+def _without_placeholders(sequence: Sequence | None, tokens: Int32Array) -> Int32Array:
+    """A draft up to the first token that stands for a part of an image: no answer has one."""
+    if sequence is None or not sequence.contents:
+        return tokens
+    placeholders = {int(sequence.token_ids[one.vector_runs()[0][0]]) for one in sequence.contents}
+    found = np.flatnonzero(np.isin(tokens, list(placeholders)))
+    return tokens[: found[0]] if len(found) else tokens

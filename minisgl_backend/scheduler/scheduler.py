@@ -107,6 +107,11 @@ class Scheduler:
             )
         if request.contents and self._running.images is not None:
             self._running.images.check_request(request.contents)
+            if self._drafting is not None and self._drafting.on_device:
+                raise InvalidRequestError(
+                    "images are not taken with speculation by a model, whose drafts would not see them; allowed: "
+                    "speculation by ngram, or none"
+                )
         tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
         sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.admitter.num_admissions)
         for sequence in sequences:

@@ -160,7 +160,7 @@ def _send(sender: Any, response: Any) -> None:
 
 def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ImageFront | None:
     """None for a model without eyes. Raises ConfigError."""
-    if model.encoder is None or not config.encoder_cache_mib:
+    if model.encoder is None or not config.encoder_cache_bytes:
         return None
     return ImageFront(config.model, tokenizer)
 

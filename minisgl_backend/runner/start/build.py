@@ -30,6 +30,7 @@ from minisgl_backend.runner.start.capturable import can_be_captured
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.start.draft import proposer_class
+from minisgl_backend.runner.start.encoder import reserved_bytes
 from minisgl_backend.runner.start.memory import bytes_left, choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.parts import Parts, Start, StartProgress, load_parts
 from minisgl_backend.runner.start.repacked import repack_weights, room_for_repacked
@@ -147,6 +148,7 @@ def _room(start: Start, parts: Parts, limits: StepLimits) -> _Room:
         tp.share_logits(graph_max_bs, start.model.vocab_size, getattr(torch, runtime.dtype))
     # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
     step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // limits.max_running
+    step_bytes += reserved_bytes(runtime, start.model)
     return _Room(step_bytes, _graph_sizes(graph_max_bs, runtime, attention), pieces)
 
 

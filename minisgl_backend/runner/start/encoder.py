@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.encoders.build import build_encoder
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.lazy_import import load_attribute
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.row_images import RowImages
@@ -14,9 +15,12 @@ from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.vectors import Vectors
 from minisgl_backend.step import EncoderLimits
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.sizes import ITEM_BYTES
 
-# Hidden states and angles of a patch while it is encoded, and their temporaries of one layer, in hidden sizes.
-_STATE_SHARE = 8
+# What a patch takes beside its state while a layer computes it, in hidden sizes: queries, keys and values, also in
+# float32 while they are rotated.
+_LAYER_SHARE = 24
+_LARGEST_IMAGE = 16384  # patches that memory is kept free for; where a larger one does not fit, its request fails
 # What opens segments of pixels; by name, since rooms of one level do not import each other.
 OPEN_PIXELS = "minisgl_backend.images.segments:open_pixels"
 
@@ -26,14 +30,17 @@ def make_vectors(
 ) -> Vectors:
     """`model`: the decoder."""
     assert config.encoder is not None, "it is asked for where there is one"
-    encoder = build_encoder(
-        config.encoder,
-        runtime.model_dir,
-        device=device,
-        dtype=getattr(torch, runtime.dtype),
-        model=config.architecture,
-        dummy_weights=runtime.config.dummy_weights,
-    )
+    try:
+        encoder = build_encoder(
+            config.encoder,
+            runtime.model_dir,
+            device=device,
+            dtype=getattr(torch, runtime.dtype),
+            model=config.architecture,
+            dummy_weights=runtime.config.dummy_weights,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; with encoder_cache_mib 0 the model reads text alone") from error
     tables, max_rows = tuple(model.ropes), runtime.most_decode_entries + 1
     rows = RowImages(
         max_rows,
@@ -45,19 +52,28 @@ def make_vectors(
     return Vectors(encoder, rows, tables, max_rows, tp)
 
 
+def reserved_bytes(runtime: RuntimeConfig, config: ModelConfig) -> int:
+    """Of a GPU, beside the encoder's weights: its cache, and what a large image takes while it is encoded."""
+    limits = encoder_limits(runtime, config)
+    if limits is None or config.encoder is None:
+        return 0
+    in_layer = _LAYER_SHARE * config.encoder.hidden_size * ITEM_BYTES[runtime.dtype]
+    return limits.capacity + _LARGEST_IMAGE * (limits.state_bytes + in_layer)
+
+
 def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits | None:
     """None: it reads text alone. Costs follow from the operations of encoder and decoder."""
-    capacity, encoder = runtime.config.encoder_cache_mib << 20, config.encoder
+    capacity, encoder = runtime.config.encoder_cache_bytes, config.encoder
     if not capacity or encoder is None:
         return None
-    item = torch.empty(0, dtype=getattr(torch, runtime.dtype)).element_size()
+    item = ITEM_BYTES[runtime.dtype]
     per_token = 2 * config.layer_weights_per_token
     per_patch, per_pair = encoder.operations()
     return EncoderLimits(
         num_layers=encoder.num_layers,
         capacity=capacity,
         vector_bytes=encoder.width * item,
-        state_bytes=_STATE_SHARE * encoder.hidden_size * item,
+        state_bytes=encoder.state_size(item),
         patch_area=encoder.patch_size**2,
         patch_cost=per_patch / per_token,
         pair_cost=per_pair / per_token,
