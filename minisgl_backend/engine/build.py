@@ -85,6 +85,7 @@ def build_engine(
         undo.callback(heartbeat.close)
         model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
         model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
+        model = model.reading(images=config.encoder_cache_bytes > 0)
         compilers = _grammar_compilers(config, model_dir, model, owns_process)
         undo.callback(compilers.close)
         start = Start(
@@ -156,6 +157,7 @@ def resolve_options(config: EngineConfig, environment: Environment) -> tuple[Run
 
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
+    model = model.reading(images=config.encoder_cache_bytes > 0)
     return resolve(config, model_dir, model, MachineFacts.detect(), environment), model
 
 

@@ -82,6 +82,7 @@ def _build(
 ) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
+    model = model.reading(images=config.encoder_cache_bytes > 0)
     runtime = resolve(config, model_dir, model, MachineFacts.detect(), environment, dp_rank=options.dp_rank)
     device = device_of_rank(runtime.device, runtime.device_index(options.rank))
     tp = TensorParallel.connect(

@@ -32,6 +32,8 @@ from minisgl_backend.weights.names import TensorNames
 # Keys that a multimodal config may have outside of its text config.
 _AROUND_TEXT = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
+_NOT_LOADED = "encoder_cache_mib is 0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
@@ -110,6 +112,10 @@ class ModelConfig(DecoderConfig):
             why_no_images=why_no_images,
             unknown_keys=check_unread(keys, family.model_type, decoder.max_position),
         )
+
+    def reading(self, images: bool) -> ModelConfig:
+        """The same, without its encoder where it is to read text alone."""
+        return self if images or self.encoder is None else replace(self, encoder=None, why_no_images=_NOT_LOADED)
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError unless the model splits over `size` ranks."""

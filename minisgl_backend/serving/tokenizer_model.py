@@ -57,6 +57,7 @@ class TritonPythonModel:
             log_to_stderr("tokenizer", Environment.read().log_level)
             config = read_engine_config(repository)
             model = load_model_config(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
+            model = model.reading(images=config.encoder_cache_bytes > 0)
             settings = CodecSettings.of_model(
                 model,
                 config.max_seq_len_override,
@@ -160,7 +161,7 @@ def _send(sender: Any, response: Any) -> None:
 
 def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ImageFront | None:
     """None for a model without eyes. Raises ConfigError."""
-    if model.encoder is None or not config.encoder_cache_bytes:
+    if model.encoder is None:
         return None
     return ImageFront(config.model, tokenizer)
 

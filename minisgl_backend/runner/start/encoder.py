@@ -64,7 +64,7 @@ def reserved_bytes(runtime: RuntimeConfig, config: ModelConfig) -> int:
 def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits | None:
     """None: it reads text alone. Costs follow from the operations of encoder and decoder."""
     capacity, encoder = runtime.config.encoder_cache_bytes, config.encoder
-    if not capacity or encoder is None:
+    if encoder is None:
         return None
     item = ITEM_BYTES[runtime.dtype]
     per_token = 2 * config.layer_weights_per_token

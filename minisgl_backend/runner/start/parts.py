@@ -158,7 +158,7 @@ def load_parts(start: Start) -> Parts:
 
 def sees(start: Start) -> bool:
     """Whether it encodes images."""
-    return start.runtime.config.encoder_cache_bytes > 0 and start.model.encoder is not None
+    return start.model.encoder is not None
 
 
 def _proposer(start: Start, model: Model, rows: RowState) -> DeviceProposer | None:
