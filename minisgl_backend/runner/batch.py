@@ -14,18 +14,19 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
-from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
 from minisgl_backend.runner.plan_arrays import (
     PrefillHost,
+    admitted_arrays,
     expand,
     params_of,
     prefill_arrays,
+    prefill_inputs,
     sampled_beside_prefill,
     sampled_of_prompt,
-    update_arrays,
 )
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
 from minisgl_backend.runner.row_images import NO_IMAGES
@@ -203,7 +204,7 @@ class BatchBuilder:
         penalised: tuple[PenaltyReset, ...],
     ) -> HostBatch:
         rows, positions, indices = sampled
-        arrays = update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
+        arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
         if self._states is not None and not plan.num_proposed:
             arrays |= self._states.arrays(plan)
         checked_rows: tuple[int, ...] = ()
@@ -262,7 +263,7 @@ class BatchBuilder:
             decisions=host.decisions,
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
-            prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
+            prefill=prefill_inputs(self._table, prefill, arrays) if prefill is not None else None,
             decode=self._decode_part(host) if batch else None,
             drafts=_drafts(arrays) if len(host.plan.draft_tokens) else None,
             token_rows=arrays.get("token_rows"),
@@ -357,19 +358,6 @@ class BatchBuilder:
             self._sampling.penalties.reset(reset.row, tokens, reset.prompt_len)
         self._sampling.rules.upload()
 
-    def _prefill_inputs(self, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
-        return PrefillInputs(
-            cu_seqlens_q=arrays["cu_seqlens"],
-            kv_lens=arrays["prefill_ends"],
-            rows=arrays["prefill_rows"],
-            page_table=self._table.page_table,
-            cu_seqlens_q_host=prefill.cu_seqlens,
-            kv_lens_host=prefill.ends,
-            rows_host=prefill.rows,
-            page_tables=self._table.page_tables,
-            chunks=None if self._states is None else self._states.chunks(arrays),
-        )
-
     def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
         missing = size - len(rows)
         if missing <= 0:
@@ -385,6 +373,26 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
     if prefill is None:
         return plan.decode_rows, plan.decode_lengths, NO_INT32
     return sampled_beside_prefill(plan, prefill)
+
+
+def _update_arrays(plan: StepPlan, vocab_size: int, max_rows: int) -> dict[str, Int32Array]:
+    """What a plan changes of rows and pages, by name; names without entries are left out."""
+    arrays: dict[str, Int32Array] = {}
+    if len(plan.cleared_pages):
+        arrays["cleared_pages"] = plan.cleared_pages
+    if len(plan.draft_tokens):
+        drafts = plan.draft_tokens >= 0
+        arrays |= {
+            "draft_rows": plan.decode_rows[drafts],
+            "draft_positions": plan.decode_lengths[drafts] - 1,
+            "draft_tokens": plan.draft_tokens[drafts],
+        }
+    if len(plan.page_ids):
+        rows = plan.page_groups * max_rows + plan.page_rows if len(plan.page_groups) else plan.page_rows
+        arrays |= {"page_rows": rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
+    if plan.admitted:
+        arrays |= admitted_arrays(plan, vocab_size)
+    return arrays
 
 
 def _drafts(arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

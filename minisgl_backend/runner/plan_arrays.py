@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import torch
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.attention.base import PrefillInputs
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
+from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import AdmittedRow, RowError, StepPlan
 
@@ -76,32 +79,31 @@ def params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
         raise RowError(admitted.row, error) from error
 
 
-def update_arrays(plan: StepPlan, vocab_size: int, max_rows: int) -> dict[str, Int32Array]:
-    """What a plan changes of rows and pages, by name; names without entries are left out."""
-    arrays: dict[str, Int32Array] = {}
-    if len(plan.cleared_pages):
-        arrays["cleared_pages"] = plan.cleared_pages
-    if len(plan.draft_tokens):
-        drafts = plan.draft_tokens >= 0
-        arrays |= {
-            "draft_rows": plan.decode_rows[drafts],
-            "draft_positions": plan.decode_lengths[drafts] - 1,
-            "draft_tokens": plan.draft_tokens[drafts],
-        }
-    if len(plan.page_ids):
-        rows = plan.page_groups * max_rows + plan.page_rows if len(plan.page_groups) else plan.page_rows
-        arrays |= {"page_rows": rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
-    if plan.admitted:
-        admitted_rows = np.array([admitted.row for admitted in plan.admitted], dtype=np.int32)
-        lengths = np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32)
-        token_rows, positions = expand(admitted_rows, np.zeros_like(lengths), lengths)
-        arrays |= {
-            "admitted_rows": admitted_rows,
-            "admitted_token_rows": token_rows,
-            "admitted_positions": positions,
-            "admitted_params": np.concatenate([params_of(one, vocab_size) for one in plan.admitted]).reshape(
-                -1, NUM_PARAMS
-            ),
-            "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
-        }
-    return arrays
+def admitted_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
+    """What the rows that a plan admits begin with, by name."""
+    admitted_rows = np.array([admitted.row for admitted in plan.admitted], dtype=np.int32)
+    lengths = np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32)
+    token_rows, positions = expand(admitted_rows, np.zeros_like(lengths), lengths)
+    return {
+        "admitted_rows": admitted_rows,
+        "admitted_token_rows": token_rows,
+        "admitted_positions": positions,
+        "admitted_params": np.concatenate([params_of(one, vocab_size) for one in plan.admitted]).reshape(
+            -1, NUM_PARAMS
+        ),
+        "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
+    }
+
+
+def prefill_inputs(table: RowTable, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
+    """What attention is given of the prefill part; arrays: uploaded, by name."""
+    return PrefillInputs(
+        cu_seqlens_q=arrays["cu_seqlens"],
+        kv_lens=arrays["prefill_ends"],
+        rows=arrays["prefill_rows"],
+        page_table=table.page_table,
+        cu_seqlens_q_host=prefill.cu_seqlens,
+        kv_lens_host=prefill.ends,
+        rows_host=prefill.rows,
+        page_tables=table.page_tables,
+    )

@@ -61,7 +61,7 @@ def test_answers_about_pictures(name: str, tmp_path: Path) -> None:
     model, seeing, processor = made(name, tmp_path)
     first, second = ({"type": "image", "image": one} for one in PICTURES)
     text = {"type": "text", "text": "world, what is in it?"}
-    options = {"dtype": "float32", "num_pages": 300, "page_size": 4, "max_running_requests": 4}
+    options: dict[str, Any] = {"dtype": "float32", "num_pages": 300, "page_size": 4, "max_running_requests": 4}
     with contextlib.closing(LLM(str(tmp_path), **options)) as llm:
         for order, pictures in (((first, text, second), PICTURES), ((second, first, text), PICTURES[::-1])):
             messages = [{"role": "user", "content": list(order)}]
