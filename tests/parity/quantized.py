@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,10 @@ LINEAR: tuple[str, ...] = (
     "w3",
 )
 LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+LINEAR += ("in_proj", "out_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+# Linear layers that publishers of models with states leave as they are, and list by their full names.
+LEFT_OUT = ("in_proj_ba", "in_proj_b", "in_proj_a")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -195,6 +200,9 @@ def rewrite(
             one, other = write(name, tensor)
             stored.update(one)
             same.update(other)
+    left_out = [name.removesuffix(".weight") for name in stored if name.split(".")[-2] in LEFT_OUT]
+    if left_out:
+        config = {**config, **_leaving_out(left_out, config["quant_method"])}
     described = json.loads((source / "config.json").read_text())
     for folder, tensors, more in ((quantized, stored, {"quantization_config": config}), (plain, same, {})):
         folder.mkdir(exist_ok=True)
@@ -203,3 +211,10 @@ def rewrite(
                 shutil.copy(file, folder)
         save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**described, **more}))
+
+
+def _leaving_out(modules: list[str], method: str) -> dict[str, Any]:
+    """What quantization_config says of modules that are not quantized."""
+    if method == "gptq":
+        return {"dynamic": {f"-:{re.escape(module)}": {} for module in modules}}
+    return {"ignore" if method == "compressed-tensors" else "modules_to_not_convert": [*modules, "lm_head"]}
