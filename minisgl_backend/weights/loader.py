@@ -147,8 +147,8 @@ def _add(
         counts = [1 if stored.interleaved else shape[axis] // stored.groups for shape in shapes]
         if not counts[position]:
             raise ConfigError(
-                f"{name} has {shapes[position][axis]} values for {part.name} in {stored.groups} groups; allowed: one or "
-                "more in each"
+                f"{name} has {shapes[position][axis]} values for {part.name} in {stored.groups} groups; allowed: one "
+                "or more in each"
             )
         outputs = Outputs(sum(counts), sum(counts[:position]), counts[position])
         ranges[axis] = (start // outputs.taken * outputs.period, stop // outputs.taken * outputs.period)
