@@ -36,7 +36,7 @@ class PromptImages:
         self, model_dir: Path, model: ModelConfig, config: EngineConfig, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         self._model_dir, self._tokenizer = model_dir, tokenizer
-        self._sees = config.encoder_cache_mib > 0 and model.encoder is not None
+        self._sees = config.encoder_cache_bytes > 0 and model.encoder is not None
         self._why_not = model.why_no_images
         self._taken = TakenImages()
 
