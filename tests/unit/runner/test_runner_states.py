@@ -53,8 +53,14 @@ def said(driver: StateDriver) -> list[list[int]]:
     return [driver.tokens[row][len(prompt) :][:STEPS] for row, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 64), (4, 8), (16, 16), (32, 32)])
+_full = pytest.mark.full
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [pytest.param(1, 7, marks=_full), (4, 64), (4, 8), pytest.param(16, 16, marks=_full), (32, 32)],
+)
 def test_chunks_and_folds(
     page_size: int, chunk: int, is_captured: bool, make_runner: MakeRunner, folder: Path, expected: list[list[int]]
 ) -> None:
@@ -66,7 +72,7 @@ def test_chunks_and_folds(
     assert said(driver) == expected
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=_full), 4, pytest.param(16, marks=_full)])
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_drafts_right_and_wrong(
     page_size: int, is_captured: bool, make_runner: MakeRunner, folder: Path, expected: list[list[int]]

@@ -1,0 +1,62 @@
+"""The whole engine with states, where rows are preempted, drafts are wrong, siblings share a prompt and slots are few."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend import LLM
+from tests.parity.checkpoint_options import VOCAB_SIZE
+from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
+
+NUM_TOKENS = 40
+MAX_SEQ_LEN = 160
+_GENERATOR = random.Random(11)
+SHARED = [_GENERATOR.randrange(3, VOCAB_SIZE) for _ in range(40)]
+# The second half of each prompt repeats, so that drafts are proposed from it.
+PROMPTS = [
+    SHARED[: 5 * index] + 3 * [_GENERATOR.randrange(3, VOCAB_SIZE) for _ in range(7 + index)] for index in range(6)
+]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "drafts": {"speculative_config": DRAFTS, "num_pages": 200},
+    "preempted": {"num_pages": 18, "page_size": 8, "max_prefill_length": 32},
+    "preempted drafts": {"speculative_config": DRAFTS, "num_pages": 18, "page_size": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint("qwen3_5", made)
+    save_tokenizer(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    model, answers = reference_model(folder), []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+            with torch.inference_mode():
+                tokens.append(int(model(ids, use_cache=False, position_ids=positions).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "preempted drafts" else pytest.mark.full) for case in CASES]
+)
+def test_answers_are_those_of_one_prompt_alone(case: str, folder: Path, expected: list[list[int]]) -> None:
+    options = {"page_size": 16, "max_running_requests": 5, **CASES[case]}
+    with LLM(str(folder), dtype="float32", max_seq_len_override=MAX_SEQ_LEN, **options) as llm:
+        for n in (1, 3):
+            outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
+            found = [[one.token_ids for one in output.completions] for output in outputs]
+            assert found == [[answer] * n for answer in expected]
