@@ -8,6 +8,7 @@ import torch
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.attention.base import PrefillInputs
+from minisgl_backend.kernels.recurrent.calls import ChunkBatch
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.params import encode_params
@@ -106,4 +107,6 @@ def prefill_inputs(table: RowTable, prefill: PrefillHost, arrays: dict[str, torc
         kv_lens_host=prefill.ends,
         rows_host=prefill.rows,
         page_tables=table.page_tables,
+        # Of a model with states; not for a proposer's own layers.
+        chunks=ChunkBatch(arrays["chunk_blocks"], arrays["chunk_rows"]) if "chunk_rows" in arrays else None,
     )

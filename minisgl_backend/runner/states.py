@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import RowStates
-from minisgl_backend.kernels.recurrent.calls import ChunkBatch, ChunkSpan, FoldBatch, chunk_tables
+from minisgl_backend.kernels.recurrent.calls import ChunkSpan, FoldBatch, chunk_tables
 from minisgl_backend.kernels.recurrent.choose import RecurrentKernels
 from minisgl_backend.kv.state import StatePool
 from minisgl_backend.step import PrefillChunk, StepPlan
@@ -30,7 +30,7 @@ class StateTables:
         self._folded = -1  # the last step whose folds were launched
 
     def arrays(self, plan: StepPlan) -> dict[str, Int32Array]:
-        """What `apply` and `chunks` need of a plan, by name; names without entries are left out."""
+        """What `apply` and the prompts' kernels need of a plan, by name; names without entries are left out."""
         page, found = self.pool.page_size, dict[str, Int32Array]()
         borders: dict[int, int] = {}
         for row in plan.admitted:
@@ -73,7 +73,3 @@ class StateTables:
             rows = arrays["state_rows"].long()
             self.rows.slot.index_copy_(0, rows, arrays["state_slots"])
             self.rows.border.index_copy_(0, rows, arrays["state_borders"])
-
-    def chunks(self, arrays: Mapping[str, torch.Tensor]) -> ChunkBatch | None:
-        """The prompts of a step; None: they are not the model's."""
-        return ChunkBatch(arrays["chunk_blocks"], arrays["chunk_rows"]) if "chunk_rows" in arrays else None

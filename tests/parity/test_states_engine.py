@@ -1,4 +1,4 @@
-"""The whole engine with states, where rows are preempted, drafts are wrong, siblings share a prompt and slots are few."""
+"""The whole engine with states, where rows are preempted, drafts are wrong and siblings share a prompt."""
 
 from __future__ import annotations
 
