@@ -44,6 +44,12 @@ inline Reals times(Reals a, Reals b) { return _mm512_mul_ps(a, b); }
 inline Reals real(Lanes x) { return _mm512_cvtepi32_ps(x); }
 inline void put(float* p, Reals x) { _mm512_storeu_ps(p, x); }
 
+// The half numbers in the lower or upper halves of words.
+inline Reals halves_of(const uint32_t* words, bool upper) {
+  const __m512i both = _mm512_loadu_si512(words);
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper ? _mm512_srli_epi32(both, 16) : both));
+}
+
 // words[i]: bytes 4 i to 4 i + 3 of each of 16 rows.
 inline void turn(const __m256i* rows, Lanes* words) {
   __m512i z[8], pairs[8];
@@ -84,6 +90,13 @@ inline Reals plus(Reals a, Reals b, Reals c) { return _mm256_fmadd_ps(a, b, c); 
 inline Reals times(Reals a, Reals b) { return _mm256_mul_ps(a, b); }
 inline Reals real(Lanes x) { return _mm256_cvtepi32_ps(x); }
 inline void put(float* p, Reals x) { _mm256_storeu_ps(p, x); }
+
+inline Reals halves_of(const uint32_t* words, bool upper) {
+  const __m256i both = _mm256_loadu_si256((const __m256i*)words);
+  const __m256i one = upper ? _mm256_srli_epi32(both, 16) : _mm256_and_si256(both, _mm256_set1_epi32(0xffff));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(one, one), 0x08);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
 
 inline void turn(const __m256i* rows, Lanes* words) {
   __m256i pairs[8];
@@ -245,6 +258,28 @@ struct Q6_K {
   }
 };
 
+// Of `here` groups of a panel, [group][row]; where groups have two scales, all first ones, then all second ones.
+template <class F>
+inline void panel_scales(const uint8_t* const* p, int here, float* scales, float* mins) {
+  if constexpr (F::kNumbers == kGroup) {  // a block begins with a half number, and with its min where it has one
+    uint32_t words[kSuper * kPanel];
+    for (int r = 0; r < kPanel; r++)
+      for (int b = 0; b < here; b++) std::memcpy(words + b * kPanel + r, p[r] + b * F::kBytes, 4);
+    for (int b = 0; b < here; b++) {
+      put(scales + b * kPanel, halves_of(words + b * kPanel, false));
+      if (F::kMins) put(mins + b * kPanel, halves_of(words + b * kPanel, true));
+    }
+  } else {
+    for (int r = 0; r < kPanel; r++) {
+      float scale[kSlots], min[kSuper];
+      F::scales(p[r], here, scale, min);
+      for (int b = 0; b < (F::kHalves ? kSlots : kSuper); b++) scales[b * kPanel + r] = scale[b];
+      if (F::kMins)
+        for (int b = 0; b < kSuper; b++) mins[b * kPanel + r] = min[b];
+    }
+  }
+}
+
 // out[m * stride + r] = weights[r] . x[m], for `count` rows of weights, at most kPanel, and up to kPanelRows of x.
 template <class F>
 void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantized* x, long rows, long groups, float* out,
@@ -258,15 +293,11 @@ void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantize
     const uint8_t* p[kPanel];
     for (int r = 0; r < kPanel; r++) {
       p[r] = weight + std::min(r, count - 1) * row_bytes + s * (kSuper * kGroup / F::kNumbers) * F::kBytes;
-      float scale[kSlots] = {}, min[kSuper] = {};
-      F::scales(p[r], here, scale, min);
-      for (int b = 0; b < (F::kHalves ? kSlots : kSuper); b++) scales[b * kPanel + r] = scale[b];
-      if (F::kMins)
-        for (int b = 0; b < kSuper; b++) mins[b * kPanel + r] = min[b];
       if (rows < 8)  // the next panel: the hardware does not follow so many rows
         for (int i = 0; i < kSuper * kGroup / F::kNumbers * F::kBytes; i += 64)
           _mm_prefetch((const char*)p[r] + kPanel * row_bytes + i, _MM_HINT_T0);
     }
+    panel_scales<F>(p, here, scales, mins);
     for (int b = 0; b < here; b++) {
       __m256i bytes[kPanel];
       Lanes q[kWords];
