@@ -50,6 +50,11 @@ inline Reals halves_of(const uint32_t* words, bool upper) {
   return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper ? _mm512_srli_epi32(both, 16) : both));
 }
 
+inline Lanes masked(Lanes x, int shift, char mask) {  // of each byte's bits from `shift` on, those in `mask`
+  return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi8(mask));
+}
+inline Lanes with_fifth(Lanes low, Lanes bit) { return _mm512_or_si512(low, _mm512_slli_epi16(bit, 4)); }
+
 // words[i]: bytes 4 i to 4 i + 3 of each of 16 rows.
 inline void turn(const __m256i* rows, Lanes* words) {
   __m512i z[8], pairs[8];
@@ -67,6 +72,21 @@ inline void turn(const __m256i* rows, Lanes* words) {
     words[2 * i] = _mm512_shuffle_i32x4(a, b, 0x88), words[2 * i + 4] = _mm512_shuffle_i32x4(a, b, 0xdd);
     words[2 * i + 1] = _mm512_shuffle_i32x4(c, d, 0x88), words[2 * i + 5] = _mm512_shuffle_i32x4(c, d, 0xdd);
   }
+}
+
+// Of 16 bytes of each row: words of their lower halves, then of their upper ones.
+inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
+  const auto row = [&](int r) { return _mm_loadu_si128((const __m128i*)(rows[r] + at)); };
+  __m512i z[4];
+  for (int i = 0; i < 4; i++) {
+    const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(row(i)), row(4 + i), 1);
+    z[i] = _mm512_inserti32x4(_mm512_inserti32x4(two, row(8 + i), 2), row(12 + i), 3);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
+  const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+  const Lanes both[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d),
+                         _mm512_unpackhi_epi64(b, d)};
+  for (int i = 0; i < 4; i++) words[i] = masked(both[i], 0, 15), words[4 + i] = masked(both[i], 4, 15);
 }
 
 // sum(q x) - offset * sum(x) of COUNT words, for each row.
@@ -98,6 +118,11 @@ inline Reals halves_of(const uint32_t* words, bool upper) {
   return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
 
+inline Lanes masked(Lanes x, int shift, char mask) {
+  return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi8(mask));
+}
+inline Lanes with_fifth(Lanes low, Lanes bit) { return _mm256_or_si256(low, _mm256_slli_epi16(bit, 4)); }
+
 inline void turn(const __m256i* rows, Lanes* words) {
   __m256i pairs[8];
   for (int i = 0; i < 8; i += 2) {
@@ -110,6 +135,17 @@ inline void turn(const __m256i* rows, Lanes* words) {
     words[2 * i] = _mm256_permute2x128_si256(a, b, 0x20), words[2 * i + 4] = _mm256_permute2x128_si256(a, b, 0x31);
     words[2 * i + 1] = _mm256_permute2x128_si256(c, d, 0x20), words[2 * i + 5] = _mm256_permute2x128_si256(c, d, 0x31);
   }
+}
+
+inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
+  const auto row = [&](int r) { return _mm_loadu_si128((const __m128i*)(rows[r] + at)); };
+  __m256i y[4];
+  for (int i = 0; i < 4; i++) y[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(i)), row(4 + i), 1);
+  const __m256i a = _mm256_unpacklo_epi32(y[0], y[1]), b = _mm256_unpackhi_epi32(y[0], y[1]);
+  const __m256i c = _mm256_unpacklo_epi32(y[2], y[3]), d = _mm256_unpackhi_epi32(y[2], y[3]);
+  const Lanes both[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
+                         _mm256_unpackhi_epi64(b, d)};
+  for (int i = 0; i < 4; i++) words[i] = masked(both[i], 0, 15), words[4 + i] = masked(both[i], 4, 15);
 }
 
 // Products of pairs are summed in 16 bits, as many as fit: |x| <= 127.
@@ -151,6 +187,8 @@ inline __m256i bits_to(const uint8_t* p, char value) {  // 32 bits -> 32 bytes, 
   return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask), _mm256_set1_epi8(value));
 }
 
+enum Layout { kEach, kHalfBytes, kPairs };  // as `panel_numbers` reads it
+
 // A format: kBytes of kNumbers weights; `unpack` a group to bytes of at most kMost; `scales` and mins of up to 8 groups.
 // kSigned: bytes less 128 are the numbers. kHalves: two scales a group, of 16 numbers each: first ones, then second ones.
 template <int BYTES, int OFFSET>
@@ -163,10 +201,12 @@ struct Simple {  // one block of 32: half scale, no min
 };
 
 struct Q4_0 : Simple<18, 8> {
+  static constexpr Layout kLayout = kHalfBytes;
   static __m256i unpack(const uint8_t* p, int b) { return nibbles(p + b * kBytes + 2); }
 };
 
 struct Q5_0 : Simple<22, 16> {
+  static constexpr Layout kLayout = kEach;
   static __m256i unpack(const uint8_t* p, int b) {
     p += b * kBytes;
     return _mm256_or_si256(nibbles(p + 6), bits_to(p + 2, 16));
@@ -174,6 +214,7 @@ struct Q5_0 : Simple<22, 16> {
 };
 
 struct Q8_0 : Simple<34, 128> {
+  static constexpr Layout kLayout = kEach;
   static __m256i unpack(const uint8_t* p, int b) {
     return _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(p + b * kBytes + 2)), _mm256_set1_epi8((char)0x80));
   }
@@ -192,10 +233,12 @@ struct WithMin {
 };
 
 struct Q4_1 : WithMin<20, 15> {
+  static constexpr Layout kLayout = kHalfBytes;
   static __m256i unpack(const uint8_t* p, int b) { return nibbles(p + b * kBytes + 4); }
 };
 
 struct Q5_1 : WithMin<24, 31> {
+  static constexpr Layout kLayout = kEach;
   static __m256i unpack(const uint8_t* p, int b) {
     p += b * kBytes;
     return _mm256_or_si256(nibbles(p + 8), bits_to(p + 4, 16));
@@ -223,6 +266,7 @@ inline __m256i half_bytes(const uint8_t* p, int high) {
 struct Q4_K {
   static constexpr int kBytes = 144, kNumbers = 256, kOffset = 0, kMost = 15;
   static constexpr bool kSigned = false, kHalves = false, kMins = true;
+  static constexpr Layout kLayout = kPairs;
   static void scales(const uint8_t* p, int, float* scale, float* min) { scales_k(p, scale, min); }
   static __m256i unpack(const uint8_t* p, int b) { return half_bytes(p + 16 + b / 2 * 32, b % 2); }
 };
@@ -230,6 +274,7 @@ struct Q4_K {
 struct Q5_K {
   static constexpr int kBytes = 176, kNumbers = 256, kOffset = 0, kMost = 31;
   static constexpr bool kSigned = false, kHalves = false, kMins = true;
+  static constexpr Layout kLayout = kPairs;
   static void scales(const uint8_t* p, int, float* scale, float* min) { scales_k(p, scale, min); }
   static __m256i unpack(const uint8_t* p, int b) {
     const __m256i high = _mm256_loadu_si256((const __m256i*)(p + 16)), bit = _mm256_set1_epi8(1 << b);
@@ -241,6 +286,7 @@ struct Q5_K {
 struct Q6_K {
   static constexpr int kBytes = 210, kNumbers = 256, kOffset = 32, kMost = 63;
   static constexpr bool kSigned = false, kHalves = true, kMins = false;
+  static constexpr Layout kLayout = kEach;
   static void scales(const uint8_t* p, int, float* scale, float*) {
     const __m128i s = _mm_loadu_si128((const __m128i*)(p + 192));
     const __m128i split = _mm_shuffle_epi8(s, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
@@ -280,6 +326,32 @@ inline void panel_scales(const uint8_t* const* p, int here, float* scales, float
   }
 }
 
+inline void turn_bytes(const uint8_t* const* p, long at, Lanes* words) {
+  __m256i rows[kPanel];
+  for (int r = 0; r < kPanel; r++) rows[r] = _mm256_loadu_si256((const __m256i*)(p[r] + at));
+  turn(rows, words);
+}
+
+// Group b of a panel's rows in bytes. `kept`: what groups have in common, from the one before.
+template <class F>
+inline void panel_numbers(const uint8_t* const* p, int b, Lanes* kept, Lanes* q) {
+  if constexpr (F::kLayout == kHalfBytes) {
+    turn_halves(p, b * F::kBytes + F::kBytes - kGroup / 2, q);
+  } else if constexpr (F::kLayout == kPairs) {  // two groups in the halves of 32 bytes, perhaps with fifth bits
+    Lanes* const fifth = kept + kWords;
+    if (b % 2 == 0) turn_bytes(p, F::kBytes - kSuper / 2 * kGroup + b / 2 * kGroup, kept);
+    if (F::kMost > 15 && b == 0) turn_bytes(p, 16, fifth);
+    for (int i = 0; i < kWords; i++) {
+      q[i] = masked(kept[i], b % 2 * 4, 15);
+      if (F::kMost > 15) q[i] = with_fifth(q[i], masked(fifth[i], b, 1));
+    }
+  } else {
+    __m256i rows[kPanel];
+    for (int r = 0; r < kPanel; r++) rows[r] = F::unpack(p[r], b);
+    turn(rows, q);
+  }
+}
+
 // out[m * stride + r] = weights[r] . x[m], for `count` rows of weights, at most kPanel, and up to kPanelRows of x.
 template <class F>
 void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantized* x, long rows, long groups, float* out,
@@ -298,11 +370,10 @@ void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantize
           _mm_prefetch((const char*)p[r] + kPanel * row_bytes + i, _MM_HINT_T0);
     }
     panel_scales<F>(p, here, scales, mins);
+    Lanes kept[2 * kWords];
     for (int b = 0; b < here; b++) {
-      __m256i bytes[kPanel];
       Lanes q[kWords];
-      for (int r = 0; r < kPanel; r++) bytes[r] = F::unpack(p[r], b);
-      turn(bytes, q);
+      panel_numbers<F>(p, b, kept, q);
       const Reals scale = reals(scales + b * kPanel), second = F::kHalves ? reals(scales + (kSuper + b) * kPanel) : scale;
       const Reals min = F::kMins ? reals(mins + b * kPanel) : scale;
       for (long m = 0; m < rows; m++) {
