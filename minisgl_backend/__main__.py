@@ -40,7 +40,9 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "page_size",
         "kv_cache_dtype",
         "num_pages",
+        "num_state_slots",
         "memory_ratio",
+        "encoder_cache_mib",
         "cache_type",
         "cuda_graph_max_bs",
         "cuda_graph_max_tokens",
@@ -244,6 +246,7 @@ def check(
     from minisgl_backend.host.model_check import check_folder
     from minisgl_backend.host.options.engine import read_engine_config
     from minisgl_backend.runner.start.memory import memory_of
+    from minisgl_backend.runner.start.states import fit_rows
     from minisgl_backend.weights.files import Checkpoint
 
     if repository is not None:
@@ -256,6 +259,7 @@ def check(
             model=config.model, model_impl=config.model_impl, trust_remote_code=trusted, runner="null"
         )
     runtime, model = resolve_options(config, Environment.read())
+    runtime = runtime if null else fit_rows(runtime, model)
     check_folder(dataclasses.replace(config, model=str(runtime.model_dir)))  # what the server says of it
     if not (null or config.dummy_weights):
         Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
@@ -287,6 +291,10 @@ def check(
             share = f"{in_words(memory.draft_weights)} of these weights, {memory.draft_share:.0%} of each KV page"
             table.add_row("draft model", f"{runtime.draft.model.architecture}: {share}")
         table.add_row("free memory", in_words(memory.free))
+        if memory.states is not None:
+            rows = runtime.config.max_running_requests
+            slots = f"{memory.states.num_slots} slots for {rows} sequences and the prefix cache"
+            table.add_row("states", f"{slots}, {in_words(memory.states.num_bytes)} with the latest tokens of each")
         table.add_row("KV pages", f"about {memory.pages} of {runtime.page_size} tokens: {memory.room}")
     Console().print(table)
 

@@ -116,6 +116,13 @@ class EngineConfig:
     num_pages: int | None = option(
         None, "exact number of KV pages; unset: as many as memory_ratio allows", "1 or more", at_least(1)
     )
+    num_state_slots: int | None = option(
+        None,
+        "slots for the states of a model that has some (Qwen3-Next, Qwen3.5), of which each running sequence takes one "
+        "and the prefix cache the rest; unset: two for each sequence, fewer where memory is short",
+        "2 or more",
+        at_least(2),
+    )
     memory_ratio: float = option(
         0.9,
         "share of the free device memory that weights and KV cache may take",

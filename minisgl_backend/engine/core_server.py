@@ -218,11 +218,16 @@ def _describe(stats: StepStats, last: StepStats | None, seconds: float) -> str:
     cached = stats.total_cached_tokens - (last.total_cached_tokens if last else 0)
     free = stats.pages_free + stats.pages_cached
     rare = {"cancelled": stats.total_cancelled, "failed": stats.total_failed, "preempted": stats.total_preempted}
+    states, free_states = "", stats.states_free + stats.states_cached
+    if stats.states_total:
+        missed = stats.total_state_misses - (last.total_state_misses if last else 0)
+        without = f" ({100 * missed / max(prompt, 1):.0f}% had pages without a state)" if missed else ""
+        states = f"free states {free_states} of {stats.states_total}{without}, "
     return (
         f"running {stats.num_running}, waiting {stats.num_waiting}, "
         f"generated {generated / seconds:.0f} tok/s, prompts {(prompt - cached) / seconds:.0f} tok/s, "
         f"cache hits {100 * cached / max(prompt, 1):.0f}%, "
-        f"free pages {free} of {stats.pages_total}, finished {stats.total_finished}"
+        f"free pages {free} of {stats.pages_total}, {states}finished {stats.total_finished}"
         + "".join(f", {name} {count}" for name, count in rare.items() if count)
     )
 

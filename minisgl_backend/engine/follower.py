@@ -31,6 +31,7 @@ from minisgl_backend.runner.start.compiling import announce_compiling
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.start.resolve import resolve
+from minisgl_backend.runner.start.states import fit_rows
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
 log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main__ here
@@ -89,6 +90,7 @@ def _build(
         options.rank, config.tp, HOST, options.port, device, address=options.address, shared=runtime.shared()
     )
     tp.note_waits(heartbeat.waiting)
+    runtime = fit_rows(runtime, model, tp)
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)
     share_cores(runtime, runner)

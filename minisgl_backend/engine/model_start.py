@@ -19,6 +19,7 @@ from minisgl_backend.runner.start.memory import check_weights_fit
 from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.states import fit_rows
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 def start_alone(start: Start, opened: OpenedDevice | None) -> Built:
     """The runner of one rank. `opened`: see `resolve_here`."""
     runtime, description = resolve_here(start, opened)
+    runtime = fit_rows(runtime, start.model)
     start.phases.ended("options, torch, device")
     runner = _build(start, runtime)
     if start.owns_process:
@@ -42,6 +44,7 @@ def start_leader(start: Start, opened: OpenedDevice | None, followers: Followers
     runtime, description = resolve_here(start, opened)
     tp = followers.connect(runtime, device_of_rank(runtime.device, runtime.device_index(0)), start.heartbeat)
     followers.watch(start.on_loss, start.heartbeat)
+    runtime = fit_rows(runtime, start.model, tp)
     start.phases.ended("options, torch, device, ranks")
     runner = _build(start, runtime, tp)
     share_cores(runtime, runner)

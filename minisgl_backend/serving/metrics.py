@@ -60,6 +60,18 @@ _GAUGES = (
     _Series(_PAGES, _PAGES_HELP, "pages_leased", (("state", "leased"),)),
     _Series(_PAGES, _PAGES_HELP, "pages_total", (("state", "total"),)),
 )
+# Of models with states.
+_STATES = "minisgl_states"
+_STATES_HELP = "Slots of recurrent states by state; total is their sum"
+_STATE_GAUGES = tuple(
+    _Series(_STATES, _STATES_HELP, f"states_{name}", (("state", name),))
+    for name in ("free", "cached", "owned", "total")
+)
+_STATE_MISSES = _Series(
+    "minisgl_state_missed_tokens_total",
+    "Prompt tokens that the prefix cache had pages of, but no state behind them",
+    "total_state_misses",
+)
 _USAGE = _Series("minisgl_kv_cache_usage_ratio", "KV pages that sequences hold, of all; 0 to 1", "")
 _UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
 _INFO = _Series("minisgl_info", "1; what is served, in labels", "")
@@ -195,7 +207,8 @@ class _EngineMetrics:
             gauge.show(value)
         self._gauges = [(series.value, metrics.gauge(series)) for series in _GAUGES]
         self._counters = [(series.value, metrics.counter(series)) for series in _COUNTERS]
-        self._drafts: dict[str, _Counter] = {}
+        self._states: list[tuple[str, Any]] = []  # gauges; made for a model that has some
+        self._later: dict[str, _Counter] = {}  # counters of what not every engine has
         self._up, self._usage = metrics.gauge(_UP), metrics.gauge(_USAGE)
         self._tenants: dict[str, _TenantMetrics] = {}
         self._cores = [_CoreMetrics(metrics, core) for core in range(num_cores if num_cores > 1 else 0)]
@@ -207,10 +220,13 @@ class _EngineMetrics:
         figures = [None if stats is None else stats.values for stats in cores]
         for name, counter in self._counters:
             counter.follow(_values_of(name, figures))
-        self._count_drafts(figures)
+        for series in (*_DRAFT_COUNTERS, _STATE_MISSES):
+            self._count_later(series, figures)
+        if not self._states and any(values and values.get("states_total") for values in figures):
+            self._states = [(series.value, self._metrics.gauge(series)) for series in _STATE_GAUGES]
         found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]
         self._cancellation.report([None if counts is None else (counts.counts, counts.sum) for counts in found])
-        for name, gauge in self._gauges:
+        for name, gauge in (*self._gauges, *self._states):
             values = [value for value in _values_of(name, figures) if value is not None]
             if values:
                 gauge.show(sum(values))
@@ -222,13 +238,13 @@ class _EngineMetrics:
         self._show_cores(cores)
         self._up.show(1.0)
 
-    def _count_drafts(self, figures: Sequence[Mapping[str, float] | None]) -> None:
-        for series in _DRAFT_COUNTERS:
-            totals = _values_of(series.value, figures)
-            if series.value not in self._drafts and any(totals):
-                self._drafts[series.value] = self._metrics.counter(series)
-            if series.value in self._drafts:
-                self._drafts[series.value].follow(totals)
+    def _count_later(self, series: _Series, figures: Sequence[Mapping[str, float] | None]) -> None:
+        """A counter that begins with the first that there is to count."""
+        totals = _values_of(series.value, figures)
+        if series.value not in self._later and any(totals):
+            self._later[series.value] = self._metrics.counter(series)
+        if series.value in self._later:
+            self._later[series.value].follow(totals)
 
     def _report_tenants(self, cores: Sequence[Stats | None]) -> None:
         """Series by tenant, created when a tenant first appears. Clients choose the names, so the number of labels is

@@ -27,7 +27,7 @@ from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.draft import draft_spec, target_spec
 from minisgl_backend.runner.start.repacked import MOST_SHARE
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
-from minisgl_backend.runner.start.states import choose_states
+from minisgl_backend.runner.start.states import StateRoom, choose_states
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
 from minisgl_backend.weights.schemes.gguf import with_blocks
@@ -108,6 +108,7 @@ class MemoryNeed:
     draft_weights: int = 0  # bytes, as `weights`, of the draft model only
     draft_share: float = 0.0  # share of each page's bytes that the draft model's layers take
     repacked: int = 0  # bytes in addition to `weights`: see `repacked.py`
+    states: StateRoom | None = None  # of each rank; None: the model has none
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
@@ -128,10 +129,10 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
     pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, places))
     room = room_in(spec.columns, spec.page_size, pages, runtime.max_seq_len)
     if runtime.draft is None:
-        return MemoryNeed(weights, free, pages, room, repacked=second)
+        return MemoryNeed(weights, free, pages, room, repacked=second, states=states)
     share = bytes_per_page(own, spec.page_size) / bytes_per_page(places, spec.page_size)
     copies = 1 if on_gpu else config.ranks_per_node * config.dp
-    return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share, second)
+    return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share, second, states)
 
 
 def _repacked(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:

@@ -39,6 +39,16 @@ def test_rates_are_those_since_the_last_line() -> None:
     assert line.endswith("finished 0, failed 2, preempted 1"), "what should not happen is told where it has"
 
 
+def test_states_are_told_of_models_that_have_some() -> None:
+    some = dataclasses.replace(ZERO, step=1, total_prompt_tokens=100, states_total=40, states_free=5, states_cached=7)
+    line = StatusLine(now=0.0).update(some, 1.0)
+    assert line is not None
+    assert "free states 12 of 40, finished" in line
+    line = StatusLine(now=0.0).update(dataclasses.replace(some, total_state_misses=30), 1.0)
+    assert line is not None
+    assert "free states 12 of 40 (30% had pages without a state), finished" in line
+
+
 def test_an_idle_engine_says_nothing() -> None:
     status = StatusLine(now=0.0, period_s=10.0)
     assert status.update(dataclasses.replace(ZERO, step=5), 5.0) is None, "warm-ups are no work"

@@ -107,6 +107,25 @@ def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
     return Stats(values=values, histograms={"cancellation_seconds": seconds})
 
 
+def test_slots_of_states_are_shown_of_models_that_have_some(reporter: Any, page: Page) -> None:
+    engine = reporter._engine
+
+    def with_states(**values: float) -> Any:
+        stats = stats_of(0, 0)
+        return msgspec.structs.replace(stats, values=stats.values | values)
+
+    engine.report([with_states(states_total=0.0, total_state_misses=0.0), stats_of(0, 0)])
+    assert not any("state" in family for family in page.families)
+    engine.report([with_states(states_total=8.0, states_free=5.0, states_cached=2.0, states_owned=1.0)] * 2)
+    engine.report([with_states(states_total=8.0, total_state_misses=64.0)] * 2)
+    shown = [page.values["minisgl_states", state] for state in ("total", "free", "cached", "owned")]
+    assert shown == [16, 10, 4, 2]
+    assert page.values["minisgl_state_missed_tokens_total",] == 128
+    del engine
+    reporter.start()
+    reporter.stop()
+
+
 def test_drafts_are_counted_by_position_from_the_first_on(reporter: Any, page: Page) -> None:
     engine = reporter._engine
 
