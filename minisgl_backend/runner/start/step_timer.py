@@ -11,6 +11,7 @@ import torch
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.memory import padding_plan, prompt_plan
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.state_plans import with_states
 from minisgl_backend.step import StepPlan, StepTimes
 from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -58,7 +59,7 @@ class StepTimer:
 
     def _time(self, plan: StepPlan) -> float:
         """The fastest of ROUNDS, on all ranks: they must agree on what comes next."""
-        best = float("inf")
+        best, plan = float("inf"), with_states(plan, self._runner)
         for _ in range(ROUNDS):
             self._synchronize()
             started = time.perf_counter()

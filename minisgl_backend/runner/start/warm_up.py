@@ -30,6 +30,7 @@ from minisgl_backend.runner.start.memory import (
     prompt_plan,
     proposer_plan,
 )
+from minisgl_backend.runner.start.state_plans import with_states
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
 
 
 def _execute(runner: ModelRunner, plan: StepPlan) -> None:
-    pending = runner.execute(runner.prepare(plan))
+    pending = runner.execute(runner.prepare(with_states(plan, runner)))
     if isinstance(pending, UnsampledStep):
         runner.sample(pending, runner.no_masks(1))
     pending.wait()

@@ -10,6 +10,8 @@ from state_plans import StateDriver
 from tiny_runner import GREEDY, MakeRunner, run
 
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.start.state_plans import with_states
+from minisgl_backend.runner.start.warm_up import StepLimits, decode_plans, warm_up_plans
 from minisgl_backend.step import StepPlan, StepResult
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import reference_model, save_checkpoint
@@ -159,4 +161,19 @@ def test_what_is_not_a_rows_is_never_read(make_runner: MakeRunner, folder: Path,
     while min(map(len, said(driver))) < STEPS:
         poison()
         run(runner, driver, driver.plan(decode=(0, 1, 2)))
+    assert said(driver) == expected
+
+
+def test_the_steps_of_a_start_leave_nothing(make_runner: MakeRunner, folder: Path, expected: list[list[int]]) -> None:
+    """They read states, write them and fold, in the rows and slots of the first requests."""
+    page_size, limits = 4, StepLimits(6, 64, 128)
+    runner, driver = make_runner(page_size, folder=folder), StateDriver(page_size)
+    for plan in (*warm_up_plans(limits, (1, 2)), *decode_plans(6, (1,))):
+        given = with_states(plan, runner)
+        assert all(row.state_slot for row in given.admitted)
+        assert {*given.fold_rows.tolist()} | {row.row for row in given.admitted} >= {*given.decode_rows.tolist()}
+        runner.execute(runner.prepare(given)).result()
+    prefill(runner, driver, 64)
+    while min(map(len, said(driver))) < STEPS:
+        run(runner, driver, driver.plan(decode=(2, 0, 1)))
     assert said(driver) == expected
