@@ -26,7 +26,7 @@ def _rows(file: str, name: str, why: str) -> Sequence[Candidate[None]]:
 KERNELS: Mapping[str, Sequence[Candidate[None]]] = MappingProxyType(
     {
         "delta_window": _rows("window", "delta_window", "one launch a layer, each row's state is read once"),
-        "delta_fold": _rows("window", "delta_fold", "one launch a step, for all layers alike"),
+        "delta_fold": _rows("fold", "delta_fold", "one launch a step, for all layers alike"),
         "conv_prefill": _rows("prefill", "conv_prefill", "one launch a layer, each input is read from memory once"),
         "delta_chunk": _rows("chunk", "delta_chunk", "two launches a layer, tensor cores, states in float32"),
         "gated_norm": _rows("prefill", "gated_norm", "one launch a layer"),

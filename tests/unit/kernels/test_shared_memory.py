@@ -22,7 +22,7 @@ from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
 from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
 from minisgl_backend.kernels.linear.plain import small_rows as small_linear
-from minisgl_backend.kernels.recurrent import chunk as delta_chunk, window as delta_window
+from minisgl_backend.kernels.recurrent import chunk as delta_chunk, fold as delta_fold, window as delta_window
 from minisgl_backend.kv.state_config import StateConfig
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
@@ -127,12 +127,11 @@ def window(capability, limit, page_size, drafts):
     config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128, conv_width=4)
     cut = delta_window.stream_shape(config, page_size, limit)
     rings = dict(WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, **STATES)
+    tiles = dict(TILE=cut.tile, TILES=128 // cut.tile, STAGES=cut.num_stages, PDL=False, TAIL=page_size, **rings)
     return max(
-        shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, TILE=cut.tile,
-               TILES=128 // cut.tile, TAIL=page_size, STAGES=cut.num_stages, PDL=False, **rings),
-        shared(delta_window._window_kernel, capability, "bf16", 8, 3, DV_PADDED=128, PAGE=page_size, TAIL=32,
-               ENTRIES=4, PDL=False, **rings),
-        shared(delta_window._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings),
+        shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, **tiles),
+        shared(delta_window._drafts_kernel, capability, "bf16", cut.num_warps, 3, ENTRIES=4, ROWS=16, **tiles),
+        shared(delta_fold._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings),
     )
 
 ways = {"chunk": chunk, "window": window, "latents": latents, "stored": stored, "expanded": expanded,
