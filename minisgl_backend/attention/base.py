@@ -181,6 +181,9 @@ class PrefillInputs(PagedInputs):
     kv_lens_host: Int32Array
     rows_host: Int32Array
     chunks: ChunkBatch | None = None  # the same tokens, of a model with states
+    causal: bool = True  # False: a query sees all kv_lens tokens, those behind it, too; a window bounds those before it
+    # Where some tokens see later ones: the queries in pieces (`attention.pieces`), which together are all of them.
+    pieces: tuple[Any, ...] = ()
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of every token its row and the tokens up to it; int32 [num_tokens] each, on the device."""

@@ -41,6 +41,7 @@ class _Plan:
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
     max_q_len: int
     num_splits: int = 0  # 0: the kernel chooses
+    causal: bool = True
 
 
 class FlashAttentionBackend(AttentionBackend):
@@ -63,7 +64,8 @@ class FlashAttentionBackend(AttentionBackend):
         self._scales: dict[float, torch.Tensor] = {}
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
-        return _Plan(inputs.kv_lens, self._tables.gather(inputs), inputs.cu_seqlens_q, inputs.max_q_len)
+        tables = self._tables.gather(inputs)
+        return _Plan(inputs.kv_lens, tables, inputs.cu_seqlens_q, inputs.max_q_len, causal=inputs.causal)
 
     def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         return self._attend(layer, q, plan).to(self.spec.dtype)
@@ -96,8 +98,8 @@ class FlashAttentionBackend(AttentionBackend):
             cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_q_len,
             softmax_scale=layer.scale,
-            causal=True,
-            window_size=self._window,
+            causal=plan.causal,
+            window_size=self._window if plan.causal or self._window[0] < 0 else (self._window[0], -1),
             num_splits=plan.num_splits,
             **more,
         )

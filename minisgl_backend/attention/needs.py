@@ -16,6 +16,7 @@ class Scores:
     soft_cap: bool = False
     sinks: bool = False
     chunks: bool = False
+    not_causal: bool = False  # an image's tokens see each other
 
 
 PLAIN_SCORES = Scores()

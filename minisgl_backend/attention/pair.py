@@ -22,6 +22,7 @@ from minisgl_backend.attention.base import (
 )
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
+from minisgl_backend.attention.pieces import PiecesPlan, plan_pieces
 from minisgl_backend.kernels.recurrent.calls import ChunkBatch, WindowBatch
 
 
@@ -52,9 +53,7 @@ class AttentionPair:
     def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> PairPlan:
         """Plans one step without graphs. At least one part is given."""
         return PairPlan(
-            prefill=tuple([one.plan_prefill(prefill.of(one.group.cache_group)) for one in self._prefill])
-            if prefill is not None
-            else None,
+            prefill=tuple([self._plan_prefill(one, prefill) for one in self._prefill]) if prefill is not None else None,
             decode=tuple([one.plan_decode(decode.of(one.group.cache_group)) for one in self._decode])
             if decode is not None
             else None,
@@ -64,6 +63,10 @@ class AttentionPair:
             window=None if decode is None else decode.window,
             tokens=self._tokens(prefill, decode),
         )
+
+    def _plan_prefill(self, backend: AttentionBackend, inputs: PrefillInputs) -> Plan:
+        inputs = inputs.of(backend.group.cache_group)
+        return plan_pieces(backend, inputs) if inputs.pieces else backend.plan_prefill(inputs)
 
     def _tokens(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> TokenPages | None:
         """Of a decode part alone, which may be captured, its own tensors."""
@@ -82,8 +85,10 @@ class AttentionPair:
         group = layer.group
         if plan.decode is None:
             assert plan.prefill is not None, "at least one part is given"
-            return self._prefill[group].prefill(layer, q, plan.prefill[group])
-        if plan.prefill is None:
+            part = plan.prefill[group]
+            if not isinstance(part, PiecesPlan):
+                return self._prefill[group].prefill(layer, q, part)
+        elif plan.prefill is None:
             return self._decode[group].decode(layer, q, plan.decode[group])
         size = self.spec.groups[group].v_head_dim
         out = torch.empty((*q.shape[:-1], size), dtype=self.spec.dtype, device=q.device)
@@ -94,7 +99,11 @@ class AttentionPair:
         """`attend` with its result in `out`."""
         group, first = layer.group, plan.num_prefill_tokens
         if plan.prefill is not None:
-            self._prefill[group].prefill_into(layer, q[:first], plan.prefill[group], out[:first])
+            part = plan.prefill[group]
+            if isinstance(part, PiecesPlan):
+                part.attend(self._prefill[group], layer, q[:first], out[:first])
+            else:
+                self._prefill[group].prefill_into(layer, q[:first], part, out[:first])
         if plan.decode is not None:
             self._decode[group].decode_into(layer, q[first:], plan.decode[group], out[first:])
 

@@ -117,7 +117,7 @@ class TorchBackend(AttentionBackend):
         plan: list[_SequencePrefill | _InPlace] = []
         for i, (kv_len, row) in enumerate(zip(inputs.kv_lens_host.tolist(), inputs.rows_host.tolist(), strict=True)):
             begin, end = int(inputs.cu_seqlens_q_host[i]), int(inputs.cu_seqlens_q_host[i + 1])
-            if self._library is not None and end - begin <= _IN_PLACE_QUERIES:
+            if self._library is not None and end - begin <= _IN_PLACE_QUERIES and inputs.causal:
                 lengths = torch.arange(kv_len - (end - begin) + 1, kv_len + 1, dtype=torch.int32)
                 plan.append(_InPlace(begin, end, inputs.page_table, torch.full_like(lengths, row), lengths))
                 continue
@@ -125,7 +125,9 @@ class TorchBackend(AttentionBackend):
             num_pages = -(-kv_len // self.spec.page_size)
             chunks = self._chunks(inputs.page_table[row : row + 1, first_page:num_pages])
             origin = first_page * self.spec.page_size
-            if self.group.chunk is None:
+            if not inputs.causal:
+                tiles = self._tiles_of_all(begin, end, kv_len - origin)
+            elif self.group.chunk is None:
                 tiles = self._tiles(begin, end, kv_len - origin)
             else:
                 tiles = self._tiles_of_chunks(begin, end, kv_len - origin, origin, self.group.chunk)
@@ -344,6 +346,20 @@ class TorchBackend(AttentionBackend):
             kv_end = cached + last - begin
             kv_begin = 0 if window is None else max(0, cached + first - begin + 1 - window)
             tiles.append(_Tile(first, last, kv_begin, kv_end, self._mask(last - first, kv_end - kv_begin), False))
+        return tuple(tiles)
+
+    def _tiles_of_all(self, begin: int, end: int, kv_len: int) -> tuple[_Tile, ...]:
+        """As `_tiles`, of queries that see all keys, or all from their window's begin on."""
+        window, before = self.group.window, kv_len - (end - begin)
+        tiles = []
+        for first in range(begin, end, _QUERY_TILE):
+            last = min(first + _QUERY_TILE, end)
+            kv_begin = 0 if window is None else max(0, before + first - begin + 1 - window)
+            mask = None
+            if window is not None and before + last - begin > kv_begin + window:
+                mask = torch.full((last - first, kv_len - kv_begin), -torch.inf, dtype=self._dtype)
+                mask = mask.tril_(before + first - begin - kv_begin - window).to(self.spec.device)
+            tiles.append(_Tile(first, last, kv_begin, kv_len, mask, False))
         return tuple(tiles)
 
     def _tiles_of_chunks(self, begin: int, end: int, kv_len: int, origin: int, chunk: int) -> tuple[_Tile, ...]:

@@ -57,7 +57,8 @@ class TritonBackend(WritingBackend):
         return [cls(spec, group, workspace) for group in groups]
 
     def plan_prefill(self, inputs: PrefillInputs) -> PrefillBatch:
-        return PrefillBatch(inputs.cu_seqlens_q, inputs.kv_lens, inputs.rows, inputs.page_table, inputs.max_q_len)
+        rows, table, longest = inputs.rows, inputs.page_table, inputs.max_q_len
+        return PrefillBatch(inputs.cu_seqlens_q, inputs.kv_lens, rows, table, longest, inputs.causal)
 
     def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: PrefillBatch, out: torch.Tensor) -> None:
         prefill_attention(q, layer, plan, out)

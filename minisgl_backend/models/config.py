@@ -145,12 +145,9 @@ def read_encoder(family: Family, around: Keys, decoder: DecoderConfig) -> tuple[
     if family.encoder is None:
         return None, f"the encoder of {family.model_type} is not computed"
     try:
-        encoder = family.encoder(around, decoder)
+        return family.encoder(around, decoder), ""
     except ConfigError as error:
         return None, str(error)
-    if encoder.bidirectional:
-        return None, "an image's tokens see each other in this model, which is not computed"
-    return encoder, ""
 
 
 def check_decoder(config: Mapping[str, Any]) -> None:

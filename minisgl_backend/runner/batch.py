@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
-from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.pieces import cut
 from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
@@ -263,7 +264,7 @@ class BatchBuilder:
             decisions=host.decisions,
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
-            prefill=prefill_inputs(self._table, prefill, arrays) if prefill is not None else None,
+            prefill=self._prefill_inputs(host.plan, prefill, arrays) if prefill is not None else None,
             decode=self._decode_part(host) if batch else None,
             drafts=_drafts(arrays) if len(host.plan.draft_tokens) else None,
             token_rows=arrays.get("token_rows"),
@@ -357,6 +358,13 @@ class BatchBuilder:
             tokens = self._table.tokens[reset.row, : reset.num_tokens]
             self._sampling.penalties.reset(reset.row, tokens, reset.prompt_len)
         self._sampling.rules.upload()
+
+    def _prefill_inputs(self, plan: StepPlan, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
+        inputs = prefill_inputs(self._table, prefill, arrays)
+        if self._vectors is None or not self._vectors.bidirectional:
+            return inputs
+        spans = self._vectors.rows.spans(plan)
+        return replace(inputs, pieces=cut(inputs, spans)) if any(spans) else inputs
 
     def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
         missing = size - len(rows)

@@ -95,6 +95,16 @@ class RowImages:
             arrays["rope_positions"] = positions if len(rows) else positions[0]
         return arrays
 
+    def spans(self, plan: StepPlan) -> list[list[tuple[int, int]]]:
+        """Of each chunk, where tokens see each other: the runs of vectors that it has a part of, by position."""
+        found = [
+            [run for one in self._contents.get(chunk.row, ()) for run in one.vector_runs()] for chunk in plan.prefill
+        ]
+        return [
+            [(start, end) for start, end in runs if start < chunk.end and end > chunk.start]
+            for runs, chunk in zip(found, plan.prefill, strict=True)
+        ]
+
     def is_plain(self, row: int) -> bool:
         """Whether a row has no image, so that a pass of its prompt may know nothing of them."""
         return row not in self._contents and not self._shifts[row]

@@ -41,6 +41,11 @@ class Vectors:
         return sum(vectors.nbytes for vectors in self._held.values())
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether an image's tokens see each other in the decoder."""
+        return self._encoder.config.bidirectional
+
+    @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._encoder.parameters())
 

@@ -125,6 +125,8 @@ class Admitter:
             end = running.images.whole_spans(sequence, cached, end)
         if not running.num_active:  # nothing else runs: start if it fits at all
             end = min(end, kv.max_tokens_at_start(match, len(tokens)))
+            if sequence.contents and running.images is not None:
+                end = running.images.before_spans(sequence, cached, end)
             new_pages = kv.pages_to_take(match, len(tokens), end)
         else:
             new_pages = kv.pages_to_start(match, len(tokens), end)

@@ -51,6 +51,10 @@ class ImageBudget:
                     return content.start if content.start > start else content.end
         return end
 
+    def before_spans(self, sequence: Sequence, start: int, end: int) -> int:
+        """As `whole_spans` for a chunk that cannot be longer: `start` where it has to wait."""
+        return start if (whole := self.whole_spans(sequence, start, end)) > end else whole
+
     def reach(
         self, sequence: Sequence, row: int, start: int, end: int, budget: int, builder: StepPlanBuilder, step: int
     ) -> tuple[int, int]:

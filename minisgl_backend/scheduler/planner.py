@@ -215,7 +215,10 @@ class Planner:
                     running.plan_encoding(sequence, step)
                 if end == start:
                     continue
-            if (end := self.preemption.for_window_pages(sequence, start, end)) == start:
+            end = self.preemption.for_window_pages(sequence, start, end)
+            if sequence.contents and running.images is not None:
+                end = running.images.before_spans(sequence, start, end)
+            if end == start:
                 continue
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start

@@ -14,7 +14,7 @@ from minisgl_backend.models.config import ModelConfig
 from tests.parity.vision_checkpoints import FAMILIES, expected_vectors, pixels, save
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "gemma3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Encoder]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference = save(request.param, folder)

@@ -13,7 +13,7 @@ from tests.parity.checkpoints import save_tokenizer
 from tests.parity.seeing import Image, Said, reference, seeing, tokens_of
 from tests.parity.vision_checkpoints import FAMILIES, pixels, save
 
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3")
 MORE = pytest.mark.full
 
 
@@ -40,7 +40,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     save_tokenizer(folder)
     sizes = FAMILIES[name].sizes
     # Of images of several sizes transformers' Pixtral pads some.
-    first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if name == "mistral3" else 1], seed=3))
+    first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if name in ("mistral3", "gemma3") else 1], seed=3))
     prompt: list[int | Image] = [5, 6, 7, first, 8, 9, second, 10, 11]
     swapped: list[int | Image] = [5, 6, 7, second, 8, 9, first, 10, 11]
     said, said_swapped, said_text = (reference(name, model, one) for one in (prompt, swapped, TEXT))

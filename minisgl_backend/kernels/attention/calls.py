@@ -31,6 +31,7 @@ class PrefillBatch(NamedTuple):
     rows: torch.Tensor  # int32 [num_seqs]; of the page table
     page_table: torch.Tensor  # int32 [max_rows, max_pages]
     max_q_len: int  # queries of the sequence that has the most
+    causal: bool = True  # False: a query sees all kv_lens tokens; windows bound those before it
 
 
 class Expanded(NamedTuple):

@@ -36,6 +36,7 @@ def prefill_attention(
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
         WINDOW=layer.window or layer.chunk or 0, CHUNKED=bool(layer.chunk), SOFT_CAP=cap_log2, FP8=kv.k.dtype == FP8,
+        CAUSAL=batch.causal,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -54,6 +55,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
     head = tl.program_id(1)
@@ -79,7 +81,9 @@ def _prefill_kernel(
     m = tl.full([TILE_Q], -float("inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, HEAD_PADDED], tl.float32)
-    end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
+    end = kv_len
+    if CAUSAL:
+        end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
     begin = 0
     if CHUNKED:  # the tile in which the first query's chunk begins
         begin = (kv_len - q_len + tile * TILE_Q) // WINDOW * WINDOW // TILE_KV * TILE_KV
@@ -95,7 +99,9 @@ def _prefill_kernel(
         k = tl.load(k_ptr + address, mask=ok, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + address, mask=ok, other=0.0).to(q.dtype)
         scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, SOFT_CAP)
-        seen = token[None, :] <= position[:, None]
+        seen = token[None, :] < kv_len
+        if CAUSAL:
+            seen = token[None, :] <= position[:, None]
         if CHUNKED:
             seen &= token[None, :] >= (position // WINDOW * WINDOW)[:, None]
         elif WINDOW:
