@@ -6,7 +6,7 @@ computed in separate groups, so that a long one does not pad all others. It does
 Gathered values beyond the end of a sequence are zeroed before use. A mask is not enough: the weight of a masked
 position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
-On a CPU in bfloat16, decode steps and chunks of at most _IN_PLACE_QUERIES tokens read the pages in place
+On a CPU in 16 bits, decode steps and chunks of at most _IN_PLACE_QUERIES tokens read the pages in place
 (`kernels/cpu/kernels.cpp`), one query token after the other. What else is in 16 bits
 is computed in float32, but for bfloat16 where the processor has AVX-512 BF16.
 """
@@ -26,6 +26,7 @@ from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, Deco
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.cpu.library import cpu_library, has_bfloat16_units
+from minisgl_backend.kernels.cpu.ops import HALF
 from minisgl_backend.kernels.torch_ops import as_bits
 
 _QUERY_TILE = 512  # queries that share one mask; bounds the mask to this times the context
@@ -100,8 +101,8 @@ class TorchBackend(AttentionBackend):
         self._scratch = {} if scratch is None else scratch  # CPU only: gathered K and V, kept from call to call
         self._heads_of_kv_head = group.num_q_heads // group.num_kv_heads
         self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
-        formats = (spec.device.type, spec.dtype, group.kv.dtype)
-        is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
+        in_16_bits = spec.device.type == "cpu" and spec.dtype in HALF and group.kv.dtype == spec.dtype
+        is_served = in_16_bits and group.head_dim in _COMPILED_HEADS
         is_slow = spec.device.type == "cpu" and (
             spec.dtype == torch.float16 or (spec.dtype == torch.bfloat16 and not has_bfloat16_units())
         )
@@ -211,6 +212,7 @@ class TorchBackend(AttentionBackend):
         if q.stride()[1:] != (self._head_dim, 1):
             q = q.contiguous()
         self._library.minisgl_decode_attention(
+            HALF[q.dtype],
             q.data_ptr(),
             q.stride(0),
             layer.kv.k.data_ptr(),

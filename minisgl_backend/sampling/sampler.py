@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.cpu.ops import HALF
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kernels.sampling.inputs import RowTables
 from minisgl_backend.sampling import logprobs
@@ -60,10 +61,10 @@ class Sampler:
         if self._kernels is not None:
             return self._kernels.sample_plain(logits, rows, positions, self._params)
         params = self._params[rows]
-        library = cpu_library() if logits.dtype == torch.bfloat16 and logits.is_cpu else None
+        library = cpu_library() if logits.dtype in HALF and logits.is_cpu else None
         if library is not None and _is_greedy(params):
             logits, token_ids = logits.contiguous(), torch.empty((2, len(logits)), dtype=torch.int32)
-            library.minisgl_argmax(logits.data_ptr(), *logits.shape, token_ids.data_ptr())
+            library.minisgl_argmax(HALF[logits.dtype], logits.data_ptr(), *logits.shape, token_ids.data_ptr())
             return token_ids
         return self._draw(logits.to(torch.float32), params, positions, None)
 

@@ -27,6 +27,13 @@ void norm_row(const T* x, const T* weight, float eps, long size, T* out) {
   }
 }
 
+// x [rows, size] -> x / rms(x) * weight, to out.
+template <class T>
+void rms_norm(const T* x, const T* weight, float eps, long rows, long size, T* out) {
+#pragma omp parallel for if (rows * size > kSerial)
+  for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, eps, size, out + row * size);
+}
+
 enum Activation { kNone, kSilu, kGeluTanh, kSwigluOai };
 
 inline Floats silu(Floats x) {

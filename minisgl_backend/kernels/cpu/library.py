@@ -1,5 +1,4 @@
-"""The compiled kernels of `kernels.cpp` and `quantized.cpp`: built by the machine's C++ compiler at the first start and
-cached.
+"""The compiled kernels of this room's C++ sources: built by the machine's C++ compiler at the first start and cached.
 
 There is a build for each of INSTRUCTION_SETS; a processor takes the first whose instructions it has.
 """
@@ -27,7 +26,7 @@ import torch  # noqa: F401  the library uses torch's OpenMP, which must be loade
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "quantized.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "layers.cpp", "quantized.cpp"))
 _HEADER_NAMES = ("vector.h", "epilogue.h", "blocks.h", "formats.h", "integers.h")
 _HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
 _FLAGS = ("-O3", "-mtune=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
@@ -38,17 +37,17 @@ _MAX_MESSAGE = 500  # characters: the end of what a compiler printed
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
-    "minisgl_rms_norm": (*[_POINTER] * 2, _FLOAT, *[_LONG] * 2, _POINTER),
+    "minisgl_rms_norm": (_INT, *[_POINTER] * 2, _FLOAT, *[_LONG] * 2, _POINTER),
     "minisgl_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
     "minisgl_block_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
     "minisgl_block_rows": (*[_POINTER] * 2, *[_LONG] * 2, _POINTER),
-    "minisgl_rope_store": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_LONG] * 5),
+    "minisgl_rope_store": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_LONG] * 5),
     "minisgl_decode_attention": (
-        *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
+        *(_INT, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
         *[_LONG] * 6,
         *(_FLOAT, _POINTER),
     ),
-    "minisgl_argmax": (_POINTER, _LONG, _LONG, _POINTER),
+    "minisgl_argmax": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "minisgl_quantized_linear": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _POINTER),
     "minisgl_mixture": (_INT, *[_POINTER] * 3),
     "minisgl_widen": (_POINTER, *[_LONG] * 2, _POINTER),

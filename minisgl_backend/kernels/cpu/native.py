@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 import torch
 
+from minisgl_backend.kernels.cpu.ops import HALF
 from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.moe.mxfp4.weight import BLOCK, Mxfp4Weight
 
-NUMBERS: Mapping[torch.dtype, int] = MappingProxyType({torch.bfloat16: 0, torch.float16: 1})  # of activations
 ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3})
-_FP8, _INT8, _INT4, _MXFP4 = 2, 3, 4, 5  # kinds; those of plain weights are in NUMBERS
+_FP8, _INT8, _INT4, _MXFP4 = 2, 3, 4, 5  # kinds; those of plain weights are in HALF
 _SCALE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 32, torch.bfloat16: 16, torch.float16: 15})
 _REMEMBERED = 65536  # weights, of which a model has some thousands
 
@@ -60,7 +60,7 @@ class NativeMixture(ctypes.Structure):
 def native_weight(weight: torch.Tensor | Fp8Weight | Int8Weight | Int4Weight | Mxfp4Weight) -> NativeWeight:
     """Of one weight, or of all experts of a layer. It is valid as long as the weight's memory."""
     if isinstance(weight, torch.Tensor):
-        return _plain(NUMBERS[weight.dtype], weight.data_ptr(), tuple(weight.shape[-2:]))
+        return _plain(HALF[weight.dtype], weight.data_ptr(), tuple(weight.shape[-2:]))
     if isinstance(weight, Int4Weight):
         return _int4(weight)
     if isinstance(weight, Mxfp4Weight):

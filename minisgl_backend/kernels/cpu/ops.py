@@ -17,12 +17,13 @@ from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
+HALF: Mapping[torch.dtype, int] = MappingProxyType({torch.bfloat16: 0, torch.float16: 1})  # as kernels take it
 # By their numbers in kernels.cpp.
 ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2})
 
 
 class CpuOps(TorchOps):
-    """See `Ops`. Number formats other than bfloat16 use torch."""
+    """See `Ops`. Number formats of more than 16 bits use torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.facts = library, DeviceFacts.of(torch.device("cpu"))
@@ -34,7 +35,9 @@ class CpuOps(TorchOps):
         if out is not None or size % CPU_LANES or not _are_plain(x, weight):
             return super().rms_norm(x, weight, eps, out)
         out = torch.empty_like(x)
-        self.library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
+        self.library.minisgl_rms_norm(
+            HALF[x.dtype], x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr()
+        )
         return out
 
     def rope_store(
@@ -46,6 +49,7 @@ class CpuOps(TorchOps):
             return super().rope_store(qkv, rotation, at, kv, num_q_heads)
         positions, slots = at.positions.int().contiguous(), at.slots.int().contiguous()
         self.library.minisgl_rope_store(
+            HALF[qkv.dtype],
             qkv.data_ptr(),
             pointer(r.q_norm),
             pointer(r.k_norm),
@@ -71,7 +75,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
     if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
         x, call = ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
     norm_weight, eps, bias, residual, activation, _ = call
-    if not _are_plain(x, weight, norm_weight, bias, residual):
+    if x.dtype != torch.bfloat16 or not _are_plain(x, weight, norm_weight, bias, residual):
         return reference.linear(device, x, weight, call)
     rows, size = x.shape
     outputs = len(weight) // 2 if activation else len(weight)
@@ -93,7 +97,9 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:
-    return all(one is None or (one.dtype == torch.bfloat16 and one.is_contiguous()) for one in tensors)
+    """Whether they are contiguous and in the same 16 bits."""
+    there = [one for one in tensors if one is not None]
+    return there[0].dtype in HALF and all(one.dtype == there[0].dtype and one.is_contiguous() for one in there)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

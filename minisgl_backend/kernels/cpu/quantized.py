@@ -11,8 +11,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.cpu.native import ACTIVATIONS, NUMBERS, NativeMixture, NativeWeight, native_weight
-from minisgl_backend.kernels.cpu.ops import CpuOps, pointer
+from minisgl_backend.kernels.cpu.native import ACTIVATIONS, NativeMixture, NativeWeight, native_weight
+from minisgl_backend.kernels.cpu.ops import HALF, CpuOps, pointer
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.linear.fp8 import reference as fp8
@@ -46,7 +46,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: CpuWeight, call: GemmCal
     outputs = native.rows // 2 if activation else native.rows
     out = x.new_empty((len(x), outputs))
     ops.library.minisgl_quantized_linear(
-        NUMBERS[x.dtype],
+        HALF[x.dtype],
         x.data_ptr(),
         ctypes.byref(native),
         pointer(norm_weight),
@@ -104,7 +104,7 @@ def _by_panels(
             widen(outputs + begin, panel[count : 2 * count])
         sums = F.linear(inputs, panel[: 2 * count if call.activation else count]).float()
         library.minisgl_finish(
-            NUMBERS[x.dtype],
+            HALF[x.dtype],
             sums.data_ptr(),
             sums.shape[1],
             count,
@@ -144,7 +144,7 @@ def mixture(
         turns=isinstance(experts.gate_up, Mxfp4Weight),
     )
     _ops(kernels.plain.device).library.minisgl_mixture(
-        NUMBERS[x.dtype], x.data_ptr(), ctypes.byref(native), out.data_ptr()
+        HALF[x.dtype], x.data_ptr(), ctypes.byref(native), out.data_ptr()
     )
     return out
 

@@ -286,6 +286,12 @@ inline Floats exponential(Floats x) { return {exponential(x.a), exponential(x.b)
 
 #endif
 
+struct Wide {  // 32 numbers of float16
+  Floats low, high;
+};
+inline Wide load_pairs(const f16* p) { return {load(p), load(p + 16)}; }
+inline Floats dot(Floats sum, Wide x, Wide y) { return fma(x.high, y.high, fma(x.low, y.low, sum)); }
+
 template <int N>
 inline void sums_of(const Floats* v, float* out) {
   int i = 0;

@@ -129,9 +129,10 @@ def test_mixed_steps(page_size: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [None, 24, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("page_size", "heads"), [(1, (4, 2)), (16, (6, 2)), (64, (8, 1)), (16, (2, 2))])
-def test_bfloat16(page_size: int, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
-    """Decode steps and short chunks read the pages in place where the processor multiplies bfloat16."""
-    world = World(make_spec(page_size, *heads, head_dim=head_dim, dtype=torch.bfloat16, window=window))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(page_size: int, heads: tuple[int, int], head_dim: int, window: int | None, dtype: torch.dtype) -> None:
+    """Decode steps and short chunks read the pages in place where there are compiled kernels."""
+    world = World(make_spec(page_size, *heads, head_dim=head_dim, dtype=dtype, window=window))
     places = [(1, 1), (4, 64), (5, 129), (0, MAX_SEQ_LEN), (2, 17)]
     world.check([], places, tolerance=0.02)
     world.check([(3, 7, 40), (0, 300, 700), (5, 1, 1)], places, tolerance=0.02)

@@ -17,7 +17,7 @@ from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import INSTRUCTION_SETS, cpu_kernels, cpu_library, instruction_set
-from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.cpu.ops import HALF, CpuOps
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
@@ -95,16 +95,17 @@ def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("tokens", "head_dim", "page_size"), [(1, 128, 16), (5, 64, 1), (70, 128, 64), (3, 40, 16)])
-def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_size: int) -> None:
+@pytest.mark.parametrize("dtype", list(HALF))
+def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_size: int, dtype: torch.dtype) -> None:
     q_heads, kv_heads, pages = 4, 2, 128
-    qkv = numbers(tokens, (q_heads + 2 * kv_heads) * head_dim)
-    weights = (numbers(head_dim), numbers(head_dim)) if norms else (None, None)
+    qkv = numbers(tokens, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
+    weights = (numbers(head_dim).to(dtype), numbers(head_dim).to(dtype)) if norms else (None, None)
     table = torch.randn(300, head_dim)
     positions = torch.randint(300, (tokens,), dtype=torch.int32)
     slots = torch.randperm(pages * page_size)[:tokens].int()
 
     def results(of: Ops) -> list[torch.Tensor]:
-        caches = [torch.zeros(pages, kv_heads, page_size, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+        caches = [torch.zeros(pages, kv_heads, page_size, head_dim, dtype=dtype) for _ in range(2)]
         rotation = QKNormRope(q_norm=weights[0], k_norm=weights[1], cos_sin=table, eps=EPS)
         q = of.rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(*caches), q_heads)
         return [q, *caches]
@@ -114,12 +115,13 @@ def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_s
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 5), (3, 160), (8, 151936)])
-def test_argmax(ops: CpuOps, rows: int, size: int) -> None:
-    logits = numbers(rows, size)
+@pytest.mark.parametrize("dtype", list(HALF))
+def test_argmax(ops: CpuOps, rows: int, size: int, dtype: torch.dtype) -> None:
+    logits = numbers(rows, size).to(dtype)
     token_ids = torch.empty((2, rows), dtype=torch.int32)
 
     def found() -> list[list[int]]:
-        ops.library.minisgl_argmax(logits.data_ptr(), rows, size, token_ids.data_ptr())
+        ops.library.minisgl_argmax(HALF[logits.dtype], logits.data_ptr(), rows, size, token_ids.data_ptr())
         return token_ids.tolist()
 
     assert found() == [[int((line == line.max()).nonzero()[0]) for line in logits], [1] * rows]
