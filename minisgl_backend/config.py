@@ -136,6 +136,20 @@ class EngineConfig:
         "0 or more MiB",
         at_least(0),
     )
+    max_image_tokens: int | None = option(
+        None,
+        "most tokens of an image: larger ones are scaled down, as the model's family does for its own maximum; unset: "
+        "that maximum",
+        "1 or more, and what the family's smallest image needs",
+        at_least(1),
+    )
+    max_images: int = option(20, "images of one request", "1 to 100", between(1, 100))
+    image_workers: int | None = option(
+        None, "processes that decode images; unset: half of the processors, at most 4", "1 to 64", between(1, 64)
+    )
+    image_cache_mib: int = option(
+        1024, "shared memory of decoded images, kept for the next request with the same one", "0 or more", at_least(0)
+    )
     max_prefill_length: int | None = option(
         None,
         "token budget of one step; longer prompts are computed in chunks; unset: 8192, but 16384 of a mixture of "

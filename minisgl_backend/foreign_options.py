@@ -53,6 +53,8 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
             "`--max-prefill-length`; within mixed batches: `--mixed-prefill-length`",
         ),
         _row("--block-size", "`--page-size`"),
+        _row("--limit-mm-per-prompt", '`--max-images 8`, for `{"image": 8}`'),
+        _row("--mm-processor-cache-gb", "`--image-cache-mib`, of decoded images"),
         _row("--num-gpu-blocks-override", "`--num-pages`"),
         _row("--mamba-cache-mode --mamba-block-size", "none: the prefix cache keeps states where prompts meet, whatever the page size"),
         _row("--mamba-cache-dtype --mamba-ssm-cache-dtype", "none: states are float32"),

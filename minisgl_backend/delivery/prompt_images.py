@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.taken_images import TakenImages
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.images.front import ImageFront, SeenPrompt
+from minisgl_backend.images.front import ImageFront, SeenPrompt, open_front
 from minisgl_backend.images.local import local_sources, take_local_images
 from minisgl_backend.images.parts import asked_of_all, has_images, without_eyes
 from minisgl_backend.models.config import ModelConfig
@@ -35,7 +35,7 @@ class PromptImages:
     def __init__(
         self, model_dir: Path, model: ModelConfig, config: EngineConfig, tokenizer: Callable[[], Tokenizer]
     ) -> None:
-        self._model_dir, self._tokenizer = model_dir, tokenizer
+        self._model_dir, self._tokenizer, self._config = model_dir, tokenizer, config
         self._sees = config.encoder_cache_bytes > 0 and model.encoder is not None
         self._why_not = model.why_no_images
         self._taken = TakenImages()
@@ -49,9 +49,10 @@ class PromptImages:
     @cached_property
     def _front(self) -> ImageFront | None:
         """None: the model has no eyes."""
-        if not self._sees:
+        if not self._sees:  # without a tokenizer
             return None
-        return ImageFront(self._model_dir, self._tokenizer())
+        front, self._why_not = open_front(self._model_dir, self._tokenizer(), self._config, sees=True, why_not="")
+        return front
 
     def _seeing(self, messages: Sequence[Any] = ()) -> ImageFront:
         if self._front is None:

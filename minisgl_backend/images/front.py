@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.images.families import family_of
 from minisgl_backend.images.parts import Source
 from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, PromptTokenizer
 from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
 from minisgl_backend.images.sizes import Size
 from minisgl_backend.request import Content
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,32 @@ class ImageFront:
     def give_back(self, contents: Sequence[Content]) -> None:
         """Removes the contents' segments."""
         self._reader.give_back([content.pixels for content in contents])
+
+
+def open_front(
+    model_dir: str | Path, tokenizer: PromptTokenizer, config: EngineConfig, *, sees: bool, why_not: str
+) -> tuple[ImageFront | None, str]:
+    """The front of a model that sees, and ""; else None, and why its images are refused, if there is a reason beside
+    that it has no eyes. Its texts are served even so. Raises ConfigError for `max_image_tokens`."""
+    if not sees:
+        return None, why_not
+    try:
+        return (
+            ImageFront(
+                model_dir,
+                tokenizer,
+                max_image_tokens=config.max_image_tokens,
+                limits=ImageLimits(num_images=config.max_images),
+                num_workers=config.image_workers,
+                cache_bytes=config.image_cache_mib << 20,
+            ),
+            "",
+        )
+    except ConfigError as error:
+        if str(error).startswith("max_image_tokens"):
+            raise
+        log.warning("images are refused: %s", error)
+        return None, str(error)
 
 
 def _sizes(images: Sequence[Measured]) -> list[Size]:

@@ -17,7 +17,7 @@ from minisgl_backend.errors import InvalidRequestError
 
 WHITE = (255, 255, 255)
 MAX_FILE_BYTES = 20 << 20
-MAX_IMAGES = 20  # of a request
+MAX_IMAGES = 100  # of a request, whatever the server allows
 DETAILS = ("auto", "low", "high", "original")
 # Kinds of parts that are known elsewhere, and why they are not served.
 REFUSED = {

@@ -11,7 +11,7 @@ from typing import Any
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.digest import image_digest
 from minisgl_backend.images.family import Family
-from minisgl_backend.images.parts import MAX_FILE_BYTES, MAX_IMAGES, Source
+from minisgl_backend.images.parts import MAX_FILE_BYTES, Source
 from minisgl_backend.images.pool import Pool, Worker, default_workers
 from minisgl_backend.images.sizes import Size
 from minisgl_backend.images.store import ImageStore
@@ -24,7 +24,7 @@ MAX_DECODED_BYTES = 512 << 20  # of a request, as RGB before resizing
 class ImageLimits:
     """Of one request."""
 
-    num_images: int = MAX_IMAGES
+    num_images: int = 20
     file_bytes: int = MAX_FILE_BYTES
 
 
@@ -70,7 +70,7 @@ class ImageReader:
         if len(sources) > self.limits.num_images:
             raise InvalidRequestError(
                 f"{sources[self.limits.num_images].name} is image {self.limits.num_images + 1} of {len(sources)}; "
-                f"allowed: {self.limits.num_images} a request (limit_mm_per_prompt)"
+                f"allowed: {self.limits.num_images} a request (max_images)"
             )
         families = [self._family(source) for source in sources]
         futures = [self._pool.submit(_opening(source)) for source in sources]

@@ -40,7 +40,6 @@ class CodecSettings:
             vocab_size=model.vocab_size,
             max_seq_len=model.max_seq_len(max_seq_len_override),
             generates=model.generates,
-            why_no_images=model.why_no_images,
             **settings,
         )
 

@@ -21,7 +21,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
-from minisgl_backend.images.front import ImageFront
+from minisgl_backend.images.front import open_front
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.parsers.thinking import TAIL
@@ -35,7 +35,6 @@ from minisgl_backend.serving.prompt_settings import CodecSettings
 from minisgl_backend.serving.responses import error_response
 
 if TYPE_CHECKING:
-    from minisgl_backend.models.config import ModelConfig
     from minisgl_backend.text.prompt_borders import PromptBorders
     from minisgl_backend.text.tokenizer import Tokenizer
 
@@ -58,14 +57,16 @@ class TritonPythonModel:
             config = read_engine_config(repository)
             model = load_model_config(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
             model = model.reading(images=config.encoder_cache_bytes > 0)
+            tokenizer = _load_tokenizer(config)
+            sees, why_not = model.encoder is not None, model.why_no_images
+            images, why_not = open_front(config.model, tokenizer, config, sees=sees, why_not=why_not)
             settings = CodecSettings.of_model(
                 model,
                 config.max_seq_len_override,
                 apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
+                why_no_images=why_not,
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
             )
-            tokenizer = _load_tokenizer(config)
-            images = image_front(config, model, tokenizer)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
@@ -157,13 +158,6 @@ def _has_images(request: Any) -> bool:
 
 def _send(sender: Any, response: Any) -> None:
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def image_front(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> ImageFront | None:
-    """None for a model without eyes. Raises ConfigError."""
-    if model.encoder is None:
-        return None
-    return ImageFront(config.model, tokenizer)
 
 
 def _borders(tokenizer: Tokenizer) -> PromptBorders:

@@ -239,7 +239,7 @@ def test_forms_of_parts_and_their_order():
     assert len(sources) == 20
     assert [source.low_detail for source in sources[:5]] == [False, False, False, True, False]
     assert found[3]["content"] == [one for text in texts for one in (text, {"type": "image"})]
-    with pytest.raises(InvalidRequestError, match=r"messages\[4\].content\[0\] is image 21; allowed: 20 a request"):
-        take_images([*messages, {"role": "user", "content": [GOOD]}])
+    with pytest.raises(InvalidRequestError, match=r"messages\[5\].content\[0\] is image 101; allowed: 100 a request"):
+        take_images([*messages, *({"role": "user", "content": [GOOD] * count} for count in (80, 1))])
     empty = [{"role": "user", "content": [{"type": "text", "text": ""}] * 10_000}]
     assert take_images(empty) == (empty, [])
