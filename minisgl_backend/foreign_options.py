@@ -14,6 +14,7 @@ from difflib import SequenceMatcher, get_close_matches
 
 _SIMILAR = 0.75  # least difflib ratio at which a name, or the one word of it that differs, counts as a typing error
 _ALMOST = 0.9  # the same for a name whose words are other ones
+_STATES_KEPT = "none: the prefix cache keeps states where prompts meet, whatever the page size"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("--limit-mm-per-prompt", '`--max-images 8`, for `{"image": 8}`'),
         _row("--mm-processor-cache-gb", "`--image-cache-mib`, of decoded images"),
         _row("--num-gpu-blocks-override", "`--num-pages`"),
-        _row("--mamba-cache-mode --mamba-block-size", "none: the prefix cache keeps states where prompts meet, whatever the page size"),
+        _row(
+            "--mamba-cache-mode --mamba-block-size",
+            "none: the prefix cache keeps states where prompts meet, whatever the page size",
+        ),
         _row("--mamba-cache-dtype --mamba-ssm-cache-dtype", "none: states are float32"),
         _row("--kv-cache-dtype", "the same; `fp8` is `fp8_e4m3`"),
         _row("--enable-prefix-caching", "on by default; `--cache-type naive` switches it off"),
@@ -111,7 +115,10 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("--max-total-tokens", "`--num-pages`, times `--page-size`"),
         _row("--max-mamba-cache-size", "`--num-state-slots`"),
         _row("--mamba-full-memory-ratio", "`--num-state-slots`; unset: at most half of what weights leave"),
-        _row("--mamba-scheduler-strategy --mamba-track-interval", "none: the prefix cache keeps states where prompts meet, whatever the page size"),
+        _row(
+            "--mamba-scheduler-strategy --mamba-track-interval",
+            "none: the prefix cache keeps states where prompts meet, whatever the page size",
+        ),
         _row("--mamba-ssm-dtype", "none: states are float32"),
         _row("--chunked-prefill-size --max-prefill-tokens", "`--max-prefill-length`"),
         _row("--enable-mixed-chunk", "always on; `--mixed-prefill-length` bounds it"),

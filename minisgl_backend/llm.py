@@ -36,6 +36,7 @@ from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
 from minisgl_backend.step import StepStats
 from minisgl_backend.text import scoring
 from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
+from minisgl_backend.text.prompt_borders import NO_PARTS, ChatIds, PromptBorders
 from minisgl_backend.text.prompts import GivenPrompt, PromptWithImages, listed
 from minisgl_backend.text.tokenizer_file import has_tokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, load_vocabulary
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or one of both in a mapping like vLLM's
-ReadPrompt = list[int] | SeenIds  # token ids, or those of a prompt with images
+ReadPrompt = list[int] | SeenIds | ChatIds  # token ids, or those of a prompt with images or a chat
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -190,6 +191,10 @@ class LLM:
         """Begun with the first prompt that is a text, or has images. Raises ConfigError."""
         return PromptImages(self._model_dir, self.engine.model, self.config, lambda: self.tokenizer)
 
+    @cached_property
+    def _chats(self) -> PromptBorders:
+        return PromptBorders(self.tokenizer, asks=self.engine.model.has_states)
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -198,7 +203,7 @@ class LLM:
     ) -> ReadPrompt:
         arguments = dict(template_arguments or {})
         seen = self._images.of_chat(messages, arguments, options)
-        return seen or self.tokenizer.encode(self.tokenizer.render(messages, **arguments), add_special_tokens=False)
+        return seen or self._chats.read(messages, arguments)
 
     def generate(
         self,
@@ -330,8 +335,9 @@ class LLM:
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             params = self._bound_thoughts(params, ids)
-            images = None if isinstance(prompt, list) else self._images.of_answer(prompt, params)
-            answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces, images))
+            images = self._images.of_answer(prompt, params) if isinstance(prompt, SeenIds) else None
+            parts = prompt.parts if isinstance(prompt, ChatIds) else NO_PARTS
+            answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces, images, parts))
         return answers
 
     def _params(self, given: Params) -> SamplingParams:

@@ -12,6 +12,7 @@ from minisgl_backend.arrays import Float32Array
 from minisgl_backend.request import NO_SAMPLING, Content, FinishReason, PoolingParams, Request, SamplingParams
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.output_processor import OutputProcessor
+from minisgl_backend.text.prompt_borders import NO_PARTS, PromptParts
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -87,10 +88,13 @@ class Answer:
         vocabulary: Vocabulary,
         pieces: bool,
         images: AnswerImages | None = None,
+        parts: PromptParts = NO_PARTS,
     ) -> None:
         self._images = images
         self._num_open = params.n
-        self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
+        ids = np.array(token_ids, dtype="<i4").tobytes()
+        stable, borders = parts
+        self.request = Request(uid=uid, token_ids=ids, params=params, stable_len=stable, borders=borders)
         self.token_ids = token_ids
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs] = []

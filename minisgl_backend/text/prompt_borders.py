@@ -24,19 +24,37 @@ class PromptParts(NamedTuple):
     borders: tuple[int, ...] = ()
 
 
+NO_PARTS = PromptParts()
+
+
+class ChatIds(NamedTuple):
+    """A rendered chat."""
+
+    token_ids: list[int]
+    parts: PromptParts
+
+
 class PromptBorders:
     """Asks a chat template by rendering short chats, once for each distinct beginning and for each set of arguments."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, asks: bool = True) -> None:
+        """`asks`: False for a model without states, whose prompts need no parts."""
         self._tokenizer = tokenizer
+        self._asks = asks
         self._found: dict[bytes, list[int]] = {}  # token ids, by what they were found for; the latest ones
+
+    def read(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> ChatIds:
+        """Renders a chat. Raises InvalidRequestError."""
+        ids = self._tokenizer.encode(self._tokenizer.render(messages, **arguments), add_special_tokens=False)
+        return ChatIds(ids, self.of_chat(messages, arguments, ids))
 
     def of_chat(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], token_ids: Sequence[int]
     ) -> PromptParts:
         """Of a chat that was rendered with these arguments of the template to these tokens."""
-        if arguments.get("continue_final_message") or not arguments.get("add_generation_prompt", True):
-            return PromptParts()
+        begins_answer = not arguments.get("continue_final_message") and arguments.get("add_generation_prompt", True)
+        if not (self._asks and begins_answer):
+            return NO_PARTS
         begin: list[Mapping[str, Any]] = []
         for message in messages:
             if message.get("role") not in _BEGINNING:
