@@ -64,8 +64,8 @@ class PagedCase:
     def batch(self, workspace: DecodeWorkspace, shape: DecodeShape) -> DecodeBatch:
         return DecodeBatch(self.rows, self.kv_lens, self.table, workspace, shape)
 
-    def prefill_batch(self, starts: torch.Tensor) -> PrefillBatch:
-        return PrefillBatch(starts, self.kv_lens, self.rows, self.table, int(starts.diff().max()))
+    def prefill_batch(self, starts: torch.Tensor, *, causal: bool = True) -> PrefillBatch:
+        return PrefillBatch(starts, self.kv_lens, self.rows, self.table, int(starts.diff().max()), causal)
 
     def decoded(self, q: torch.Tensor, kv: LayerKV | None = None) -> torch.Tensor:
         """By the torch backend, from this pool in place of the case's."""
@@ -76,11 +76,11 @@ class PagedCase:
         plan = self.reference.plan_decode(inputs)
         return self.reference.decode(self.layer(kv or self._in_float32()), q.float(), plan)
 
-    def prefilled(self, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def prefilled(self, q: torch.Tensor, starts: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
         inputs = PrefillInputs(
             cu_seqlens_q=starts, kv_lens=self.kv_lens, rows=self.rows, page_table=self.table,
             cu_seqlens_q_host=starts.cpu().numpy(), kv_lens_host=self.kv_lens.cpu().numpy(),
-            rows_host=self.rows.cpu().numpy(),
+            rows_host=self.rows.cpu().numpy(), causal=causal,
         )  # fmt: skip
         plan = self.reference.plan_prefill(inputs)
         return self.reference.prefill(self.layer(self._in_float32()), q.float(), plan)
@@ -116,8 +116,8 @@ def check_decode(case: PagedCase, shape: DecodeShape, *, max_rows: int = 0, laun
         assert int(workspace.counters.abs().sum()) == 0
 
 
-def check_prefill(case: PagedCase, q_lens: list[int]) -> None:
+def check_prefill(case: PagedCase, q_lens: list[int], *, causal: bool = True) -> None:
     starts = torch.tensor([0, *q_lens], device=case.device).cumsum(0).int()
     q = case.queries(sum(q_lens))
-    found = prefill_attention(q, case.layer(), case.prefill_batch(starts))
-    assert_attended(found, case.prefilled(q, starts), q_lens)
+    found = prefill_attention(q, case.layer(), case.prefill_batch(starts, causal=causal))
+    assert_attended(found, case.prefilled(q, starts, causal=causal), q_lens)

@@ -145,6 +145,11 @@ def test_prefill_attention(page_size, window):
     check_prefill(PagedCase([5, 130, 33], page_size, (2, 1, 64), window=window), [5, 40, 1])
 
 
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 24), (64, 50)])
+def test_prefill_attention_to_later_tokens(page_size, window):
+    check_prefill(PagedCase([5, 130, 33], page_size, (2, 1, 64), window=window), [5, 40, 1], causal=False)
+
+
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 24), (16, 50), (64, 1)])
 def test_attention_in_chunks(page_size, chunk):
     case = PagedCase([5, 130, 25, 200], page_size, (2, 1, 32), chunk=chunk)
