@@ -32,7 +32,7 @@ class MHAEntry(BackendEntry):
     soft_caps: bool = False  # computes scores with a soft cap
     sinks: bool = False  # likewise with sinks
     chunks: bool = False  # serves attention in chunks
-    not_causal: bool = False  # likewise of queries that see later tokens
+    not_causal: bool = False  # its prefill serves queries that see later tokens
     sink_kernels: str = ""  # MODULE:FUNCTION, which returns true if the package has kernels with sinks; "": always
 
     def failure(self, needs: AttentionNeeds, missing: WhyMissing) -> str | None:
@@ -51,8 +51,6 @@ class MHAEntry(BackendEntry):
             return "computes no attention sinks, which this model has"
         if needs.scores.chunks and not self.chunks:
             return "serves no attention in chunks, which this model has"
-        if needs.scores.not_causal and not self.not_causal:
-            return "serves no images whose tokens see each other, as this model's do (encoder_cache_mib 0: text alone)"
         for head_dim in needs.head_dims:
             if self.head_sizes is not None and head_dim not in self.head_sizes:
                 return f"serves head sizes {', '.join(map(str, self.head_sizes))}; this model has {head_dim}"
@@ -66,6 +64,8 @@ class MHAEntry(BackendEntry):
         return None
 
     def prefill_refusal(self, needs: AttentionNeeds) -> str | None:
+        if needs.scores.not_causal and not self.not_causal:
+            return "serves no images whose tokens see each other, as this model's do (encoder_cache_mib 0: text alone)"
         if needs.compute_capability is None or needs.compute_capability >= self.prefill_capability:
             return None
         return (

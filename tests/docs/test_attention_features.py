@@ -40,7 +40,8 @@ COLUMNS: dict[str, Callable[[str], str]] = {
     "MLA": lambda name: capabilities(MLA[name].capabilities) if name in MLA else "no",
     "sliding window": of_keys(lambda entry: "yes"),
     "chunks": of_keys(lambda entry: "yes" if entry.chunks else "no"),
-    "multimodal": lambda name: "no",
+    # Vectors in the place of embeddings concern no backend; images whose tokens see each other do.
+    "multimodal": of_keys(lambda entry: "yes" if entry.not_causal else "causal"),
 }
 # SGLang's names, and its marks in these columns: docs_new/docs/advanced_features/attention_backend.mdx, commit 01d8520,
 # and what that says nothing of, by the page as of commit 000984e. Speculation is that with one branch (topk 1). Chunks
@@ -101,6 +102,8 @@ def test_what_the_table_denies_is_refused_at_start_by_name(name: str) -> None:
         assert refused(name, capability, kv_dtype=FP8_E4M3, **LATENTS) != (serves and reads_fp8)
         assert refused(name, capability) == (entry is None)
         assert refused(name, capability, scores=Scores(chunks=True)) == (entry is None or not entry.chunks)
+        if entry is not None and entry.prefill_capability <= capability:
+            assert refused(name, capability, scores=Scores(not_causal=True)) != entry.not_causal
 
 
 @pytest.mark.parametrize("name", NOT_HERE)

@@ -79,3 +79,23 @@ def test_without_memory_for_vectors_a_model_reads_text_alone(tmp_path: Path) -> 
             llm.chat([{"role": "user", "content": [{"type": "image", "image": PICTURES[0]}]}], PARAMS)
         (answer,) = llm.chat([{"role": "user", "content": "Hello"}], PARAMS)
         assert len(answer.token_ids) == 6
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"max_prefill_length": 9, "tp": 2, "page_size": 1, "num_pages": 900}])
+def test_two_ranks_say_what_one_says(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each encodes some of the images, and both get the vectors of all."""
+    made("qwen3_vl", tmp_path)
+    content = [{"type": "image", "image": one} for one in (*PICTURES, PICTURES[0].rotate(90))]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what?"}]}]
+    said = []
+    for more in ({}, options):
+        values: dict[str, Any] = {
+            "dtype": "float32",
+            "num_pages": 300,
+            "page_size": 4,
+            "max_running_requests": 4,
+            **more,
+        }
+        with contextlib.closing(LLM(str(tmp_path), **values)) as llm:
+            said.append([one.token_ids for one in llm.chat([messages, messages[:1]], PARAMS)])
+    assert said[0] == said[1]
