@@ -177,7 +177,7 @@ def _tuned() -> dict[str, Any]:
         entries, lens, slots, borders = map(case.ints, (rows, 1 + rows % PAGE + PAGE, slots, borders))
         window = WindowBatch(entries, lens, slots, borders)
         x = case.random(num_rows, CONFIG.num_inputs)
-        for stream in ((16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (64, 4, 2), (64, 8, 3)):
+        for stream in ((16, 1, 3), (16, 1, 4), (32, 1, 3), (16, 2, 3), (32, 2, 3), (32, 4, 3), (32, 4, 5), (64, 8, 3)):
             calls: list[Callable[[], object]] = [
                 functools.partial(delta_window, x, layer, window, None, StreamShape(*stream)) for layer in case.layers
             ]

@@ -10,7 +10,7 @@ from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.recurrent.calls import Block, ChunkBatch, ChunkRow, DeltaLayer
 from minisgl_backend.kernels.recurrent.parts import silu
 
-_CHANNELS, _TOKENS = 256, 16  # of a program of the convolution; tokens: of a step of its loop
+_CHANNELS, _TOKENS = 64, 32  # of a program of the convolution; tokens: of a step of its loop
 _NUMBERS = 4096  # of a program of the norm
 
 

@@ -22,7 +22,7 @@ from minisgl_backend.kernels.recurrent.parts import log_decay, pair_dot, silu
 from minisgl_backend.kernels.shared_memory import stages_that_fit
 from minisgl_backend.kv.state_config import StateConfig
 
-_TILE = 32  # values of a tile
+_TILE, _FEW_TILE = 16, 32  # values of a tile: of many programs, and of few
 _LEAST_DOT = 16  # of a side of a product on tensor cores
 
 
@@ -34,11 +34,14 @@ class StreamShape(NamedTuple):
     num_stages: int  # tiles in flight, and one
 
 
-def stream_shape(config: StateConfig, page_size: int, shared: int) -> StreamShape:
-    """Tiles leave room for four programs on a multiprocessor. The same for any number of rows: it is compiled once."""
-    tile, rows = min(_TILE, next_power_of_2(config.v_dim)), next_power_of_2(config.k_dim)
-    stages = stages_that_fit(3, 4 * tile * (rows + next_power_of_2(page_size)), shared // 4)
-    return StreamShape(tile, max(1, min(4, rows * tile // 1024)), stages)
+def stream_shape(few: bool, config: StateConfig, page_size: int, shared: int) -> StreamShape:
+    """few: all programs run at once. Then four warps end sooner; else each program is one warp, which waits for no
+    other, and ten of them fit a multiprocessor."""
+    rows, tile = next_power_of_2(config.k_dim), min(_FEW_TILE if few else _TILE, next_power_of_2(config.v_dim))
+    num_warps = max(1, min(4, rows * tile // 1024)) if few else max(1, rows // 128)
+    programs = 4 if few else 10
+    stages = stages_that_fit(3, 4 * tile * (rows + next_power_of_2(page_size)), shared // programs)
+    return StreamShape(tile, num_warps, max(2, stages))
 
 
 def delta_window(
@@ -53,7 +56,10 @@ def delta_window(
     out = x.new_empty((num_entries, config.num_v_heads * config.v_dim)) if out is None else out
     if num_entries == 0:
         return out
-    shape = shape or stream_shape(config, layer.page_size, DeviceFacts.of(x.device).shared_memory)
+    if shape is None:
+        facts = DeviceFacts.of(x.device)
+        few = batch.has_drafts or num_entries * config.num_v_heads <= 2 * facts.multiprocessors
+        shape = stream_shape(few, config, layer.page_size, facts.shared_memory)
     tensors = (
         x, out, batch.rows, batch.kv_lens, batch.state_slot, batch.state_border, state.states, state.tail_k,
         state.tail_u, state.tail_g, state.tail_conv, layer.conv_weight, layer.a_log, layer.dt_bias, layer.norm_weight,

@@ -72,7 +72,8 @@ def prefill(capability, limit, head_dim):
     fits = prefill_attention.long_tiles_fit(head_dim, limit)
     return shared(prefill_attention._prefill_kernel, capability, "bf16", 8 if fits else 4, 2, GROUP=2, NUM_Q_HEADS=8,
                   PAGE_SIZE=64, HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim),
-                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, SOFT_CAP=None, FP8=False, sinks_ptr=None)
+                  TILE_Q=128 if fits else 32, TILE_KV=64, CAUSAL=True, WINDOW=0, SOFT_CAP=None, FP8=False,
+                  sinks_ptr=None)
 
 def capped(capability, limit, head_dim):
     # Kernels with a soft cap and sinks, or another activation than silu: they compile at all.
@@ -83,7 +84,8 @@ def capped(capability, limit, head_dim):
     small = dict(SIZE_OUT=512, SIZE_IN=1024, TILE_OUT=2, TILE_IN=1024, NORM=True, BIAS=False, RESIDUAL=False,
                  GATED=True, PDL=False)
     return max(
-        shared(prefill_attention._prefill_kernel, capability, "bf16", 4, 2, TILE_Q=32, TILE_KV=64, **common),
+        shared(prefill_attention._prefill_kernel, capability, "bf16", 4, 2, TILE_Q=32, TILE_KV=64,
+               CAUSAL=True, **common),
         *(shared(decode_attention.decode_kernel, capability, "bf16", 4, 3, ROTATE=rotate, **common, **decode)
           for rotate in (False, True)),
         *(shared(small_linear._vector_kernel, capability, "bf16", 4, 1, ROWS=1, ROWS_PADDED=1, ACTIVATION=name, **small)
@@ -125,14 +127,16 @@ def chunk(capability, limit, number):
 def window(capability, limit, page_size, drafts):
     # A decode step's window, and the fold.
     config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128, conv_width=4)
-    cut = delta_window.stream_shape(config, page_size, limit)
     rings = dict(WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, **STATES)
-    tiles = dict(TILE=cut.tile, TILES=128 // cut.tile, STAGES=cut.num_stages, PDL=False, TAIL=page_size, **rings)
-    return max(
-        shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, **tiles),
-        shared(delta_window._drafts_kernel, capability, "bf16", cut.num_warps, 3, ENTRIES=4, ROWS=16, **tiles),
-        shared(delta_fold._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings),
-    )
+    taken = [shared(delta_fold._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings)]
+    for few in (True, False):
+        cut = delta_window.stream_shape(few, config, page_size, limit)
+        tiles = dict(TILE=cut.tile, TILES=128 // cut.tile, STAGES=cut.num_stages, PDL=False, TAIL=page_size, **rings)
+        taken.append(shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, **tiles))
+        if few:
+            tiles |= dict(ENTRIES=4, ROWS=16)
+            taken.append(shared(delta_window._drafts_kernel, capability, "bf16", cut.num_warps, 3, **tiles))
+    return max(taken)
 
 ways = {"chunk": chunk, "window": window, "latents": latents, "stored": stored, "expanded": expanded,
         "capped": capped, "linear": linear, "grouped": grouped, "prefill": prefill}
