@@ -38,6 +38,7 @@ _SOFT_CAPS: Mapping[str, Mapping[str, float | None]] = {  # llama.cpp's, where t
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {"final_logit_softcapping": None},
 }
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
 _LFM2 = ("lfm2", "lfm2moe")
 _ROPE_THETA = 10000.0
 _UNSET = -1.0  # yarn_ext_factor, and all of yarn_*, in files that llama.cpp's own writer made
@@ -195,19 +196,37 @@ def _family(values: _Values, config: Mapping[str, Any], head_dim: int) -> dict[s
         found["mlp_bias"] = "blk.0.ffn_up.bias" in values.header.tensors
     if values.name == "phi3":
         found["sliding_window"] = values.get("attention.sliding_window") or None
-    if values.name.endswith("moe"):
+    if values.name in _DELTA:
+        found |= _delta(values)
+    if values.name.endswith("moe") or values.name == "qwen3next":
         used = values.need("expert_used_count")
         found["num_experts"], found["num_experts_per_tok"] = values.need("expert_count"), used
         size = values.same_in_layers("expert_feed_forward_length") or (config["intermediate_size"] or 0) // used
         found["moe_intermediate_size"] = size
-        if values.name == "qwen2moe":
+        if values.name in ("qwen2moe", "qwen3next", "qwen35moe"):
             shared = values.get("expert_shared_feed_forward_length") or config["intermediate_size"]
             found["shared_expert_intermediate_size"] = shared
         if values.name not in _LFM2:
-            found["norm_topk_prob"] = values.name == "qwen3moe"
+            found["norm_topk_prob"] = values.name != "qwen2moe"
     elif config["intermediate_size"] is None:
         values.need("feed_forward_length")
     return found
+
+
+def _delta(values: _Values) -> dict[str, Any]:
+    """The gated delta rule, in the words of state spaces: a group is a key head, a step a value head."""
+    num_v_heads, inner = values.need("ssm.time_step_rank"), values.need("ssm.inner_size")
+    if inner % num_v_heads:
+        values.refuse("ssm.inner_size", f"a multiple of ssm.time_step_rank ({num_v_heads})")
+    return {
+        "linear_num_key_heads": values.need("ssm.group_count"),
+        "linear_num_value_heads": num_v_heads,
+        "linear_key_head_dim": values.need("ssm.state_size"),
+        "linear_value_head_dim": inner // num_v_heads,
+        "linear_conv_kernel_dim": values.need("ssm.conv_kernel"),
+        "full_attention_interval": values.get("full_attention_interval") or 4,
+        "mtp_num_hidden_layers": 0,
+    }
 
 
 def _lfm2(values: _Values, layers: int) -> dict[str, Any]:
@@ -254,7 +273,7 @@ def _rope(values: _Values, config: Mapping[str, Any], head_dim: int) -> dict[str
         values.only("rope.freq_base_swa", (found["rope_theta"],), "rope.freq_base", found["rope_theta"])
     rotated = values.get("rope.dimension_count") or head_dim
     if rotated != head_dim:
-        if values.name != "phi3":
+        if values.name not in ("phi3", *_DELTA):
             values.refuse("rope.dimension_count", f"the size of a head ({head_dim})")
         found["partial_rotary_factor"] = rotated / head_dim
     values.only("rope.dimension_count_swa", (rotated,), f"rope.dimension_count ({rotated})", rotated)

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from minisgl_backend.models.gguf_keys import check_keys
 from minisgl_backend.models.gguf_tokenizer import GGUFTokenizer
 from minisgl_backend.models.json_files import read_json_if_there
 from minisgl_backend.weights.gguf_header import GGUFHeader, GGUFTensor
-from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, name_of, parts_of
+from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, TiledHeads, name_of, parts_of
 from minisgl_backend.weights.gguf_names import GGUFArchitecture
 from minisgl_backend.weights.shards import some
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _ROTATED = tuple(f".attn_{one}.{kind}" for one in "qk" for kind in ("weight", "bias"))
 _KEPT = 32  # cached folders, of a few to 40 MB each; the least recently used are removed
-_VERSION = 5  # of the folders' format
+_VERSION = 6  # of the folders' format
 
 
 def gguf_folder(path: Path) -> Path:
@@ -147,7 +148,8 @@ def _index(header: GGUFHeader, kind: GGUFArchitecture, config: Mapping[str, Any]
             heads = 0
             if kind.pairs_adjacent and stored.endswith(_ROTATED):
                 heads = config["num_attention_heads" if ".attn_q." in stored else "num_key_value_heads"]
-            tensors.append(_indexed(header, kind, stored, name, tensor, heads))
+            indexed = _indexed(header, kind, stored, name, tensor, heads)
+            tensors.append(replace(indexed, tiled=_tiled(stored, config)) if kind.tiled else indexed)
         elif not kind.is_without_numbers(stored):
             unread.append(stored)
     if unread:
@@ -168,8 +170,25 @@ def _indexed(
         shape=kind.shape(stored, tensor.shape),
         offset=tensor.offset,
         heads=heads,
-        add=-kind.norm_offset if stored.endswith("norm.weight") else 0.0,
+        add=-kind.norm_offset if stored.endswith("norm.weight") and not stored.endswith(".ssm_norm.weight") else 0.0,
+        negated_exp=stored.endswith(".ssm_a"),
     )
+
+
+def _tiled(stored: str, config: Mapping[str, Any]) -> TiledHeads | None:
+    """Whose value heads a tensor has, in the order of llama.cpp's converter."""
+    key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    keys = 2 * key_heads * config["linear_key_head_dim"]
+    if key_heads == config["linear_num_value_heads"]:
+        return None
+    name = stored.split(".")[-2] if stored.endswith((".weight", ".bias")) else stored.split(".")[-1]
+    if name == "ssm_out":
+        return TiledHeads(0, key_heads, size, columns=True)
+    if name in ("attn_qkv", "ssm_conv1d"):
+        return TiledHeads(keys, key_heads, size)
+    if name == "attn_gate":
+        return TiledHeads(0, key_heads, size)
+    return TiledHeads(0, key_heads, 1) if name in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta") else None
 
 
 def _remove_old(root: Path) -> None:

@@ -18,6 +18,12 @@ log = logging.getLogger(__name__)
 
 _EXPERTS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+_DELTA = frozenset(
+    {
+        *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"),
+        "full_attention_interval",
+    }
+)
 _READ = frozenset(  # by gguf_config, of every architecture
     {
         *("block_count", "context_length", "embedding_length", "embedding_length_out", "feed_forward_length"),
@@ -37,6 +43,9 @@ _READ_OF: Mapping[str, frozenset[str]] = {
     "phi3": frozenset({"attention.sliding_window"}),
     "qwen2moe": _EXPERTS | {"expert_shared_feed_forward_length"},
     "qwen3moe": _EXPERTS,
+    "qwen3next": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length"},
+    "qwen35": _DELTA,
+    "qwen35moe": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length"},
 }
 _WITHOUT_EFFECT = frozenset(  # on tokens and numbers
     {

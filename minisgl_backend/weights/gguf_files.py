@@ -19,7 +19,7 @@ import torch
 
 from minisgl_backend.number_formats import GGUF_BLOCKS
 from minisgl_backend.weights.gguf_header import TYPES_BY_NAME, NumberType
-from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor
+from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor, TiledHeads
 from minisgl_backend.weights.parts import StoredRows
 
 _NUMBERS_AT_ONCE = 1 << 20
@@ -64,22 +64,25 @@ class GGUFSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """By slices without a step, and integers."""
-        if self._tensor.heads and len(self._shape) == 1:  # a bias, few numbers
-            stored = GGUFSlice(self._data, replace(self._tensor, heads=0), self._expert)[()]
-            return stored[torch.from_numpy(_apart(len(stored), self._tensor.heads))][index]
+        if len(self._shape) == 1 and (order := self._order(self._shape[0])) is not None:  # few numbers
+            stored = GGUFSlice(self._data, replace(self._tensor, heads=0, tiled=None), self._expert)[()]
+            return stored[torch.from_numpy(order)][index]
         given = index if isinstance(index, tuple) else (index,)
         whole = (*given, *(slice(None),) * (len(self._shape) - len(given)))
         columns = whole[-1]
         # Every axis but the last one counts rows; what is asked for of them is few numbers, found as their places.
         rows = np.arange(int(np.prod(self._shape[:-1], dtype=np.int64))).reshape(self._shape[:-1])[whole[:-1]]
         blocks, places = self._blocks(), rows.reshape(-1)
-        if self._tensor.heads:
-            places = _apart(len(blocks), self._tensor.heads)[places]
+        if (order := self._order(len(blocks))) is not None:
+            places = order[places]
         width = len(range(*columns.indices(self._shape[-1]))) if isinstance(columns, slice) else 1
         values = np.empty((len(places), width), np.float32)
         step = max(1, _NUMBERS_AT_ONCE // self._shape[-1])
         pieces = [(places[start : start + step], values[start : start + step]) for start in range(0, len(places), step)]
-        _all(partial(_fill, blocks, self._type, columns, self._tensor.add), pieces)
+        taken = columns if (order := self._column_order()) is None else order[columns]
+        _all(partial(_fill, blocks, self._type, taken, self._tensor.add), pieces)
+        if self._tensor.negated_exp:
+            np.log(-values, out=values)
         result = values.reshape(*rows.shape, width)
         return torch.from_numpy(result if isinstance(columns, slice) else result[..., 0])
 
@@ -91,14 +94,26 @@ class GGUFSlice:
         start, stop, _ = columns.indices(self._shape[-1])
         if self._type.name not in GGUF_BLOCKS or len(index) != 2 or start % self._type.size or stop % self._type.size:
             return None
-        if self._tensor.heads:
-            blocks = self._blocks()[_apart(self._shape[0], self._tensor.heads)[rows]]
-        else:
-            blocks = self._blocks()[rows]
+        if self._column_order() is not None:
+            return None
+        order = self._order(self._shape[0])
+        blocks = self._blocks()[rows if order is None else order[rows]]
         first, last = (at // self._type.size * self._type.nbytes for at in (start, stop))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return StoredRows(self._type.name, torch.from_numpy(blocks[:, first:last]))
+
+    def _order(self, num_rows: int) -> np.ndarray | None:
+        """For each row of a checkpoint its place in the file; None: the same."""
+        if self._tensor.heads:
+            return _apart(num_rows, self._tensor.heads)
+        tiled = self._tensor.tiled
+        return None if tiled is None or tiled.columns else _in_turns(num_rows, tiled)
+
+    def _column_order(self) -> np.ndarray | None:
+        """Likewise of columns."""
+        tiled = self._tensor.tiled
+        return _in_turns(self._shape[-1], tiled) if tiled is not None and tiled.columns else None
 
     def _blocks(self) -> np.ndarray:
         """[rows, bytes of a row], uint8, mapped."""
@@ -120,6 +135,14 @@ def _apart(num_rows: int, heads: int) -> np.ndarray:
     """For each row of a checkpoint's queries or keys, its place among llama.cpp's: there the two that are rotated
     together are adjacent, in checkpoints half a head apart."""
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _in_turns(count: int, heads: TiledHeads) -> np.ndarray:
+    """For each row, or column, of a checkpoint its place among those of `heads`."""
+    places, of_values = np.arange(count), count - heads.first
+    by_turn = places[:of_values].reshape(-1, heads.key_heads, heads.size) + heads.first
+    places[heads.first :] = by_turn.swapaxes(0, 1).reshape(-1)
+    return places
 
 
 def _all(fill: Callable[[Any], None], pieces: list[Any]) -> None:

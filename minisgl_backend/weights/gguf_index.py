@@ -10,13 +10,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minisgl_backend.errors import ConfigError
 
 INDEX = "gguf_index.json"
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")  # as the hub's client keeps OWNER/NAME
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class TiledHeads(NamedTuple):
+    """Heads of the gated delta rule whose values take turns over its key heads; in checkpoints those of a key head
+    follow one another."""
+
+    first: int  # of the rows, or columns, that are of value heads; they go on to the end
+    key_heads: int
+    size: int  # rows, or columns, of a head
+    columns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,8 @@ class IndexedTensor:
     offset: int  # bytes from the file's start
     heads: int = 0  # whose rows are in llama.cpp's order: adjacent pairs; 0: they are in the checkpoint's
     add: float = 0.0  # to its numbers
+    tiled: TiledHeads | None = None
+    negated_exp: bool = False  # the file has -exp of its numbers
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,11 @@ class GGUFIndex:
         for path, size in zip(files, content["sizes"], strict=True):
             if not path.is_file() or path.stat().st_size != size:
                 raise ConfigError(f"{path} is not there any more, or has another size than when it was first read")
-        tensors = tuple(IndexedTensor(**{**one, "shape": tuple(one["shape"])}) for one in content["tensors"])
-        return cls(files, tuple(content["sizes"]), tensors)
+        return cls(files, tuple(content["sizes"]), tuple(_indexed(**one) for one in content["tensors"]))
+
+
+def _indexed(shape: list[int], tiled: list[Any] | None, **more: Any) -> IndexedTensor:
+    return IndexedTensor(shape=tuple(shape), tiled=None if tiled is None else TiledHeads(*tiled), **more)
 
 
 def is_gguf(path: Path) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -43,6 +43,21 @@ _LFM2 = {
 }
 _LFM2_MLP = {"mlp.": "feed_forward.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LFM2_NORM = dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")
+_DELTA = {
+    **_ATTENTION,
+    **_HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 _EXPERT_BIAS = {"exp_probs_b.bias": "feed_forward.expert_bias"}
 _LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 _MERGED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
@@ -61,16 +76,20 @@ def _renamed(names: Mapping[str, str], words: Mapping[str, str]) -> dict[str, st
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
     """One value of general.architecture. `layers`: names within a layer, there and in checkpoints, without `.weight`
-    and `.bias`, or with them where the checkpoint's has none."""
+    and `.bias`."""
 
     architecture: str  # as in config.json's `architectures`
     model_type: str
     layers: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)  # whole names within a layer, likewise
     outside: Mapping[str, str] = field(default_factory=dict)  # names outside of layers, where others are usual
     axis_of_channels: tuple[str, ...] = ()  # convolutions [channels, width], in checkpoints [channels, 1, width]
     norm_offset: float = 0.0  # was added to the weights of norms
     pairs_adjacent: bool = False  # queries' and keys' rows: a pair that is rotated together is adjacent
     rope_tensors: tuple[str, ...] = ()  # which models.gguf_config reads
+    # Value heads of the gated delta rule take turns over key heads, where those of a key head follow one another in
+    # checkpoints.
+    tiled: bool = False
 
     def is_without_numbers(self, stored: str) -> bool:
         """Whether a tensor is no part of the checkpoint, but what config.json says, or what llama.cpp skips, too."""
@@ -80,10 +99,10 @@ class GGUFArchitecture:
         """The checkpoint's name of a tensor, with {expert} in it where all experts are in one. None: it has none."""
         match = _LAYER.fullmatch(stored)
         if match is not None:
-            if (whole := self.layers.get(f"{match[2]}.{match[3]}")) is not None:
-                return f"model.layers.{match[1]}.{whole}"
-            local = self.layers.get(match[2])
-            return None if local is None else f"model.layers.{match[1]}.{local}.{match[3]}"
+            module, _, kind = match[2].rpartition(".")
+            local = self.layers.get(module) if kind in ("weight", "bias") else None
+            whole = self.tensors.get(match[2]) or (local and f"{local}.{kind}")
+            return f"model.layers.{match[1]}.{whole}" if whole else None
         name, _, suffix = stored.rpartition(".")
         outside = self.outside.get(name) or _OUTSIDE.get(name)
         return None if outside is None else f"{outside}.{suffix}"
@@ -94,6 +113,19 @@ class GGUFArchitecture:
             return (1, *shape)
         is_convolution = any(stored.endswith(f".{name}.weight") for name in self.axis_of_channels)
         return (shape[0], 1, shape[1]) if is_convolution and len(shape) == 2 else shape
+
+
+def _delta(architecture: str, model_type: str, mlp: Mapping[str, str], *, tiled: bool = True) -> GGUFArchitecture:
+    """A family with the gated delta rule."""
+    return GGUFArchitecture(
+        architecture=architecture,
+        model_type=model_type,
+        layers={**_DELTA, **mlp},
+        tensors=_DELTA_TENSORS,
+        axis_of_channels=("ssm_conv1d",),
+        norm_offset=1.0,
+        tiled=tiled,
+    )
 
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
@@ -119,7 +151,8 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "lfm2moe": GGUFArchitecture(
         architecture="Lfm2MoeForCausalLM",
         model_type="lfm2_moe",
-        layers={**_LFM2, **_renamed(_MLP, _LFM2_MLP), **_renamed(_EXPERTS, _LFM2_MLP), **_EXPERT_BIAS},
+        layers={**_LFM2, **_renamed(_MLP, _LFM2_MLP), **_renamed(_EXPERTS, _LFM2_MLP)},
+        tensors=_EXPERT_BIAS,
         outside=_LFM2_NORM,
         axis_of_channels=("shortconv.conv",),
     ),
@@ -150,4 +183,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         model_type="qwen3_moe",
         layers={**_ATTENTION, **_HEAD_NORMS, **_EXPERTS},
     ),
+    "qwen3next": _delta("Qwen3NextForCausalLM", "qwen3_next", {**_EXPERTS, **_SHARED_EXPERT}, tiled=False),
+    "qwen35": _delta("Qwen3_5ForCausalLM", "qwen3_5_text", _MLP),
+    "qwen35moe": _delta("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", {**_EXPERTS, **_SHARED_EXPERT}),
 }

@@ -70,6 +70,94 @@ def lfm2(config: Any, stored: Tensors) -> tuple[dict[str, Any], Tensors]:
     return keys, found | {name: np.stack(values) for name, values in experts.items()}
 
 
+_DELTA = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def _taking_turns(x: np.ndarray, axis: int, config: Any, size: int) -> np.ndarray:
+    """Value heads of `size` in the converter's order."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    shape = x.shape
+    heads = x.reshape(*shape[:axis], keys, values // keys, size, *shape[axis + 1 :])
+    return np.ascontiguousarray(heads.swapaxes(axis, axis + 1)).reshape(shape)
+
+
+def delta(config: Any, stored: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """As `lfm2`."""
+    num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
+    k_dim, v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    keys, is_next = 2 * num_keys * k_dim, config.model_type == "qwen3_next"
+    found: Tensors = {}
+    experts: dict[str, list[np.ndarray]] = {}
+
+    def tiled(name: str, x: np.ndarray) -> np.ndarray:
+        if is_next:
+            return x
+        if name in ("in_proj_qkv", "conv1d"):
+            return np.concatenate([x[:keys], _taking_turns(x[keys:], 0, config, v_dim)])
+        if name in ("in_proj_z", "out_proj"):
+            return _taking_turns(x, int(name == "out_proj"), config, v_dim)
+        return _taking_turns(x, 0, config, 1) if name in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else x
+
+    for full, tensor in stored.items():
+        name, x = full.replace("model.language_model.", "model."), tensor
+        if name.startswith("model.visual."):
+            continue
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            x = x + 1
+        module = name.removesuffix(".weight")
+        if module in _MODEL:
+            found[f"{_MODEL[module]}.weight"] = x
+            continue
+        _, _, layer, local = module.split(".", 3)
+        if local.startswith("mlp.experts."):
+            kind = local.rpartition(".")[2].removesuffix("_proj")
+            experts.setdefault(f"blk.{layer}.ffn_{kind}_exps.weight", []).append(x)
+            continue
+        if local == "linear_attn.in_proj_qkvz":
+            groups = x.reshape(num_keys, -1, x.shape[1])
+            of_values = num_values // num_keys * v_dim
+            parts = np.split(groups, [k_dim, 2 * k_dim, 2 * k_dim + of_values], axis=1)
+            q, k, v, z = (part.reshape(-1, x.shape[1]) for part in parts)
+            found[f"blk.{layer}.attn_qkv.weight"] = np.concatenate([q, k, v])
+            found[f"blk.{layer}.attn_gate.weight"] = z
+            continue
+        last = local.rpartition(".")[2]
+        x = tiled(last, x.squeeze(1) if last == "conv1d" else x)
+        x = -np.exp(x) if last == "A_log" else x.squeeze(0) if last == "shared_expert_gate" else x
+        suffix = "" if last in ("A_log", "dt_bias") else ".weight"
+        found[f"blk.{layer}.{_DELTA[local]}{suffix}"] = x
+    values = {
+        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim, "rope.dimension_count": config.head_dim // 4,
+        "rope.freq_base": config.rope_parameters["rope_theta"], "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": k_dim, "ssm.group_count": num_keys, "ssm.time_step_rank": num_values,
+        "ssm.inner_size": num_values * v_dim, "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }  # fmt: skip
+    if config.model_type != "qwen3_next":
+        values |= {"full_attention_interval": 4, "rope.dimension_sections": [1, 1, 0, 0]}
+    found |= {name: np.stack(ones) for name, ones in experts.items()}
+    if config.model_type != "qwen3_5_moe_text":
+        values["feed_forward_length"] = config.intermediate_size
+    if config.model_type == "qwen3_5_text":
+        return values, found
+    return values | {
+        "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    }, found  # fmt: skip
+
+
 def write(path: Path, arch: str, config: Any, keys: dict[str, Any], tensors: Tensors) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     values = {
@@ -98,6 +186,9 @@ LAYOUTS: dict[str, tuple[str, Callable[[Any, Tensors], tuple[dict[str, Any], Ten
     "lfm2": ("lfm2", lfm2, {}),
     "lfm2-width-untied": ("lfm2", lfm2, {"tie_embedding": False, "conv_L_cache": 4}),
     "lfm2_moe": ("lfm2moe", lfm2, {"routed_scaling_factor": 1.0}),
+    "qwen3_next": ("qwen3next", delta, {"mlp_only_layers": []}),
+    "qwen3_5": ("qwen35", delta, {}),
+    "qwen3_5_moe": ("qwen35moe", delta, {}),
 }
 
 
@@ -105,7 +196,7 @@ def converted(name: str, folder: Path, **more: Any) -> Path:
     """The GGUF file of a checkpoint; more: other values of its keys."""
     arch, layout, changes = LAYOUTS[name]
     save_checkpoint(name.partition("-")[0], folder, **changes)
-    config = reference_model(folder).config
+    config = reference_model(folder).config.get_text_config()
     keys, tensors = layout(config, {key: one.numpy() for key, one in load_file(folder / "model.safetensors").items()})
     return write(folder / "model.gguf", arch, config, keys | more, tensors)
 

@@ -6,7 +6,7 @@ from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, St
 from minisgl_backend.models.families.common import mlp
 from minisgl_backend.models.families.delta import CONVOLUTION, gated_queries, shared_experts
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
-from minisgl_backend.models.families.qwen3_next import DRAFT_NAMES, hybrid
+from minisgl_backend.models.families.qwen3_next import DRAFT_NAMES, FUSED, hybrid
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -30,9 +30,6 @@ def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
     return (gated_queries(decoder),)
 
 
-_FUSED = Stored(
-    name="linear_attn.in_proj_qkv", of=tuple(f"linear_attn.in_proj_{kind}" for kind in "qkv"), may_be_absent=True
-)
 # Of all experts together; others' quantized files have each expert's tensors.
 _EXPERTS = (
     Stored(
@@ -42,9 +39,7 @@ _EXPERTS = (
     ),
     Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), may_be_absent=True),
 )
-_NAMES = TensorNames(
-    stored=(CONVOLUTION, _FUSED), prefixes=TEXT_NAMES.prefixes, left_out=(*TEXT_NAMES.left_out, "mtp.")
-)
+_NAMES = TensorNames(stored=(CONVOLUTION, FUSED), prefixes=TEXT_NAMES.prefixes, left_out=(*TEXT_NAMES.left_out, "mtp."))
 
 FAMILY = Family(model_type="qwen3_5_text", read=read, tensor_names=_NAMES, grouped=_grouped, draft_names=DRAFT_NAMES)
 MOE_FAMILY = replace(

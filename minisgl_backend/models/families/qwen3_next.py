@@ -50,6 +50,12 @@ def hybrid(keys: Keys, mlps: list[DenseMlpConfig | MoeConfig], *, mrope: MRope |
     return decoder(keys, layers, num_draft_layers=int(drafts))
 
 
+# In GGUF files, and in those of Qwen3.5.
+FUSED = Stored(
+    name="linear_attn.in_proj_qkv", of=tuple(f"linear_attn.in_proj_{kind}" for kind in "qkv"), may_be_absent=True
+)
+
+
 def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
     """By key head: its query, key, values and their z; b and a of its value heads."""
     num_k_heads = next(one.num_k_heads for layer in decoder.layers if (one := layer.mixer.state) is not None)
@@ -60,9 +66,11 @@ def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
                 name=f"linear_attn.in_proj_{kinds}",
                 of=tuple(f"linear_attn.in_proj_{kind}" for kind in kinds),
                 groups=num_k_heads,
+                may_be_absent=True,
             )
             for kinds in ("qkvz", "ba")
         ),
+        FUSED,
     )
 
 

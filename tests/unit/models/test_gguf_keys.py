@@ -35,6 +35,15 @@ OF_EVERY_ONE: Mapping[str, Any] = {
     "rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_attn_factor": 0.5,
     "rope.scaling.yarn_log_multiplier": 0.5, "rope.scaling.yarn_ext_factor": 0.5,
 }  # fmt: skip
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
+DELTA: Mapping[str, Any] = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32,
+}  # fmt: skip
+_OTHER_DELTA: Mapping[str, Any] = {
+    "ssm.conv_kernel": 3, "ssm.state_size": 8, "ssm.group_count": 1, "ssm.time_step_rank": 2, "ssm.inner_size": 64,
+    "full_attention_interval": 2,
+}  # fmt: skip
+_OTHER_EXPERTS: Mapping[str, Any] = {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 24}
 OF_SOME: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 7},
     "gemma2": {
@@ -51,8 +60,11 @@ OF_SOME: Mapping[str, Mapping[str, Any]] = {
         "expert_feed_forward_length": 24,
     },
     "phi3": {"attention.sliding_window": 8},
-    "qwen2moe": {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 24},
+    "qwen2moe": _OTHER_EXPERTS,
     "qwen3moe": {"expert_feed_forward_length": 24},
+    "qwen3next": {**_OTHER_DELTA, **_OTHER_EXPERTS},
+    "qwen35": _OTHER_DELTA,
+    "qwen35moe": {**_OTHER_DELTA, **_OTHER_EXPERTS},
 }  # fmt: skip
 # Of other architectures: they change nothing here, as in llama.cpp.
 OF_OTHERS: Mapping[str, Any] = {
@@ -78,7 +90,8 @@ def header(architecture: str, **changes: Any) -> GGUFHeader:
         "context_length": 128, "block_count": 2, "embedding_length": 64, "feed_forward_length": 96,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.sliding_window": 16 if architecture.startswith("gemma") else None,
-        **(EXPERTS if architecture.endswith("moe") else {}),
+        **(EXPERTS if architecture.endswith("moe") or architecture == "qwen3next" else {}),
+        **(DELTA if architecture in _DELTA else {}),
         **({"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3} if architecture.startswith("lfm2") else {}),
         **changes,
     }  # fmt: skip
