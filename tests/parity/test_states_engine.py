@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
+from tests.mtp_checkpoints import HYBRIDS, save_mtp_checkpoint
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
 
@@ -60,3 +61,36 @@ def test_answers_are_those_of_one_prompt_alone(case: str, folder: Path, expected
             outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
             found = [[one.token_ids for one in output.completions] for output in outputs]
             assert found == [[answer] * n for answer in expected]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_its_own_layers_draft(name: str, tmp_path: Path) -> None:
+    """MTP: texts are the same with any number of drafts, for siblings, and where rows are preempted."""
+    save_mtp_checkpoint(name, tmp_path)
+    save_tokenizer(tmp_path)
+    options = {"page_size": 8, "num_pages": 30, "max_running_requests": 4, "max_seq_len_override": MAX_SEQ_LEN}
+    found = []
+    for count in (0, 1, 3):
+        drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}} if count else {}
+        with LLM(str(tmp_path), dtype="float32", **options, **drafts) as llm:
+            for n in (1, 2):
+                outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
+                found += [[one.completions[which].token_ids for one in outputs] for which in range(n)]
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.full
+def test_two_ranks_answer_alike(folder: Path, expected: list[list[int]]) -> None:
+    with LLM(
+        str(folder),
+        dtype="float32",
+        page_size=8,
+        num_pages=22,
+        max_running_requests=3,
+        tp=2,
+        max_seq_len_override=MAX_SEQ_LEN,
+    ) as llm:
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+            assert [output.token_ids for output in outputs] == expected
