@@ -38,9 +38,9 @@ def stream_shape(few: bool, config: StateConfig, page_size: int, shared: int) ->
     """few: all programs run at once. Then four warps end sooner; else each program is one warp, which waits for no
     other, and ten of them fit a multiprocessor."""
     rows, tile = next_power_of_2(config.k_dim), min(_FEW_TILE if few else _TILE, next_power_of_2(config.v_dim))
-    num_warps = max(1, min(4, rows * tile // 1024)) if few else max(1, rows // 128)
-    programs = 4 if few else 10
-    stages = stages_that_fit(3, 4 * tile * (rows + next_power_of_2(page_size)), shared // programs)
+    tail = next_power_of_2(page_size)
+    num_warps = max(1, min(4, rows * tile // 1024)) if few else max(1, rows // 128, tail // 32)
+    stages = stages_that_fit(3, 4 * tile * (rows + tail), shared // (4 if few else 10))
     return StreamShape(tile, num_warps, max(2, stages))
 
 
