@@ -279,6 +279,17 @@ def test_bytes_of_a_state(name: str) -> None:
     assert all(one.rope is None or one.rope.rotary_dim == 64 for one in config.attentions)
 
 
+def test_which_layers_keep_states() -> None:
+    """By layer_types, or where they are absent by full_attention_interval."""
+    told = ModelConfig.from_dicts(QWEN3_5_9B, {})
+    assert [layer.mixer.state is None for layer in told.layers] == [False, False, False, True] * 8
+    text = {key: value for key, value in QWEN3_5_9B["text_config"].items() if key != "layer_types"}
+    assert ModelConfig.from_dicts({**QWEN3_5_9B, "text_config": text}, {}).layers == told.layers
+    every_second = ModelConfig.from_dicts({**QWEN3_5_9B, "text_config": {**text, "full_attention_interval": 2}}, {})
+    assert [layer.mixer.state is None for layer in every_second.layers] == [False, True] * 16
+    assert told.layer_weights_per_token == 24 * 4096 * (12_288 + 64 + 4096) + 8 * 4096 * 14_336 + 32 * 3 * 4096 * 12_288
+
+
 def test_minimax_m2_rotates_as_many_dimensions_as_rotary_dim_says() -> None:
     """The tests against transformers do not show it: what it saves has partial_rotary_factor, which counts first."""
     rope = ModelConfig.from_dicts(MINIMAX_M2, {}).layers[0].mixer.rope
