@@ -5,9 +5,11 @@ The server validates the values; only types are checked here.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from .errors import InvalidRequest, timed_out
@@ -42,6 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     cache_salt: str  # cached prefixes are shared only among requests with the same salt
     speculative: bool  # False: disables the server's speculation
+    images: Sequence[bytes | str | Path]  # of a prompt that has their places: files' bytes, paths, or data URLs
     skip_special_tokens: bool
     add_special_tokens: bool
     apply_chat_template: bool  # whether to send a plain prompt as a user's chat message
@@ -176,12 +179,31 @@ def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
             allowed = "a string, or a list of strings" if datatype == "BYTES" else "a list of whole numbers"
             raise InvalidRequest(f"{name} is {value!r}; allowed: {allowed}")
         return tensor, Tensor(datatype, tuple(_check(name, datatype, item) for item in items), is_list=True)
+    if name == "images":
+        items = [value] if isinstance(value, (bytes, str, Path)) else value
+        if not isinstance(items, (list, tuple)):
+            raise InvalidRequest(f"images is {value!r:.60}; allowed: a list of files' bytes, paths, or data URLs")
+        return "image", Tensor("BYTES", tuple(_image(number, one) for number, one in enumerate(items)), is_list=True)
     if name in _JSON_OBJECTS:
         if not isinstance(value, Mapping):
             raise InvalidRequest(f"{name} is {value!r}; allowed: a mapping")
         return name, Tensor("BYTES", (_to_json(name, dict(value)),))
     allowed = ", ".join(sorted(SamplingOptions.__annotations__))
     raise TypeError(f"there is no option {name!r}; the options are: {allowed}")
+
+
+def _image(number: int, given: Any) -> str:
+    """As base64, or the data URL that it is."""
+    if isinstance(given, str) and given.lstrip()[:5].lower() == "data:":
+        return given
+    if isinstance(given, (str, Path)):
+        try:
+            given = Path(given).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"images[{number}] cannot be read: {error}") from None
+    if not isinstance(given, bytes):
+        raise InvalidRequest(f"images[{number}] is {given!r:.60}; allowed: a file's bytes, a path, or a data URL")
+    return base64.b64encode(given).decode()
 
 
 def _scalar(name: str, datatype: Datatype, value: Any) -> Tensor:

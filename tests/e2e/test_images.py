@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from client import Client
 from minisgl_backend import LLM
 from minisgl_backend.images.segments import SHARED
 from tests.e2e.conftest import RunningServer
@@ -80,6 +81,10 @@ def test_images_through_every_door(stack: Stack) -> None:
     for name in ("vllm_model", "ensemble"):
         status, said = stack.server.generate(name, **two)
         assert status == 200, (name, said)
+    with Client(f"127.0.0.1:{stack.server.grpc}", timeout=60) as client:
+        asked = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+        assert client.generate("a<|image_pad|>b", images=[encoded(PICTURES[1])], **asked).text == raw.text
+        assert client.generate(messages=body["messages"], **asked).text == expected.text
     left = [path.name for folder in SHARED.glob("minisgl-images-*") for path in folder.iterdir()]
     assert not [name for name in left if name.startswith("lent-")]
 
