@@ -132,3 +132,17 @@ def test_pixels_that_are_gone_end_their_request_alone(case: Case) -> None:
         assert "No such file" in engine.errors[lost.uid]
         assert len(engine.ask(engine.request([1, other, 2]))[0].tokens) == 5
         assert_same(engine.ask(engine.request(case.swapped))[0], case.said_swapped)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl"])
+def test_prompt_lookup_drafts_beside_images(name: str, tmp_path: Path) -> None:
+    """The prompt has its texts twice, so that there is something to look up; drafts end before placeholders."""
+    model = save(name, tmp_path)
+    save_tokenizer(tmp_path)
+    first = Image(pixels(*FAMILIES[name].sizes[1]))
+    prompt: list[int | Image] = [5, 6, first, 8, 9, 5, 6, first, 8, 9, 5, 6]
+    expected = reference(name, model, prompt, 12)
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    with seeing(name, tmp_path, speculative_config=config) as engine:
+        for _ in range(2):
+            assert_same(engine.ask(engine.request(prompt, max_tokens=12))[0], expected)

@@ -1,4 +1,4 @@
-"""Images whose tokens see each other, by pieces: as with a mask, also behind cached tokens, with windows, in batches."""
+"""Images whose tokens see each other, by pieces: as with a mask, behind cached tokens, with windows, in batches."""
 
 from __future__ import annotations
 

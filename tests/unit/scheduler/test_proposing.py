@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.request import Grammar
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.request import Content, Grammar
 from minisgl_backend.scheduler.forced_drafts import ForcedTokens, no_forced_tokens
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.proposing import SHADOW_EVERY
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import DeviceProposals
-from minisgl_backend.step import StepPlan
+from minisgl_backend.step import EncoderLimits, StepPlan
 from tests.fakes import FakePending, FakeRunner, Loop, expected_answer, make_request
 from tests.proposers import EveryDraft
 
@@ -169,3 +170,19 @@ def test_a_step_that_fails_costs_drafts_alone(fails: str) -> None:
     answer(loop, 1)
     assert loop.scheduler.stats().speculation.drafts == 0
     assert np.count_nonzero([plan.num_proposed for plan in loop.runner.plans]) > 0
+
+
+def test_images_are_refused_where_a_model_proposes() -> None:
+    """Its drafts would not see them. Also an image whose vectors can never be kept, with its number."""
+    encoder = EncoderLimits(
+        num_layers=2, capacity=64, vector_bytes=8, state_bytes=1, patch_area=16, patch_cost=0.1, pair_cost=0.0
+    )
+    limits = dataclasses.replace(LIMITS, encoder=encoder)
+    image = Content(start=3, length=4, digest=b"cat", shape=(1, 4, 16, 3))
+    request = msgspec.structs.replace(make_request(1, PROMPT), contents=(image,))
+    with pytest.raises(InvalidRequestError, match="speculation by ngram, or none"):
+        loop_of(limits).scheduler.add(request)
+    large = msgspec.structs.replace(image, start=10, length=9)
+    with pytest.raises(InvalidRequestError, match="image 2 has 9 tokens, whose vectors take 72 bytes; allowed: 64"):
+        Scheduler(limits, seed=0).add(msgspec.structs.replace(request, contents=(image, large)))
+    Scheduler(limits, seed=0).add(request)
