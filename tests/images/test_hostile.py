@@ -39,8 +39,7 @@ def reader():
 
 
 def _names():
-    for name, case in CASES.items():
-        yield pytest.param(name, marks=[pytest.mark.full] if case.full else [])
+    return [pytest.param(name, marks=[pytest.mark.full] if case.full else []) for name, case in CASES.items()]
 
 
 @pytest.mark.parametrize("name", _names())
