@@ -56,8 +56,8 @@ class Read:
         rows = None if take is None else source.stored_rows(self.index)
         if take is None or rows is None:
             return False
-        outputs = slice(None) if self.outputs is None else self.outputs
-        take(StoredRows(rows.type, self.part.ordered(rows.data[outputs])))
+        data = rows.data if self.outputs is None else self.outputs.of(rows.data, 0)
+        take(StoredRows(rows.type, self.part.ordered(data)))
         return True
 
     def fill(self, values: torch.Tensor) -> None:

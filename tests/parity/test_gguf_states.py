@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.select import serves_blocks
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.weights.gguf import BlockLinearMethod
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 from tests.tiny_gguf import add
@@ -231,3 +233,34 @@ def test_what_is_not_served_is_refused_by_name(name: str, key: str, value: Any, 
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=rf"{key} is .*; allowed: "):
         find_model_dir(str(converted(name, tmp_path / "model", **{key: value})))
+
+
+@pytest.mark.skipif(not serves_blocks(torch.device("cpu"), torch.bfloat16), reason="this CPU has no kernels for blocks")
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("lfm2", "qwen3_5"))]
+)
+def test_weights_in_blocks_are_those_of_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that lie in one tensor, by groups or in turns, are told apart in blocks, too."""
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def quantized(writer: gguf.GGUFWriter, full: str, x: np.ndarray) -> None:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        if x.ndim == 2 and not x.shape[-1] % 32 and "gate_inp" not in full:
+            add_tensor(writer, full, gguf.quantize(x, kind), raw_dtype=kind)
+        else:
+            add_tensor(writer, full, x)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", quantized)
+    (tmp_path / "model").mkdir()
+    folder = find_model_dir(str(converted(name, tmp_path / "model")))
+    blocks, numbers = (
+        dict(PagedModel(folder, page_size=16, dtype=dtype).model.named_modules())
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    compared = 0
+    for path, module in blocks.items():
+        if isinstance(module, BlockLinearMethod) and path in numbers:
+            expected = numbers[path].dequantized()
+            assert (module.dequantized().float() - expected).abs().max() <= 5e-3 * expected.abs().max(), path
+            compared += 1
+    assert compared >= 6
