@@ -160,12 +160,7 @@ def _streaming_kernel(
     d_limit = tl.where(slot > 0, DK, 0)
     for n in tl.range(0, TILES, num_stages=STAGES):
         c = n * TILE + lanes
-        c_ok = (c < DV)[None, :]
-        state = tl.load(
-            states_ptr + d[:, None] * DV + c[None, :], mask=(d < d_limit)[:, None] & c_ok, other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        tail_u = tl.load(u_ptr + j_at[:, None] * DV + c[None, :], mask=j_ok[:, None] & c_ok, other=0.0)
+        state, tail_u = _tile(states_ptr, u_ptr, c, d, d_limit, j_at, j_ok, DV)
         seen_k = tl.sum(state * k[:, None], 0) + tl.sum(tail_u * weight_k[:, None], 0)
         seen_q = tl.sum(state * q[:, None], 0) + tl.sum(tail_u * weight_q[:, None], 0)
         u = beta * (tl.sum(tl.where(tiles[:, None] == n, v, 0.0), 0) - seen_k)
@@ -264,12 +259,7 @@ def _drafts_kernel(
     d_limit = tl.where(slot > 0, DK, 0)
     for t in tl.range(0, TILES, num_stages=STAGES):
         c = t * TILE + lanes
-        c_ok = (c < DV)[None, :]
-        state = tl.load(
-            states_ptr + d[:, None] * DV + c[None, :], mask=(d < d_limit)[:, None] & c_ok, other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        tail_u = tl.load(u_ptr + j_at[:, None] * DV + c[None, :], mask=j_ok[:, None] & c_ok, other=0.0)
+        state, tail_u = _tile(states_ptr, u_ptr, c, d, d_limit, j_at, j_ok, DV)
         seen = pair_dot(kq, state, number) + pair_dot(weight, tail_u, number)
         v_tile = tl.sum(tl.where((tiles == t)[None, :, None], v, 0.0), 1)
         for n in tl.static_range(ENTRIES):
@@ -312,6 +302,15 @@ def _convolved_rows(
         weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=ok, other=0.0).to(tl.float32)
         total += tl.where((back > n)[:, None], kept, new).to(tl.float32) * weight
     return silu(total).to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _tile(states_ptr, u_ptr, c, d, d_limit, j_at, j_ok, DV: tl.constexpr):
+    """Some values of a state, zeros where there is none (d_limit is 0), and of its tail."""
+    c_ok = (c < DV)[None, :]
+    state_ptr = states_ptr + d[:, None] * DV + c[None, :]
+    state = tl.load(state_ptr, mask=(d < d_limit)[:, None] & c_ok, other=0.0, eviction_policy="evict_first")
+    return state, tl.load(u_ptr + j_at[:, None] * DV + c[None, :], mask=j_ok[:, None] & c_ok, other=0.0)
 
 
 @triton.jit
