@@ -132,6 +132,8 @@ def _load(
 ) -> None:
     others = config.draft_prefixes[:1] if load.uses_draft_layer else ()  # these are loaded elsewhere
     left_out = tuple(prefix for prefix in config.tensor_names.left_out if prefix not in others)
+    if config.encoder is not None:  # which reads what is left out here
+        others, left_out = (*others, *left_out), ()
     load_weights(
         weight_parts(model),
         dataclasses.replace(config.tensor_names, left_out=left_out),
