@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, IndexArray, Int32Array
+from minisgl_backend.arrays import IndexArray, Int32Array
 from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_backend.cache.state_slots import PROVED, UNPROVED, StateSlots
@@ -25,9 +25,6 @@ class Folds(NamedTuple):
     sources: Int32Array
     targets: Int32Array
     borders: Int32Array
-
-
-NO_FOLDS = Folds(NO_INT32, NO_INT32, NO_INT32, NO_INT32)
 
 
 class RowStates:

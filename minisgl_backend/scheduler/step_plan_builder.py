@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from minisgl_backend.cache.lease import TableEntries
-from minisgl_backend.cache.row_states import NO_FOLDS, Folds
+from minisgl_backend.cache.row_states import Folds
 from minisgl_backend.step import AdmittedRow, EncodeSlice, PrefillChunk, StepPlan
 
 _Entries = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
@@ -43,7 +44,7 @@ class StepPlanBuilder:
         self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._num_proposed = self._num_proposing = 0
-        self._folds = NO_FOLDS
+        self._folds: Folds | None = None
         self._entries: list[_Entries] = []  # made in every step: plain tuples of the fields of TableEntries
 
     @property
@@ -126,7 +127,7 @@ class StepPlanBuilder:
     def build(self, step: int, freed_vectors: tuple[bytes, ...] = ()) -> StepPlan:
         """`freed_vectors`: see StepPlan."""
         groups, rows, columns, pages = _joined(self._entries)
-        return StepPlan(
+        plan = StepPlan(
             step=step,
             admitted=tuple(self._admitted),
             page_groups=groups if self._num_pages > 1 else NO_INT32,
@@ -141,12 +142,14 @@ class StepPlanBuilder:
             draft_tokens=self._draft_tokens,
             num_proposed=self._num_proposed,
             num_proposing=self._num_proposing,
-            fold_rows=self._folds.rows,
-            fold_sources=self._folds.sources,
-            fold_targets=self._folds.targets,
-            fold_borders=self._folds.borders,
             freed_vectors=freed_vectors,
             encode=tuple(self._encode),
+        )
+        if self._folds is None:  # in most steps, and always without states
+            return plan
+        rows, sources, targets, borders = self._folds
+        return msgspec.structs.replace(
+            plan, fold_rows=rows, fold_sources=sources, fold_targets=targets, fold_borders=borders
         )
 
 
