@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from email.parser import Parser
@@ -21,6 +23,7 @@ import minisgl_backend
 from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.triton_server import find_triton_server
+from minisgl_backend.kernels.cpu.sources import INSTRUCTION_SETS, packed_name
 from tests.e2e.conftest import START_SECONDS, STOP_SECONDS
 from tests.e2e.openai_stack import fetch_url
 from tests.packaging.installed import ROOT, Distribution, Installation, build, install
@@ -65,6 +68,17 @@ def test_the_wheel_holds_all_that_is_served(distribution: Distribution) -> None:
     for model in repository.iterdir():
         assert any(name.startswith(f"minisgl_backend/model_repository/{model.name}/1/") for name in names), model
     assert re.search(rf"^Version: {re.escape(minisgl_backend.__version__)}$", metadata, re.MULTILINE)
+
+
+def test_the_wheel_holds_the_kernels_of_cpus_where_there_is_a_compiler(distribution: Distribution) -> None:
+    with zipfile.ZipFile(distribution.wheel) as archive:
+        packed = {name for name in archive.namelist() if "/kernels/cpu/packed/" in name}
+    if shutil.which("g++") is None or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        assert distribution.wheel.name.endswith("-py3-none-any.whl")
+        assert not packed
+        return
+    assert distribution.wheel.name.endswith("-py3-none-manylinux_2_35_x86_64.whl")
+    assert packed == {f"minisgl_backend/kernels/cpu/packed/{packed_name(one)}" for one in INSTRUCTION_SETS}
 
 
 def test_the_metadata_says_what_an_index_shows(distribution: Distribution) -> None:

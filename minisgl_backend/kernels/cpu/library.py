@@ -1,6 +1,7 @@
 """The compiled kernels of this room's C++ sources: built by the machine's C++ compiler at the first start and cached.
 
-There is a build for each of INSTRUCTION_SETS; a processor takes the first whose instructions it has.
+There is a build for each of INSTRUCTION_SETS; a processor takes the first whose instructions it has. A wheel may hold
+them: then nothing is compiled.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch  # noqa: F401  the library uses torch's OpenMP, which must be loaded before it
 
+from minisgl_backend.kernels.cpu.sources import (
+    INSTRUCTION_SETS,
+    PACKED,
+    InstructionSet,
+    build,
+    packed_name,
+    sources_text,
+)
+
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "layers.cpp", "quantized.cpp"))
-_HEADER_NAMES = ("vector.h", "epilogue.h", "blocks.h", "formats.h", "integers.h")
-_HEADERS = tuple(Path(__file__).with_name(name) for name in _HEADER_NAMES)
-_FLAGS = ("-O3", "-mtune=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is not the one that torch uses
 _COMPILE_S = 120.0
 _DIGEST_BYTES = 32  # SHA-256, at the end of a cached library
@@ -54,24 +59,6 @@ _ARGUMENTS = {
     "minisgl_finish": (_INT, _POINTER, *[_LONG] * 2, *[_POINTER] * 2, _INT, *[_LONG] * 4, _POINTER),
 }
 
-
-@dataclass(frozen=True)
-class InstructionSet:
-    """What a build is compiled for: the flags of /proc/cpuinfo that a processor needs, and the compiler's."""
-
-    name: str
-    needs: frozenset[str]
-    flags: tuple[str, ...]
-
-
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
-_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
-INSTRUCTION_SETS = (  # best first
-    # Intel's Xeons from Cooper Lake and Sapphire Rapids on, AMD's processors from Zen 4 on.
-    InstructionSet("avx512", _AVX512, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
-    # Every x86 processor since Haswell and Zen, but for some of Intel's without AVX.
-    InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
-)
 
 # By torch's own variable, with which its kernels do without instructions that the processor has.
 _ALLOWED_BY_TORCH: Mapping[str, tuple[InstructionSet, ...]] = MappingProxyType(
@@ -116,6 +103,12 @@ def cpu_kernels() -> CpuKernels:
     instructions = instruction_set()
     if instructions is None:
         return CpuKernels(None, "this processor has no AVX2 with FMA")
+    packed = PACKED / packed_name(instructions)
+    if packed.exists():
+        try:
+            return CpuKernels(_loaded(packed), "", instructions.name)
+        except _FailedError as failed:  # of a system library that it was not made for
+            log.info("CPU kernels of the package: %s", failed)
     compilers = _compilers()
     if not compilers:
         return CpuKernels(None, "no C++ compiler is installed")
@@ -180,16 +173,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _built(compiler: tuple[str, ...], instructions: InstructionSet, folder: Path) -> Path:
-    shared, objects = folder / "cpu.so", [folder / f"{source.stem}.o" for source in SOURCES]
-
-    def compile(source: Path, built: Path) -> None:
-        _run(*compiler, *_FLAGS, *instructions.flags, "-c", str(source), "-o", str(built))
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile, SOURCES, objects))
-    # Linked without OpenMP: its symbols are found in the libgomp that torch has loaded, and its threads are shared.
-    _run(*compiler, "-shared", *map(str, objects), "-o", str(shared))
-    return shared
+    return build(compiler, instructions, folder, tune="native", run=_run)
 
 
 def _run(*command: str) -> str:
@@ -221,8 +205,7 @@ def _kept_file(compiler: tuple[str, ...], instructions: InstructionSet) -> Path 
         log.info("CPU kernels are compiled at each start: %s is not this user's alone", folder)
         return None
     version = _run(*compiler, "--version")
-    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *_HEADERS)]
-    parts = [*sources, version, *compiler[1:], *_FLAGS, *instructions.flags, _processor()]
+    parts = [sources_text(), version, *compiler[1:], *instructions.flags, _processor()]
     return folder / f"cpu-{instructions.name}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
 
 

@@ -16,6 +16,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
+from minisgl_backend.kernels.cpu import sources
 from minisgl_backend.kernels.cpu.library import INSTRUCTION_SETS, cpu_kernels, cpu_library, instruction_set
 from minisgl_backend.kernels.cpu.ops import HALF, CpuOps
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -160,7 +161,7 @@ def another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
         pytest.skip("no C++ compiler here")
     source = tmp_path / "empty.cpp"
     source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in library_module._ARGUMENTS))
-    monkeypatch.setattr(library_module, "SOURCES", (source,))
+    monkeypatch.setattr(sources, "SOURCES", (source,))
     monkeypatch.setattr(library_module, "instruction_set", lambda: INSTRUCTION_SETS[-1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -185,6 +186,27 @@ def test_a_compiler_is_asked_once(another_start: Path) -> None:
     before = kept.stat().st_mtime_ns
     assert cpu_library() is not None
     assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("packed", ["whole", "of other sources", "no library"])
+def test_a_wheels_build_needs_no_compiler(
+    packed: str, another_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled = tmp_path / "compiled"
+    compiled.mkdir()
+    instructions = INSTRUCTION_SETS[-1]
+    built = library_module._built(library_module._compilers()[0], instructions, compiled)
+    monkeypatch.setattr(library_module, "PACKED", tmp_path / "packed")
+    monkeypatch.setenv("PATH", "/nowhere")
+    target = tmp_path / "packed" / sources.packed_name(instructions)
+    target.parent.mkdir()
+    if packed == "no library":
+        target.write_text("none")
+    else:
+        shutil.copy(built, target if packed == "whole" else target.with_stem("cpu-avx2-0"))
+    cpu_kernels.cache_clear()
+    assert (cpu_library() is not None) == (packed == "whole")
+    assert not another_start.exists()
 
 
 @pytest.mark.parametrize("place", ["no folder", "not absolute", "written by others", "a link", "nothing runs there"])
