@@ -97,7 +97,8 @@ def _ends(tp: TensorParallel, device: torch.device, hidden: int, vocab: int) -> 
     methods = WeightMethods.all_plain(ops, dtype=torch.bfloat16, device=device)
     place = LayerContext(device=device, dtype=torch.bfloat16, ops=ops, tp=tp, methods=methods)
     head = ParallelLMHead(vocab, hidden, "lm_head", place, None)
-    head.method.weight.data.normal_(0.0, 0.02)
+    for weight in head.method.parameters():
+        weight.data.normal_(0.0, 0.02)
     head.method.prepare([head.method], LOGITS_ROWS)
     tp.share_logits(max(LOGITS_ROWS), vocab, torch.bfloat16)
     shares = tp.logits_columns(1, 0, 1) is not None

@@ -17,6 +17,7 @@ from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.models.build import attention_spec
@@ -233,6 +234,9 @@ class _TappedModel:
 
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         self._model.bind_attention(spec, pool)
+
+    def bind_states(self, states: StatePool) -> None:
+        self._model.bind_states(states)
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         self._model.prepare(batch_sizes, longest)
