@@ -99,7 +99,6 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("-q", "`--quantization`"),
         _row("--enable-lora --lora-modules", "none: LoRA is not served"),
         _row("--speculative-config", "the same: methods `ngram`, `draft_model`, `eagle3` and `mtp`"),
-        _row("--limit-mm-per-prompt", "none: text only"),
         _row("--cpu-offload-gb --swap-space", "none: weights and pages stay on the device"),
         _row("--pipeline-parallel-size -pp", "none; several GPUs: `--tp`"),
         _row("--enable-expert-parallel", "none; several GPUs: `--tp`"),
@@ -335,7 +334,7 @@ def _has_another_word(name: str, flag: str) -> bool:
     """Whether they differ in a whole word. Many options end alike: --ctx-size is not --page-size."""
     one, other = _words(name), _words(flag)
     differing = _differing(one, other)
-    return len(one) > 1 and len(differing) == 1 and SequenceMatcher(None, *differing[0]).ratio() < _SIMILAR
+    return len(one) > 1 and any(SequenceMatcher(None, *pair).ratio() < _SIMILAR for pair in differing)
 
 
 def _differing(one: Sequence[str], other: Sequence[str]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.gated_delta_config import GatedDeltaConfig
 from minisgl_backend.layers.mixer_config import AttentionConfig, LatentAttentionConfig, RopeConfig
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
@@ -68,6 +69,13 @@ def test_a_native_family_reads_it(name: str) -> None:
     assert read.norm.eps == next(getattr(text, key) for key in EPS if hasattr(text, key))
     assert bool(read.quantization.rules) == ("quantization_config" in config)
     for layer, (attention, kind) in enumerate(zip((one.mixer for one in read.layers), kinds(text), strict=True)):
+        if isinstance(attention, GatedDeltaConfig):
+            assert kind == "linear_attention"
+            heads = (text.linear_num_key_heads, text.linear_num_value_heads)
+            assert (attention.num_k_heads, attention.num_v_heads) == heads
+            assert (attention.k_dim, attention.v_dim) == (text.linear_key_head_dim, text.linear_value_head_dim)
+            assert attention.conv_width == text.linear_conv_kernel_dim
+            continue
         assert attention.num_q_heads == text.num_attention_heads
         if isinstance(attention, LatentAttentionConfig):
             assert (attention.kv_lora_rank, attention.v_head_dim) == (text.kv_lora_rank, text.v_head_dim)
