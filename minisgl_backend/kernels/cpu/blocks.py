@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, CpuOps, pointer
+from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, CpuOps, multiplied
 from minisgl_backend.kernels.linear.blocks import BlockWeight
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice
@@ -30,24 +30,9 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: BlockWeight, call: GemmC
         return activate_mul(linear(device, x, weight, GemmCall(norm_weight, eps, bias)), activation)
     if residual is not None and not residual.is_contiguous():
         return residual.add_(linear(device, x, weight, call._replace(residual=None)))
-    rows, size = x.shape
     size_out = weight.shape[0]
     outputs = size_out if activation is None else size_out // 2
-    out = torch.empty((rows, outputs), dtype=x.dtype)
-    ops.library.minisgl_block_linear(
-        x.data_ptr(),
-        weight.table,
-        pointer(norm_weight),
-        eps,
-        pointer(bias),
-        pointer(residual),
-        ACTIVATIONS[activation],
-        rows,
-        size,
-        outputs,
-        out.data_ptr(),
-    )
-    return out
+    return multiplied(ops.library.minisgl_block_linear, x, weight.table, call, outputs)
 
 
 def mixture(

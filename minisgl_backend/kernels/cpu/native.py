@@ -15,7 +15,6 @@ from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.moe.mxfp4.weight import BLOCK, Mxfp4Weight
 
-ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3})
 _FP8, _INT8, _INT4, _MXFP4 = 2, 3, 4, 5  # kinds; those of plain weights are in HALF
 _SCALE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 32, torch.bfloat16: 16, torch.float16: 15})
 _REMEMBERED = 65536  # weights, of which a model has some thousands

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -18,8 +18,8 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, LayerKV
 
 HALF: Mapping[torch.dtype, int] = MappingProxyType({torch.bfloat16: 0, torch.float16: 1})  # as kernels take it
-# By their numbers in kernels.cpp.
-ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2})
+# By their numbers in epilogue.h.
+ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3})
 
 
 class CpuOps(TorchOps):
@@ -74,20 +74,26 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Gemm
     assert isinstance(ops, CpuOps), "the facts are those of its device"
     if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
         x, call = ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
-    norm_weight, eps, bias, residual, activation, _ = call
-    if x.dtype != torch.bfloat16 or not _are_plain(x, weight, norm_weight, bias, residual):
+    if x.dtype != torch.bfloat16 or not _are_plain(x, weight, call.norm_weight, call.bias, call.residual):
         return reference.linear(device, x, weight, call)
+    outputs = len(weight) // 2 if call.activation else len(weight)
+    return multiplied(ops.library.minisgl_linear, x, weight.data_ptr(), call, outputs)
+
+
+def multiplied(
+    multiply: Callable[..., object], x: torch.Tensor, weight: object, call: GemmCall, outputs: int
+) -> torch.Tensor:
+    """A GEMM of the library by its C function, which takes these arguments: [rows, outputs]."""
     rows, size = x.shape
-    outputs = len(weight) // 2 if activation else len(weight)
     out = torch.empty((rows, outputs), dtype=x.dtype)
-    ops.library.minisgl_linear(
+    multiply(
         x.data_ptr(),
-        weight.data_ptr(),
-        pointer(norm_weight),
-        eps,
-        pointer(bias),
-        pointer(residual),
-        ACTIVATIONS[activation],
+        weight,
+        pointer(call.norm_weight),
+        call.eps,
+        pointer(call.bias),
+        pointer(call.residual),
+        ACTIVATIONS[call.activation],
         rows,
         size,
         outputs,

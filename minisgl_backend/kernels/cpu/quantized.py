@@ -11,8 +11,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.cpu.native import ACTIVATIONS, NativeMixture, NativeWeight, native_weight
-from minisgl_backend.kernels.cpu.ops import HALF, CpuOps, pointer
+from minisgl_backend.kernels.cpu.native import NativeMixture, NativeWeight, native_weight
+from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, HALF, CpuOps, pointer
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.linear.fp8 import reference as fp8

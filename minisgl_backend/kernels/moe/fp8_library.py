@@ -7,6 +7,7 @@ versions of torch and CUDA: `has_grouped_gemm` tries a small one.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ def _multiply(
 @cache
 def has_grouped_gemm(device: torch.device) -> bool:
     """Whether sgl-kernel's works on this GPU: tries a small one, in which an expert has no rows."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return False
     experts, size = 4, 256
     counts = torch.tensor([3, 0, 130, 1], dtype=torch.int32, device=device)
     groups = groups_of(counts, experts, size, size)
@@ -84,13 +87,14 @@ def has_grouped_gemm(device: torch.device) -> bool:
     scale = torch.rand((experts, size // BLOCK, size // BLOCK), generator=generator, device=device)
     x_scale = torch.rand((134, size // BLOCK), generator=generator, device=device)
     out = torch.zeros((134, size), dtype=torch.bfloat16, device=device)
-    operand, workspace = Fp8Weight(weight.to(FP8), scale, None, (BLOCK, BLOCK)), out.new_empty(WORKSPACE_BYTES)
+    operand = Fp8Weight(weight.to(FP8), scale, None, (BLOCK, BLOCK))
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wide = weight * scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
     rows = (x * x_scale.repeat_interleave(BLOCK, 1)).split(counts.tolist())
     expected = torch.cat([part @ one.t() for part, one in zip(rows, wide, strict=True)])
     strides = (groups.strides[0], groups.strides[0])
     try:
-        _multiply(out, (x.to(FP8), x_scale), operand, strides, groups.sizes[1], groups.offsets, workspace.byte())
+        _multiply(out, (x.to(FP8), x_scale), operand, strides, groups.sizes[1], groups.offsets, workspace)
         return bool(((out.float() - expected).abs() <= 2e-2 * expected.abs().amax()).all())
     except (ImportError, AttributeError, RuntimeError, NotImplementedError):
         return False
