@@ -89,6 +89,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "qwen3.5-9b-text": Row("qwen3.5-9b-text", decode=(*DECODE, (256, DECODE_CONTEXT)), offline=False),
         "qwen3-next-cut": Row("qwen3-next-cut", offline=False),
         "qwen3-next-cut-blocks": Row("qwen3-next-cut-fp8", "qwen3-next-cut", {}, "fp8-blocks", offline=False),
+        "lfm2": Row("lfm2-1.2b", offline=False),
         "q06": Row("qwen3-0.6b"),
         "q06-transformers": Row("qwen3-0.6b", "q06", _TRANSFORMERS, decode=_FEW_AND_MANY, prefill=False, offline=False),
     }

@@ -140,11 +140,11 @@ class RecurrentRows:
         if not due:
             return
         rows = torch.tensor(due, dtype=torch.int32, device=self.device)
-        sources, starts = self.slots[rows.long()].clone(), self.borders[rows.long()].clone()
+        sources, before = self.slots[rows.long()].clone(), self.borders.clone()
         for row in due:
             self.slots[row] = (targets or {}).get(row, int(self.slots[row]))
             self.borders[row] = self.lengths[row] // self.page_size * self.page_size
-        batch = FoldBatch(rows, sources, self.slots[rows.long()], starts, self.borders[rows.long()])
+        batch = FoldBatch(rows, sources, self.slots[rows.long()], before, self.borders[rows.long()])
         for stack in self.pool.stacks:
             self.ops.delta_fold(stack, batch, self.page_size)
 

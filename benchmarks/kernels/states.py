@@ -119,7 +119,7 @@ def _folds(rate: float) -> dict[str, Any]:
     for count in (1, 2, 8, 32):
         case = _Case(count, MODEL_LAYERS)
         rows, slots = torch.arange(count), torch.arange(1, count + 1)
-        batch = FoldBatch(*map(case.ints, (rows, slots, slots, 0 * slots, 0 * slots + PAGE)))
+        batch = FoldBatch(*map(case.ints, (rows, slots, slots, 0 * rows, 0 * slots + PAGE)))
         stack = case.pool.stacks[0]
         expected = stack._replace(states=stack.states.clone(), conv=stack.conv.clone())
         reference.delta_fold(expected, batch, PAGE)

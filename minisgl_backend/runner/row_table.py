@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import torch
@@ -45,7 +45,7 @@ class RowTable:
         self.page_tables = tuple(self._pages) if num_groups > 1 else ()
         self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
-        self._kernels = _kernels(device)
+        self._kernels, self._scatter = _kernels(device), scatter_on(device)
 
     def apply(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Writes the pages, tokens and parameters of one plan, by the names of `BatchBuilder`; in stream order, never
@@ -80,11 +80,20 @@ class RowTable:
         """Records sampled tokens, so that the next step can read them without the host."""
         self._scatter(self.tokens, rows, positions, token_ids)
 
-    def _scatter(self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-        if self._kernels is not None:
-            self._kernels.scatter(table, rows, columns, values)
-        else:
-            table[rows, columns] = values
+
+Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def scatter_on(device: torch.device) -> Scatter:
+    """What sets table[rows, columns] to values, in one launch; all int32, table [num_rows, num_columns], others [n]."""
+    kernels = _kernels(device)
+    scatter: Scatter = _scatter if kernels is None else kernels.scatter
+    return scatter
+
+
+def _scatter(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """See `scatter_on`."""
+    table[rows, columns] = values
 
 
 def _kernels(device: torch.device) -> ModuleType | None:

@@ -12,6 +12,7 @@ from minisgl_backend.attention.base import RowStates
 from minisgl_backend.kernels.recurrent.calls import ChunkSpan, FoldBatch, chunk_tables
 from minisgl_backend.kernels.recurrent.choose import RecurrentKernels
 from minisgl_backend.kv.state import StatePool
+from minisgl_backend.runner.row_table import scatter_on
 from minisgl_backend.step import PrefillChunk, StepPlan
 
 
@@ -21,8 +22,8 @@ class StateTables:
 
     def __init__(self, pool: StatePool, kernels: RecurrentKernels, max_rows: int, device: torch.device) -> None:
         self.pool, self._kernels = pool, kernels
-        slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.rows = RowStates(slot=slots, border=torch.zeros_like(slots))
+        self._table, self._scatter = torch.zeros((2, max_rows), dtype=torch.int32, device=device), scatter_on(device)
+        self.rows = RowStates(*self._table)
         self._slots = np.zeros(max_rows, dtype=np.int32)
         # Of rows in their prompts: where their first chunk begins, and the slot that it reads.
         self._first = np.zeros(max_rows, dtype=np.int32)
@@ -51,7 +52,11 @@ class StateTables:
         if borders or len(plan.fold_rows):
             rows = np.concatenate([np.array([*borders], dtype=np.int32), plan.fold_rows])
             ends = np.concatenate([np.array([*borders.values()], dtype=np.int32), plan.fold_borders])
-            found |= {"state_rows": rows, "state_slots": self._slots[rows], "state_borders": ends}
+            found |= {
+                "state_tables": np.repeat(np.arange(2, dtype=np.int32), len(rows)),
+                "state_rows": np.concatenate([rows, rows]),
+                "state_values": np.concatenate([self._slots[rows], ends]),
+            }
         return found
 
     def _span(self, chunk: PrefillChunk) -> ChunkSpan:
@@ -64,12 +69,9 @@ class StateTables:
         if "fold_rows" in arrays and step != self._folded:
             rows = arrays["fold_rows"]
             sources, targets, borders = (arrays[f"fold_{name}"] for name in ("sources", "targets", "borders"))
-            starts = self.rows.border.index_select(0, rows)
-            batch = FoldBatch(rows=rows, sources=sources, targets=targets, starts=starts, borders=borders)
+            batch = FoldBatch(rows, sources, targets, self.rows.border, borders)
             for stack in self.pool.stacks:
                 self._kernels.delta_fold(stack, batch, self.pool.page_size)
             self._folded = step
         if "state_rows" in arrays:
-            rows = arrays["state_rows"].long()
-            self.rows.slot.index_copy_(0, rows, arrays["state_slots"])
-            self.rows.border.index_copy_(0, rows, arrays["state_borders"])
+            self._scatter(self._table, arrays["state_tables"], arrays["state_rows"], arrays["state_values"])

@@ -64,7 +64,7 @@ class PagedStates:
             rows = torch.tensor(due, dtype=torch.int32, device=self.tables.border.device)
             new = torch.tensor([borders[row] for row in due], dtype=torch.int32, device=rows.device)
             slots = self.tables.slot[rows]
-            batch = FoldBatch(rows=rows, sources=slots, targets=slots, starts=self.tables.border[rows], borders=new)
+            batch = FoldBatch(rows=rows, sources=slots, targets=slots, state_border=self.tables.border, borders=new)
             for stack in self.pool.stacks:
                 delta_fold(stack, batch, self._page_size)
             self.tables.border[rows] = new

@@ -55,12 +55,12 @@ class WindowBatch(NamedTuple):
 
 
 class FoldBatch(NamedTuple):
-    """What a plan folds: int32 [num_folds] each. Of the rows' tables, as they were before the plan: `starts`."""
+    """What a plan folds: int32 [num_folds] each, but for the table of rows, as it was before the plan."""
 
     rows: torch.Tensor
-    sources: torch.Tensor  # slot of the state at `starts`
+    sources: torch.Tensor  # slot of the state at the row's border before the fold
     targets: torch.Tensor  # slot of the state at `borders`; may be the source
-    starts: torch.Tensor  # tokens; the row's border before the fold
+    state_border: torch.Tensor  # int32 [max_rows], tokens: the rows' borders before the fold
     borders: torch.Tensor  # tokens; the new one, at least a page later
 
 

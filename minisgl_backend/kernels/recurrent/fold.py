@@ -30,7 +30,7 @@ def delta_fold(stack: LayerState, batch: FoldBatch, page_size: int) -> None:
 
 @triton.jit
 def _fold_kernel(
-    rows_ptr, sources_ptr, targets_ptr, starts_ptr, borders_ptr, states_ptr, conv_ptr, tail_k_ptr, tail_u_ptr,
+    rows_ptr, sources_ptr, targets_ptr, border_ptr, borders_ptr, states_ptr, conv_ptr, tail_k_ptr, tail_u_ptr,
     tail_g_ptr, tail_conv_ptr, states_stride, conv_stride, k_stride, u_stride, g_stride, ring_stride, l2_eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr,
     DV_PADDED: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, LENGTH: tl.constexpr,
@@ -43,7 +43,7 @@ def _fold_kernel(
     row = tl.load(rows_ptr + fold).to(tl.int64)
     source = tl.load(sources_ptr + fold).to(tl.int64)
     target = tl.load(targets_ptr + fold).to(tl.int64)
-    start = tl.load(starts_ptr + fold)
+    start = tl.load(border_ptr + row)
     border = tl.load(borders_ptr + fold)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     key_head = head // (HV // HK)

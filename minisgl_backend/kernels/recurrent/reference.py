@@ -111,7 +111,9 @@ def delta_fold(stack: LayerState, batch: FoldBatch, page_size: int) -> None:
     with the raw inputs before the border."""
     width, length, ring = stack.conv.shape[2] + 1, stack.tail_u.shape[3], stack.tail_conv.shape[2]
     group = stack.tail_u.shape[2] // stack.tail_k.shape[2]
-    for row, source, target, start, border in zip(*(part.tolist() for part in batch), strict=True):
+    starts = batch.state_border[batch.rows.long()]
+    folds = (batch.rows, batch.sources, batch.targets, starts, batch.borders)
+    for row, source, target, start, border in zip(*(part.tolist() for part in folds), strict=True):
         states = stack.states[:, source] if source else torch.zeros_like(stack.states[:, 0])
         for page in range(start, border, page_size):
             at = torch.arange(page, page + page_size, device=states.device) % length

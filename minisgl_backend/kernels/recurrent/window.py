@@ -22,7 +22,7 @@ from minisgl_backend.kernels.recurrent.parts import log_decay, pair_dot, silu
 from minisgl_backend.kernels.shared_memory import stages_that_fit
 from minisgl_backend.kv.state_config import StateConfig
 
-_TILE, _FEW_TILE = 16, 32  # values of a tile: of many programs, and of few
+_TILE = 32  # values of a tile
 _LEAST_DOT = 16  # of a side of a product on tensor cores
 
 
@@ -36,11 +36,11 @@ class StreamShape(NamedTuple):
 
 def stream_shape(few: bool, config: StateConfig, page_size: int, shared: int) -> StreamShape:
     """few: all programs run at once. Then four warps end sooner; else each program is one warp, which waits for no
-    other, and ten of them fit a multiprocessor."""
-    rows, tile = next_power_of_2(config.k_dim), min(_FEW_TILE if few else _TILE, next_power_of_2(config.v_dim))
+    other. Five of either fit a multiprocessor."""
+    rows, tile = next_power_of_2(config.k_dim), min(_TILE, next_power_of_2(config.v_dim))
     tail = next_power_of_2(page_size)
     num_warps = max(1, min(4, rows * tile // 1024)) if few else max(1, rows // 128, tail // 32)
-    stages = stages_that_fit(3, 4 * tile * (rows + tail), shared // (4 if few else 10))
+    stages = stages_that_fit(3, 4 * tile * (rows + tail), shared // 5)
     return StreamShape(tile, num_warps, max(2, stages))
 
 

@@ -11,7 +11,6 @@ from minisgl_backend.models.families.base import (
     Stored,
     TensorNames,
     read_rope,
-    refuse,
 )
 from minisgl_backend.models.families.common import attention, decoder, head_size, mlp, norm
 from minisgl_backend.models.families.delta import CONVOLUTION, gated_delta, hybrid_types
@@ -45,9 +44,10 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _is_rotated(keys: Keys) -> bool:
-    """Unless rope_theta is null. Where rope_parameters is, transformers rotates and vLLM does not."""
+    """Unless rope_parameters, or rope_theta, is null: so released models say that they have no positions. (transformers
+    has a default for the former since 5.24.)"""
     if keys.has("rope_parameters") and keys.get("rope_parameters") is None:
-        refuse("rope_parameters", None, "absent, or values; those of a model without rotation have rope_theta null")
+        return False
     of_rope = keys.mapping("rope_parameters")
     told = "rope_theta" in of_rope or keys.has("rope_theta")
     return not told or of_rope.get("rope_theta", keys.get("rope_theta")) is not None

@@ -290,6 +290,12 @@ def test_which_layers_keep_states() -> None:
     assert told.layer_weights_per_token == 24 * 4096 * (12_288 + 64 + 4096) + 8 * 4096 * 14_336 + 32 * 3 * 4096 * 12_288
 
 
+def test_olmo_hybrid_says_in_two_ways_that_nothing_is_rotated() -> None:
+    told = ModelConfig.from_dicts(OLMO_HYBRID_7B, {})
+    assert ModelConfig.from_dicts({**OLMO_HYBRID_7B, "rope_parameters": None}, {}) == told
+    assert all(one.rope is None for one in told.attentions)
+
+
 def test_minimax_m2_rotates_as_many_dimensions_as_rotary_dim_says() -> None:
     """The tests against transformers do not show it: what it saves has partial_rotary_factor, which counts first."""
     rope = ModelConfig.from_dicts(MINIMAX_M2, {}).layers[0].mixer.rope
