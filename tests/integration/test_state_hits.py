@@ -3,7 +3,6 @@ that tokens are those of a model that finds nothing, after failures and eviction
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,37 +14,14 @@ import torch
 from minisgl_backend import LLM
 from minisgl_backend.kv.state import StatePool
 from minisgl_backend.runner.model_runner import ModelRunner
-from tests.parity.checkpoint_options import VOCAB_SIZE
-from tests.parity.checkpoints import save_checkpoint, save_tokenizer
+from tests.hybrid_chats import BEGINNING, save_hybrid, text, words
 
-TEMPLATE = (
-    "{% for m in messages %}{{ 'w1 ' if m.role == 'user' else 'w2 ' if m.role == 'system' else 'w3 w4 ' }}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}w3 w4 w5 {% endif %}"
-)
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3_5")
-    save_checkpoint("qwen3_5", path)
-    save_tokenizer(path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    words = json.loads((path / "tokenizer.json").read_text())
-    words["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "w[0-9]+ "},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    words["model"]["vocab"] = {
-        {"w8 ": "x", "w9 ": "7"}.get(word, word): at for word, at in words["model"]["vocab"].items()
-    }
-    (path / "tokenizer.json").write_text(json.dumps(words))
-    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": TEMPLATE}))
-    return path
+    return save_hybrid(tmp_path_factory.mktemp("qwen3_5"))
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +42,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), dtype="float32", cache_type="naive") as llm:
         yield llm
-
-
-def words(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(10, VOCAB_SIZE) for _ in range(count)]
-
-
-def text(draw: random.Random, count: int) -> str:
-    return "".join(f"w{token} " for token in words(draw, count))
 
 
 def test_the_third_request_of_a_long_shared_prompt_computes_less_than_a_page_more_than_its_own(
@@ -112,7 +80,7 @@ def test_chats_with_one_system_message_find_it_at_once_and_go_on_where_they_were
             later = "".join(f"w{token} " for token in answer.token_ids[10:])
             chat += [{"role": "assistant", "content": later}, {"role": "user", "content": text(draw, 25)}]
         second = [llm.chat(chat, max_tokens=8, **GREEDY)[0] for chat in chats]
-        stable = [len(one.prompt_token_ids) - 3 for one in first]
+        stable = [len(one.prompt_token_ids) - BEGINNING for one in first]
         found = [one.num_cached_tokens for one in second]
         assert all(least - page < cached for least, cached in zip(stable, found, strict=True)), (stable, found)
         assert llm.stats.states_owned == 0
