@@ -18,10 +18,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.linear.fp8.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 from minisgl_backend.kernels.moe import one_token
 from minisgl_backend.kernels.moe.call import EarlyRouter, Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-from minisgl_backend.kernels.moe.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
 BYTES = 16384  # weights of a program; a program of the router has one expert's

@@ -16,11 +16,11 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul_columns
 from minisgl_backend.kernels.launch import cdiv
+from minisgl_backend.kernels.linear.fp8.scaled import Streamed, operand_of, scales_of
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.few_plan import SLOTS, Plan, read_tile
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, MixtureShape, Pairs, by_plan
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-from minisgl_backend.kernels.moe.scaled import Streamed, operand_of, scales_of
 from minisgl_backend.kernels.moe.tiles import products, rows_of_weight, store_pairs, weighted
 
 

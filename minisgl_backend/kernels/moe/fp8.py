@@ -16,12 +16,12 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
+from minisgl_backend.kernels.linear.fp8.scaled import scales_of
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.linear.int8 import quantize_tokens as quantize_to_int8
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked, Weight
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, Launch, MixtureShape, Pairs, by_sorted_pairs
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-from minisgl_backend.kernels.moe.scaled import scales_of
 from minisgl_backend.kernels.moe.tiles import pairs_of_tile, store_pairs, weighted
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 

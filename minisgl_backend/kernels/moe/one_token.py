@@ -22,9 +22,9 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.linear.fp8.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-from minisgl_backend.kernels.moe.scaled import Streamed, load_scales, operand_of, scales_of, sums_of_rows
 
 
 class TokenShape(NamedTuple):

@@ -1,6 +1,6 @@
-"""Experts' weights as kernels take them whose activations stay in 16 bits: plain numbers, or FP8 with scales.
+"""Weights as kernels take them whose activations stay in 16 bits: plain numbers, or FP8 with scales.
 
-For a few tokens this beats GEMMs in FP8, whose activations need two more kernels: the time goes to reading the weights.
+For a few rows this beats GEMMs in FP8, whose activations need a kernel more each: the time goes to reading the weights.
 """
 
 from __future__ import annotations
@@ -52,6 +52,23 @@ def load_scales(
         return tl.load(at, mask=ok, other=0.0)
     else:
         return 1.0
+
+
+@triton.jit
+def load_scale(at, ok, i, SIZE_IN: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """Of rows `at` (`scales_of`), the scale of the block that holds input i, or the last one."""
+    return tl.load(at + tl.minimum(i, SIZE_IN - 1) // BLOCK_IN, mask=ok, other=0.0)
+
+
+@triton.jit
+def add_product(acc, w, x, scale, SCALED: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """acc [outputs, rows] + w [outputs, inputs] @ x [inputs, rows]; scale [outputs], of blocks: the inputs'."""
+    if BLOCK_IN:
+        return acc + tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
+    elif SCALED:
+        return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x, acc, input_precision="ieee")
 
 
 @triton.jit
