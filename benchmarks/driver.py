@@ -15,7 +15,7 @@ import torch
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.environment import Environment
-from minisgl_backend.request import Request, SamplingParams
+from minisgl_backend.request import Content, Request, SamplingParams
 
 
 @dataclass
@@ -42,14 +42,21 @@ class Driver:
         self.timelines: dict[int, Timeline] = {}
         self._next_uid = 1
 
-    def submit(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, **sampling: Any) -> int:
-        """`sampling`: more fields of SamplingParams."""
+    def submit(
+        self,
+        token_ids: list[int],
+        max_tokens: int,
+        temperature: float = 0.0,
+        contents: tuple[Content, ...] = (),
+        **sampling: Any,
+    ) -> int:
+        """contents: images in the prompt; `sampling`: more fields of SamplingParams."""
         uid, self._next_uid = self._next_uid, self._next_uid + 1
         options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True, "seed": uid, **sampling}
         params = SamplingParams(**options)
         self.timelines[uid] = Timeline(time.perf_counter())
         packed = np.asarray(token_ids, dtype="<i4").tobytes()
-        self.core.submit(Request(uid=uid, token_ids=packed, params=params))
+        self.core.submit(Request(uid=uid, token_ids=packed, params=params, contents=contents))
         return uid
 
     def step(self) -> bool:

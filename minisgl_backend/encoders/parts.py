@@ -15,6 +15,7 @@ from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.weights.layer import WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
 
+ALIGNED = 8  # numbers of 16 bits that GEMMs read at once, where rows are multiples of it
 _MIDDLE = 128  # of a pixel's values; pixels minus it are exact in bfloat16, and closer to 0
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
@@ -25,6 +26,8 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
         "silu": F.silu,
     }
 )
+GATES: Mapping[str, str] = MappingProxyType({"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"})
+"""What `kernels.elementwise.activate_mul` names them, where it has them."""
 
 
 class Linear(WeightedLayer):
@@ -52,6 +55,16 @@ class Linear(WeightedLayer):
             at += size
         return parts
 
+    def pad_outputs(self, count: int, more: int) -> None:
+        """Adds so many zeros behind each of `count` equal parts of the outputs."""
+        self.weight.data = F.pad(self.weight.data.unflatten(0, (count, -1)), (0, 0, 0, more)).flatten(0, 1)
+        if self.bias is not None:
+            self.bias.data = F.pad(self.bias.data.unflatten(0, (count, -1)), (0, more)).flatten()
+
+    def pad_inputs(self, more: int) -> None:
+        """For inputs with so many zeros behind them."""
+        self.weight.data = F.pad(self.weight.data, (0, more))
+
 
 class Table(WeightedLayer):
     """A parameter as it is in the checkpoint."""
@@ -66,16 +79,15 @@ class Table(WeightedLayer):
 
 
 class RMSNorm(WeightedLayer):
-    """As transformers computes it: in float32 up to the weight."""
-
     def __init__(self, size: int, name: str, eps: float, context: LayerContext, offset: float = 0.0) -> None:
         """offset: added to the stored weight."""
         super().__init__()
+        self._ops = context.ops
         self._name, self._eps, self._offset = context.name(name), eps, offset
         self.weight = context.parameter(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype) * self.weight
+        return self._ops.rms_norm(x, self.weight, self._eps)
 
     def weight_parts(self) -> list[WeightPart]:
         shape = (len(self.weight),)
@@ -135,9 +147,15 @@ class PatchEmbedding(WeightedLayer):
         rows, columns = height // side // merge, width // side // merge
         centred = (pixels.to(torch.int16) - _MIDDLE).to(dtype)
         blocks = centred.view(tiles, rows, merge, side, columns, merge, side, 3)
-        patches = blocks.permute(0, 1, 4, 2, 5, 7, 3, 6).reshape(-1, self.weight.shape[1])
+        patches = blocks.permute(0, 1, 4, 2, 5, 7, 3, 6).reshape(-1, 3 * side * side)
+        if more := self.weight.shape[1] - patches.shape[1]:
+            patches = F.pad(patches, (0, more))
         shift = self.shift if self.bias is None else self.shift + self.bias
         return F.linear(patches, self.weight, shift.to(dtype))
+
+    def align(self) -> None:
+        """Pads the weight with zeros, for GEMMs."""
+        self.weight.data = F.pad(self.weight.data, (0, -self.weight.shape[1] % ALIGNED))
 
     def weight_parts(self) -> list[WeightPart]:
         frames = () if self._frames is None else (self._frames,)

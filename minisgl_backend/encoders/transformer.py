@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from minisgl_backend.encoders.attention import Run, attend, rotate, runs_of, windows
+from minisgl_backend.encoders.attention import Segments, rotate, windows
 from minisgl_backend.encoders.base import Encoder
-from minisgl_backend.encoders.parts import ACTIVATIONS, Linear, Table, norm
+from minisgl_backend.encoders.parts import ACTIVATIONS, ALIGNED, GATES, Linear, PatchEmbedding, Table, norm
+from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.layers.encoder_config import TransformerConfig
 from minisgl_backend.layers.weights import LayerContext
 
-_MLP_ROWS = 8192  # that are in an MLP at once: bounds what its intermediate values take
+_MLP_ROWS = 16384  # that are in an MLP at once: bounds what its intermediate values take
+_PADDED = 64  # what an MLP's size becomes a multiple of where it is none of ALIGNED
 
 
 class Names(NamedTuple):
@@ -31,12 +33,12 @@ class Names(NamedTuple):
 
 @dataclass
 class TransformerState:
-    """An image between two slices."""
+    """Images between two slices."""
 
     hidden: torch.Tensor  # [num_patches, hidden_size]
-    grid: tuple[int, int]  # patches: rows and columns
-    whole: tuple[Run, ...]
-    within: tuple[Run, ...]  # of layers with windows
+    grid: tuple[int, int]  # patches of the first one: rows and columns
+    whole: Segments
+    within: Segments  # of layers with windows
     cos: torch.Tensor | None = None  # float32 [num_patches, head_dim / 2]
     sin: torch.Tensor | None = None
     order: torch.Tensor | None = None  # int64 [num_blocks]: of blocks, where windows have changed it
@@ -58,24 +60,52 @@ class Block(nn.Module):
         self.up = Linear(size, dict.fromkeys(names.up, config.intermediate_size), config.bias, context)
         self.down = Linear(config.intermediate_size, {names.down: size}, config.bias, context)
         self._activation, self._gated = ACTIVATIONS[config.activation], config.gated
+        self._fused = fuses(context)
+        self._gate = GATES.get(config.activation) if self._fused else None
 
-    def forward(self, state: TransformerState, runs: Sequence[Run]) -> None:
+    def forward(self, state: TransformerState, segments: Segments) -> None:
         hidden = state.hidden
         qkv = self.qkv(self.norm1(hidden)).unflatten(-1, (3, self._heads, -1))
         if state.cos is not None and state.sin is not None:
-            rotate(qkv, state.cos, state.sin)
-        hidden = hidden + self.o_proj(attend(qkv, runs))
+            self._rotate(qkv, state.cos, state.sin)
+        hidden = hidden + self.o_proj(segments.attend(qkv))
         del qkv
         for rows in hidden.split(_MLP_ROWS):
             rows += self._mlp(self.norm2(rows))
         state.hidden = hidden
 
+    def align(self) -> None:
+        """Pads the MLP with zeros where its size is none of ALIGNED."""
+        size = self.down.weight.shape[1]
+        if size % ALIGNED:
+            more = -size % _PADDED
+            self.up.pad_outputs(2 if self._gated else 1, more)
+            self.down.pad_inputs(more)
+
+    def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        if self._fused:
+            from minisgl_backend.kernels.attention import segments
+
+            segments.rotate(qkv, cos, sin)
+        else:
+            rotate(qkv, cos, sin)
+
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         up = self.up(x)
         if not self._gated:
             return self.down(self._activation(up))
+        if self._gate is not None:
+            from minisgl_backend.kernels.elementwise import activate_mul
+
+            return self.down(activate_mul(up, self._gate))
         gate, up = up.chunk(2, dim=-1)
         return self.down(self._activation(gate) * up)
+
+
+def fuses(context: LayerContext) -> bool:
+    """Whether this project's kernels serve an encoder there: 16 bits on a GPU."""
+    facts = context.ops.facts
+    return facts is not None and on_gpu(facts) and context.dtype != torch.float32
 
 
 class Transformer(Encoder):
@@ -87,7 +117,7 @@ class Transformer(Encoder):
         """layers: what the names of all layers begin with."""
         super().__init__()
         self.config = config
-        self._device = context.device
+        self._fused = fuses(context)
         self.layers = nn.ModuleList(
             [Block(config, names, context.at(f"{layers}.{index}")) for index in range(config.num_layers)]
         )
@@ -100,6 +130,11 @@ class Transformer(Encoder):
         """The plane of a layer's output."""
         raise NotImplementedError(f"{type(self).__name__} has no planes")
 
+    def derive_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (Block, PatchEmbedding)):
+                module.align()
+
     def start(self, pixels: torch.Tensor, merge: int, table: torch.Tensor | None = None) -> TransformerState:
         """`begin` of patches in blocks of `merge` by `merge`. table: of learned positions, [num_patches,
         hidden_size] in the order of the patches."""
@@ -109,14 +144,14 @@ class Transformer(Encoder):
         hidden = self.embed(pixels, merge)
         if table is not None:
             hidden = hidden + table.repeat(tiles, 1)
-        whole = runs_of([rows * columns] * tiles)
+        whole = Segments([rows * columns] * tiles, hidden.device, fused=self._fused)
         state = TransformerState(hidden, (rows, columns), whole, whole)
         places = _places(rows, columns, merge, hidden.device)
         if config.window is not None:
             block = merge * merge
             order, counts = windows(rows // merge, columns // merge, config.window // merge)
             state.order = torch.from_numpy(order).to(hidden.device)
-            state.within = runs_of([block * count for count in counts])
+            state.within = Segments([block * count for count in counts], hidden.device, fused=self._fused)
             state.hidden = hidden.unflatten(0, (-1, block))[state.order].flatten(0, 1)
             places = places.unflatten(0, (-1, block))[state.order].flatten(0, 1)
         if config.rope_theta is not None:

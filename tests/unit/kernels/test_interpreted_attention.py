@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.encoders.attention import Segments, rotate
 from minisgl_backend.kernels.ops import QKNormRope, TokenPlaces
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
@@ -22,6 +23,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.attention import segments
 from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
 from minisgl_backend.kernels.attention.decode import decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.attention.prefill import prefill_attention
@@ -249,3 +251,20 @@ def test_rope_store(num_tokens, normed):
         results.append((q.clone(), pool))
     for out, expected in zip(*results, strict=True):
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths"),
+    [(72, [64, 64, 12, 1]), (80, [3, 130]), (64, [65]), pytest.param(16, [5, 200], marks=pytest.mark.full)],
+)
+def test_attention_within_segments(head_dim, lengths):
+    """Of encoders: rotated in place, then every patch of an image or a window sees all of it."""
+    torch.manual_seed(head_dim)
+    qkv = torch.randn(sum(lengths), 3, 2, head_dim, dtype=torch.float16)
+    angles = torch.randn(len(qkv), head_dim // 2)
+    exact = qkv.float()
+    rotate(exact, angles.cos(), angles.sin())
+    segments.rotate(qkv, angles.cos(), angles.sin())
+    torch.testing.assert_close(qkv.float(), exact, rtol=1e-3, atol=1e-3)
+    found, expected = (Segments(lengths, qkv.device, fused=one) for one in (True, False))
+    torch.testing.assert_close(found.attend(qkv).float(), expected.attend(qkv.float()), rtol=2e-3, atol=2e-3)

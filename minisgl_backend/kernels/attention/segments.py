@@ -1,0 +1,117 @@
+"""Attention within segments, in the Triton language: every token sees all tokens of its segment, as patches of an
+image or of a window do.
+
+Queries, keys and values are read where the projection has left them. Encoders have heads of 72 or 80 numbers, which
+tensor cores would pad to 128: a head is computed as two parts, the largest power of two in it and the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels.launch import next_power_of_2
+
+_LOG2_E = 1.4426950408889634
+
+
+def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, tiles: torch.Tensor, tile: int) -> torch.Tensor:
+    """qkv [num_tokens, 3, num_heads, head_dim], 16-bit floats; bounds: int32 [num_segments + 1], where segments begin.
+
+    tiles: int32 [2, num_tiles], of each tile of `tile` queries its segment and its first token. Returns [num_tokens,
+    num_heads * head_dim].
+    """
+    num_tokens, _, num_heads, head_dim = qkv.shape
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    first = next_power_of_2(head_dim + 1) // 2
+    rest = 0 if first == head_dim else max(16, next_power_of_2(head_dim - first))
+    _kernel[(tiles.shape[1], num_heads)](
+        qkv, out, bounds, tiles, tiles.shape[1], qkv.stride(0), head_dim**-0.5 * _LOG2_E,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, FIRST=first, REST=rest, QUERIES=tile, KEYS=64 if tile <= 64 else 128,
+        num_warps=4 if tile <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _kernel(
+    qkv_ptr, out_ptr, bounds_ptr, tiles_ptr, num_tiles, stride, scale_log2,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)  # tiles of one head follow each other: its keys and values stay in the L2 cache
+    head = tl.program_id(1)
+    segment = tl.load(tiles_ptr + at)
+    start = tl.load(tiles_ptr + num_tiles + at)
+    begin = tl.load(bounds_ptr + segment)
+    end = tl.load(bounds_ptr + segment + 1)
+    m = start + tl.arange(0, QUERIES)
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, FIRST)
+    m_ok = m[:, None] < end
+    q_row = qkv_ptr + m.to(tl.int64)[:, None] * stride + head * HEAD_DIM
+    q = tl.load(q_row + d[None, :], mask=m_ok, other=0.0)
+    k_head = qkv_ptr + (NUM_HEADS + head) * HEAD_DIM
+    v_head = k_head + NUM_HEADS * HEAD_DIM
+    acc = tl.zeros([QUERIES, FIRST], tl.float32)
+    if REST:
+        e = FIRST + tl.arange(0, REST)
+        e_ok = e[None, :] < HEAD_DIM
+        q_rest = tl.load(q_row + e[None, :], mask=m_ok & e_ok, other=0.0)
+        acc_rest = tl.zeros([QUERIES, REST], tl.float32)
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    for key in tl.range(begin, end, KEYS):
+        n_ok = (key + n < end)[:, None]
+        rows = (key + n).to(tl.int64)[:, None] * stride
+        k = tl.load(k_head + rows + d[None, :], mask=n_ok, other=0.0)
+        scores = tl.dot(q, tl.trans(k))
+        if REST:
+            k_rest = tl.load(k_head + rows + e[None, :], mask=n_ok & e_ok, other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores)
+        scores = tl.where((key + n < end)[None, :], scores * scale_log2, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        correction = tl.exp2(top - new_top)
+        total = total * correction + tl.sum(p, 1)
+        p = p.to(q.dtype)
+        v = tl.load(v_head + rows + d[None, :], mask=n_ok, other=0.0)
+        acc = tl.dot(p, v, acc * correction[:, None])
+        if REST:
+            v_rest = tl.load(v_head + rows + e[None, :], mask=n_ok & e_ok, other=0.0)
+            acc_rest = tl.dot(p, v_rest, acc_rest * correction[:, None])
+        top = new_top
+    out_row = out_ptr + (m.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
+    tl.store(out_row + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok)
+    if REST:
+        tl.store(out_row + e[None, :], (acc_rest / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok & e_ok)
+
+
+def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates queries and keys in place: qkv [num_tokens, 3, num_heads, head_dim], float32 cos and sin [num_tokens,
+    head_dim / 2]. Dimension i turns with i + head_dim / 2."""
+    num_tokens, _, num_heads, head_dim = qkv.shape
+    half, heads = head_dim // 2, 2 * num_heads
+    _rotate_kernel[(num_tokens,)](
+        qkv, cos, sin, qkv.stride(0), HEADS=heads, HEADS_PADDED=next_power_of_2(heads), HALF=half,
+        HALF_PADDED=next_power_of_2(half), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, stride,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    i = tl.arange(0, HALF_PADDED)[None, :]
+    ok = (head < HEADS) & (i < HALF)
+    cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0)
+    row = qkv_ptr + token * stride + head * (2 * HALF) + i
+    first = tl.load(row, mask=ok, other=0.0).to(tl.float32)
+    second = tl.load(row + HALF, mask=ok, other=0.0).to(tl.float32)
+    tl.store(row, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=ok)
+    tl.store(row + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=ok)

@@ -1,0 +1,137 @@
+"""Images on a GPU: encoders against the CPU, whole engines on every attention backend against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.encoders.attention import Segments, rotate
+from minisgl_backend.encoders.base import Encoder
+from minisgl_backend.encoders.build import build_encoder
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.encoder_config import QwenVisionConfig
+from minisgl_backend.models.config import ModelConfig
+from tests.gpu.test_windows_on_gpu import skip_what_is_not_here
+from tests.parity.checkpoints import save_tokenizer
+from tests.parity.seeing import Image, reference, seeing
+from tests.parity.vision_checkpoints import FAMILIES, pixels, save
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert bool(found.isfinite().all())
+    return ((found.double().cpu() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", NAMES)
+def test_encoders_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    config = ModelConfig.load(tmp_path)
+    assert config.encoder is not None
+
+    def built(device: torch.device, dtype: torch.dtype) -> Encoder:
+        assert config.encoder is not None
+        return build_encoder(config.encoder, tmp_path, device=device, dtype=dtype, model=name)
+
+    exact = built(CPU, torch.float32)
+    for size in FAMILIES[name].sizes:
+        image, grid = pixels(*size), FAMILIES[name].grid(*size)
+        expected = exact.encode(image, grid)
+        for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)):
+            found = built(GPU, dtype).encode(image.to(GPU), grid)
+            assert error(found, expected) < bound, (size, dtype)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("head_dim", "generation"), [(72, "3"), (80, "2.5")])
+def test_an_encoder_of_real_head_sizes(head_dim: int, generation: str, tmp_path: Path) -> None:
+    """With windows that an image cuts off, and an MLP of a size that GEMMs cannot read 16 bytes at once of."""
+    name = {"3": "qwen3_vl", "2.5": "qwen2_5_vl"}[generation]
+    save(name, tmp_path)
+    read = ModelConfig.load(tmp_path).encoder
+    assert isinstance(read, QwenVisionConfig)
+    config = replace(read, hidden_size=4 * head_dim, num_heads=4, intermediate_size=500, patch_size=14)
+    config = replace(config, window=8 if generation == "2.5" else None)
+
+    def built(device: torch.device, dtype: torch.dtype) -> Encoder:
+        return build_encoder(config, tmp_path, device=device, dtype=dtype, model=name, dummy_weights=True)
+
+    exact = built(CPU, torch.float32)
+    for rows, columns in ((20, 34), (2, 2), (64, 48)):
+        image, grid = pixels(14 * rows, 14 * columns), (1, rows, columns)
+        expected = exact.encode(image, grid)
+        for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+            encoder = built(GPU, dtype)
+            encoder.load_state_dict(exact.state_dict())
+            assert error(encoder.encode(image.to(GPU), grid), expected) < bound, (rows, columns, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 88, 96, 128])
+@pytest.mark.parametrize("lengths", [[64] * 9 + [12, 3, 1], [700, 1, 129], [5000]])
+def test_attention_within_segments(head_dim: int, lengths: list[int]) -> None:
+    torch.manual_seed(head_dim)
+    qkv = torch.randn(sum(lengths), 3, 4, head_dim, dtype=torch.bfloat16, device=GPU)
+    angles = torch.randn(len(qkv), head_dim // 2, device=GPU)
+    exact = qkv.float()
+    rotate(exact, angles.cos(), angles.sin())
+    from minisgl_backend.kernels.attention import segments
+
+    segments.rotate(qkv, angles.cos(), angles.sin())
+    assert error(qkv, exact.cpu()) < 3e-3
+    found = Segments(lengths, GPU, fused=True).attend(qkv)
+    parts = [one.permute(1, 2, 0, 3) for one in qkv.float().split(lengths)]
+    expected = torch.cat([F.scaled_dot_product_attention(*one).transpose(0, 1).flatten(1) for one in parts])
+    assert error(found, expected.cpu()) < 5e-3
+
+
+BACKENDS_TRIED = ("triton", "torch", "fa", "fi", "fa,triton", "triton,fi")
+TEXT = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("names", BACKENDS_TRIED)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_an_engine_on_every_backend(name: str, names: str, tmp_path: Path) -> None:
+    """Whole, in chunks, cached, beside text, with captured steps and without: as transformers in float32."""
+    skip_what_is_not_here(names)
+    model = save(name, tmp_path, **TEXT)
+    save_tokenizer(tmp_path)
+    size = FAMILIES[name].sizes[0]
+    first, second = Image(pixels(*size)), Image(pixels(*size, seed=3))
+    prompts: list[list[int | Image]] = [[5, 6, 7, first, 8, 9, second, 10, 11], [7, 8, 9, 10, 11, 12]]
+    prompts.append([5, 6, 7, second, 8, 9, first, 10, 11])
+    expected = [reference(name, model, prompt) for prompt in prompts]
+    served = [BACKENDS[one].half_only for one in names.split(",")]
+    dtype, bound = ("bfloat16", 0.08) if any(served) else ("float32", 1e-3)
+    options = {"dtype": dtype, "attention_backend": names, "page_size": 16, "max_seq_len_override": 256}
+    if name == "gemma3" and names.split(",")[0] == "fi":
+        with pytest.raises(ConfigError, match="tokens see each other"), seeing(name, tmp_path, **options):
+            pass
+        return
+    for more in ({}, {"max_prefill_length": 7}, {"cuda_graph_max_bs": 0, "cuda_graph_max_tokens": 0}):
+        with seeing(name, tmp_path, **options, **more) as engine:
+            for _ in range(2):
+                found = engine.ask(*(engine.request(prompt) for prompt in prompts))
+                for said, wanted in zip(found, expected, strict=True):
+                    same = next(
+                        (
+                            k
+                            for k, pair in enumerate(zip(said.tokens, wanted.tokens, strict=True))
+                            if len(set(pair)) > 1
+                        ),
+                        5,
+                    )
+                    # Rounding may choose another of two tokens that are about as likely; what follows is another text.
+                    assert same == 5 or dtype != "float32"
+                    count = min(same + 1, 5)
+                    np.testing.assert_allclose(said.logprobs[:count], wanted.logprobs[:count], atol=bound)
