@@ -15,7 +15,7 @@ import numpy as np
 from minisgl_backend.arrays import IndexArray, Int32Array
 from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
-from minisgl_backend.cache.state_slots import PROVED, UNPROVED, StateSlots
+from minisgl_backend.cache.state_slots import PROVED, SUPERSEDED, UNPROVED, StateSlots
 
 
 class Folds(NamedTuple):
@@ -80,12 +80,15 @@ class RowStates:
         """Which slot the row's first chunk reads, 0 for none, and its own."""
         return int(self._source[row]), int(self._slot[row])
 
-    def plan_chunk(self, row: int, end: int, borders: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """A chunk of the row's prompt is planned up to `end`. Returns which of the states at these borders, ascending,
-        it is to leave in which slots: those for which there is one without evicting what prompts have used."""
+    def plan_chunk(self, row: int, end: int, borders: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """A chunk of the row's prompt is planned up to `end`. Returns which of the states at these borders, ascending
+        and with what each is worth, it is to leave in which slots: those for which there is one without evicting what
+        prompts have used, and for those that are worth least one that is free."""
         self._advance(row, self.border_of(end))
         found = []
-        for border in borders:
+        for border, worth in borders:
+            if worth == SUPERSEDED and not self._slots.num_free:
+                continue
             if not self.fit() or not (slot := self._take(proved=False)):
                 break
             self._slots.pin(slot)
@@ -99,19 +102,18 @@ class RowStates:
             self._slots.unpin(int(self._source[row]))
             self._source[row] = 0
 
-    def keep(self, lease: PageLease, border: int, slot: int, *, shared: bool) -> None:
-        """Adds a state that a chunk has left in `slot` to the prefix cache; the pages before it have been published.
-        `shared`: several prompts are known to begin so."""
+    def keep(self, lease: PageLease, border: int, slot: int, worth: int) -> None:
+        """Adds a state that a chunk has left in `slot` to the prefix cache; the pages before it have been published."""
         self._ordered[lease.row].remove(slot)
-        self._keep(lease, border, slot, PROVED if shared else UNPROVED)
+        self._keep(lease, border, slot, worth)
         self._slots.unpin(slot)
 
-    def keep_own(self, lease: PageLease, *, shared: bool = False) -> None:
+    def keep_own(self, lease: PageLease, worth: int = UNPROVED) -> None:
         """Adds the row's own state to the prefix cache; the pages before it have been published."""
         row = lease.row
         slot, border = int(self._slot[row]), int(self._border[row])
         if border and not self._slots.is_cached[slot]:
-            self._keep(lease, border, slot, PROVED if shared else UNPROVED)
+            self._keep(lease, border, slot, worth)
 
     def fold(self, rows: IndexArray, lengths: Int32Array) -> Folds | None:
         """Moves the state of each of these rows to the page border before its next entry, where that is a later one.
@@ -138,7 +140,7 @@ class RowStates:
         row = lease.row
         self.note_computed(row)
         if num_tokens >= self._border[row]:
-            self.keep_own(lease, shared=resumes)
+            self.keep_own(lease, PROVED if resumes else UNPROVED)
         self._slots.disown(int(self._slot[row]))
         for slot in self._ordered.pop(row, ()):
             self._slots.unpin(slot)
@@ -157,10 +159,10 @@ class RowStates:
     def _advance(self, row: int, border: int) -> None:
         self._border[row], self._room[row] = border, border + self._page_size
 
-    def _keep(self, lease: PageLease, border: int, slot: int, hits: int) -> None:
+    def _keep(self, lease: PageLease, border: int, slot: int, worth: int) -> None:
         behind = lease.num_shared - border // self._page_size
         if behind >= 0:
-            self._cache.keep_state(lease.pin, behind, slot, hits)
+            self._cache.keep_state(lease.pin, behind, slot, worth)
 
     def _successor(self, slot: int) -> int:
         """The slot that a row folds into whose own one is cached."""

@@ -119,7 +119,8 @@ class RunningSet:
         if self.kv.states is not None:
             # What the row's own slot holds after its last chunk need not be written twice.
             own = self.kv.states.border_of(end) if is_last else 0
-            borders = [border for border in sequence.kept_states if start < border <= end and border != own]
+            kept = sequence.kept_states.items()
+            borders = [(border, worth) for border, worth in kept if start < border <= end and border != own]
             checkpoints = self.kv.states.plan_chunk(row, end, borders)
         builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end), checkpoints))
         self.rows.plan_chunk(row, end, step)
@@ -174,9 +175,9 @@ class RunningSet:
             return
         assert sequence.lease is not None, "a running sequence has a lease"
         for border, slot in chunk.checkpoints:
-            states.keep(sequence.lease, border, slot, shared=sequence.kept_states[border])
+            states.keep(sequence.lease, border, slot, sequence.kept_states[border])
         if is_last and (border := states.border_of(chunk.end)) in sequence.kept_states:
-            states.keep_own(sequence.lease, shared=sequence.kept_states[border])
+            states.keep_own(sequence.lease, sequence.kept_states[border])
 
     def _publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
         """Publishes the full pages of the first `num_tokens` tokens, all committed, to the prefix cache."""

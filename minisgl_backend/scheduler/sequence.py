@@ -59,7 +59,7 @@ class Sequence:
     group: Group | None = None
     failed: bool = False  # one of its steps has failed: its pages may hold NaN
     reports_prompt: bool = False  # it reports the prompt's details for all sequences of its request
-    kept_states: dict[int, bool] = field(default_factory=dict)  # of this admission's prompt (`states_to_keep`)
+    kept_states: dict[int, int] = field(default_factory=dict)  # of this admission's prompt (`states_to_keep`)
     cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
     prompt_logprobs: list[Logprobs] | None = None  # collected chunk by chunk; None: not requested, or sent
     pooled: Float32Array | None = None  # the sum of its chunks' pooling outputs; None as above
@@ -111,7 +111,7 @@ class Sequence:
             self.prompt_logprobs.clear()  # a preempted prompt starts again
         self.pooled = None
 
-    def keep_states(self, borders: dict[int, bool]) -> None:
+    def keep_states(self, borders: dict[int, int]) -> None:
         """Its prompt leaves states behind these borders (`states_to_keep`)."""
         self.kept_states = borders
 

@@ -13,6 +13,7 @@ from minisgl_backend.cache.content_ids import FIRST
 from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.lease import PageLease
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cache.state_slots import PROVED, SUPERSEDED, UNPROVED
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL, CacheKind, Chunked, Sliding
 from tests.fakes import first_seen
@@ -79,8 +80,12 @@ class LeaseMachine(RuleBasedStateMachine):
             self.tokens[lease],
         )
         assert states is not None
-        borders = [at for at in range(start + 1, end + 1) if at % (2 * self.page_size) == 0]
-        checkpoints = states.plan_chunk(lease.row, end, borders)
+        borders = {
+            at: (SUPERSEDED, UNPROVED, PROVED)[at // (2 * self.page_size) % 3]
+            for at in range(start + 1, end + 1)
+            if at % (2 * self.page_size) == 0
+        }
+        checkpoints = states.plan_chunk(lease.row, end, borders.items())
         for border, target in checkpoints:
             assert target not in {owned for owned, _ in self.states.values()}, "a row's own slot is written"
             self.stands_for[target] = tuple(tokens[:border])
@@ -91,7 +96,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if (swap := self.manager.publish(lease, _ids(tokens[:end]))) is not None:
             self.swapped.append(swap.old)
         for at, target in checkpoints:
-            states.keep(lease, at, target, shared=at % (3 * self.page_size) == 0)
+            states.keep(lease, at, target, borders[at])
 
     @rule(lease=leases)
     def keep_its_state(self, lease: PageLease | None) -> None:

@@ -84,6 +84,26 @@ def test_so_does_the_second_one_where_its_border_is_told(shared: int) -> None:
     assert cached == [0, shared // PAGE * PAGE, shared // PAGE * PAGE]
 
 
+def test_a_long_prompt_that_differs_early_computes_at_most_as_much_again() -> None:
+    served, prompt = (
+        Served(limits(page_size=32, num_pages=4000, max_seq_len=70_000, max_prefill_length=4096)),
+        text(0, 60_000),
+    )
+    served.ask(prompt)
+    for turn, kept in enumerate((58_000, 50_000, 30_000)):
+        cached, _ = served.ask([*prompt[:kept], *text(1 + turn, 60_000 - kept)])
+        assert kept - 32 - max(60_000 - kept, 8192) < cached <= kept
+
+
+def test_states_within_a_long_prompt_take_no_slot_from_others() -> None:
+    bounds = limits(page_size=32, num_pages=4000, max_seq_len=70_000, max_prefill_length=4096, num_state_slots=4)
+    served = Served(bounds)
+    for turn in range(2):
+        served.ask(text(turn, 40))
+    served.ask(text(2, 60_000))
+    assert [served.ask(text(turn, 40))[0] for turn in range(2)] == [32, 32]
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 32])
 def test_an_equal_prompt_is_found_whatever_its_length(page_size: int) -> None:
     for length in range(page_size + 1, 4 * page_size + 2):
