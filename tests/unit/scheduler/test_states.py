@@ -96,7 +96,7 @@ def test_a_long_prompt_that_differs_early_computes_at_most_as_much_again() -> No
 
 
 def test_states_within_a_long_prompt_take_no_slot_from_others() -> None:
-    bounds = limits(page_size=32, num_pages=4000, max_seq_len=70_000, max_prefill_length=4096, num_state_slots=4)
+    bounds = limits(page_size=32, num_pages=4000, max_seq_len=70_000, max_prefill_length=4096, num_state_slots=5)
     served = Served(bounds)
     for turn in range(2):
         served.ask(text(turn, 40))
