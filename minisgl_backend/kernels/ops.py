@@ -24,6 +24,8 @@ class QKNormRope:
     k_norm: torch.Tensor | None
     cos_sin: torch.Tensor  # float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines
     eps: float  # of the norms
+    # int32 [max_rows], for kernels that know the tokens' rows and true positions alone: what is added to these.
+    shifts: torch.Tensor | None = None
 
 
 class TokenPlaces(NamedTuple):

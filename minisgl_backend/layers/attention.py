@@ -104,10 +104,11 @@ class SelfAttention(Mixer):
         self._layer = spec.layer(index, pool.layer(index), sinks)
 
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
-        layer = self._layer
-        # The kernel that rotates itself knows the true positions alone.
-        if tokens.rotation is None and ctx.attention.fuses_rope(layer):
-            return ctx.attention.attend_with_rope(layer, projected, self._rotation).flatten(1)
+        layer, by = self._layer, tokens.rotation
+        # The kernel that rotates itself knows rows and true positions alone.
+        if (by is None or by.shifts is not None) and ctx.attention.fuses_rope(layer):
+            rotation = self._rotation if by is None else replace(self._rotation, shifts=by.shifts)
+            return ctx.attention.attend_with_rope(layer, projected, rotation).flatten(1)
         return ctx.attention.attend(layer, self._rotated(projected, tokens, ctx.slots[layer.cache_group])).flatten(1)
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ class Rotation(NamedTuple):
     # By number of the model's tables (`layers.rotary.RopeTable`): cosines and sines of this pass alone, float32
     # [at least 1 + the largest position, head_dim]; (): the model's own.
     tables: tuple[torch.Tensor, ...] = ()
+    # int32 [max_rows]: where each token's position is the true one and its row's number here; None: elsewhere.
+    shifts: torch.Tensor | None = None
 
     def by(self, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, and each token's row of them, for a layer with this table."""

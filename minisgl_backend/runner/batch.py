@@ -291,6 +291,8 @@ class BatchBuilder:
         num_pages = len(host.plan.page_ids) // self._table.num_groups
         pages = self._prompts.pages(arrays["prompt"], host.decisions.prompt_size, num_pages)
         self._table.admit(admitted.row, pages, arrays["admitted_tokens"], arrays["admitted_params"])
+        if self._vectors is not None:
+            self._vectors.admit_plain(admitted.row)
         self._reset_sampling(host)
         return StepTensors(
             plan=host.plan,

@@ -12,7 +12,7 @@ from minisgl_backend.attention.pair import AttentionPair, PairPlan, StepAttentio
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.kv.state import StatePool
 from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.layers.model_input import ModelInput
+from minisgl_backend.layers.model_input import ModelInput, Rotation
 from minisgl_backend.runner.row_table import RowTable
 
 
@@ -46,10 +46,13 @@ class ModelPass:
         """The hidden states of the tokens at these places, int32 [num_tokens] each. fields: of `ForwardContext`."""
         return self.run(*self.input(rows, positions), plan, **fields)
 
-    def input(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[ModelInput, tuple[torch.Tensor, ...]]:
-        """What the model is given of these tokens, and their slots by cache group."""
-        token_ids, slots = self._table.lookup(rows, positions)
-        return ModelInput(token_ids, positions), slots
+    def input(
+        self, rows: torch.Tensor, positions: torch.Tensor, shifts: torch.Tensor | None = None
+    ) -> tuple[ModelInput, tuple[torch.Tensor, ...]]:
+        """What the model is given of these tokens, and their slots by cache group. shifts: of `Rotation`."""
+        token_ids, slots, turned = self._table.lookup_shifted(rows, positions, shifts)
+        rotation = None if shifts is None else Rotation(turned, shifts=shifts)
+        return ModelInput(token_ids, positions, rotation), slots
 
     def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan, **fields: Any) -> torch.Tensor:
         """Their hidden states."""

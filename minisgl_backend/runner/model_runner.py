@@ -87,6 +87,7 @@ class ModelRunner:
             kernels = recurrent_kernels(DeviceFacts.of(table.device))
             self._states = StateTables(states, kernels, table.max_rows, table.device)
         self._vectors = vectors
+        self._shifts = None if vectors is None else vectors.shifts
         self._builder = BatchBuilder(table, sampling, self._states, vectors)
         self._sampler = rows.sampler
         self._pass = ModelPass(model, attention, table)
@@ -237,20 +238,15 @@ class ModelRunner:
         plan, logits_indices = batch.attention, self._logits_indices(batch.step)
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
-        tokens, slots = self._pass.input(rows, positions)
-        if self._vectors is not None:
-            tokens = self._seen(tokens, rows, batch.step, self._vectors)
+        step, vectors = batch.step, self._vectors
+        tokens, slots = self._pass.input(rows, positions, self._shifts if step.prefill is None else None)
+        if vectors is not None and step.prefill is not None:
+            tokens = vectors.shown(tokens, step.images, step.given_rows, step.rope_positions)
         if self._pieces is None or plan.prefill is None or not self._pieces.serves(tokens):
             return self._hidden_states(rows, tokens, slots, plan, logits_indices=logits_indices)
         hidden = self._pieces.run(tokens, slots, plan)
         self._observe(rows, positions, self._pieces.aux)
         return hidden if logits_indices is None else hidden[logits_indices]
-
-    def _seen(self, tokens: ModelInput, rows: torch.Tensor, step: StepTensors, vectors: Vectors) -> ModelInput:
-        """With the images of these rows, int32 [num_tokens]."""
-        if step.prefill is None:
-            return vectors.decoding(tokens, rows)
-        return vectors.shown(tokens, step.images, step.given_rows, step.rope_positions)
 
     def _run_prompt(self, host: HostBatch) -> tuple[StepTensors, torch.Tensor]:
         """The step of a single prompt, and the hidden state of its last token, [1, hidden_size]."""
@@ -352,9 +348,7 @@ class ModelRunner:
 
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
-        tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1)
-        if self._vectors is not None:
-            tokens = self._vectors.decoding(tokens, decode.rows)
+        tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1, self._shifts)
         hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:

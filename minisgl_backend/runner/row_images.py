@@ -54,6 +54,7 @@ class RowImages:
         self._keys: dict[int, tuple[bytes, ...]] = {}
         self._layers: dict[bytes, int] = {}  # of images, by the steps built so far
         self._shifts: Int32Array = np.zeros(max_rows, dtype=np.int32)  # of decoding rows
+        self._shifted: set[int] = set()  # rows that ever had one, which the device may still have
 
     def build(self, plan: StepPlan) -> StepImages:
         """Admits rows and checks that what chunks need is there. Raises RowError, before anything is changed for the
@@ -79,7 +80,7 @@ class RowImages:
         """To be uploaded, by name: the shifts of admitted rows; which of the step's tokens get vectors; where the
         rotation has its tokens, int32 [num_tokens] or by axis [3, num_tokens]. Names without entries are left out."""
         arrays: dict[str, Int32Array] = {}
-        if self._has_axes and plan.admitted:
+        if any(admitted.row in self._shifted for admitted in plan.admitted):
             arrays["rope_shifts"] = self._shifts[[admitted.row for admitted in plan.admitted]]
         if prefill is None or not self._contents:
             return arrays
@@ -105,6 +106,10 @@ class RowImages:
             for runs, chunk in zip(found, plan.prefill, strict=True)
         ]
 
+    def was_shifted(self, row: int) -> bool:
+        """Whether the device may know a shift of the row."""
+        return row in self._shifted
+
     def is_plain(self, row: int) -> bool:
         """Whether a row has no image, so that a pass of its prompt may know nothing of them."""
         return row not in self._contents and not self._shifts[row]
@@ -118,6 +123,7 @@ class RowImages:
             self._keys[row] = tuple(vectors_key(content, salt) for content in contents)
             if self._has_axes:
                 self._shifts[row] = shift_of(contents, self._merge)
+                self._shifted.add(row)
 
     def _pixels_of(self, one: EncodeSlice) -> UInt8Array:
         """Of the request that asks, or of another with the same image."""

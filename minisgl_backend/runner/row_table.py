@@ -65,10 +65,18 @@ class RowTable:
 
     def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Token ids at these positions, and their slots in the KV pool by cache group; int32 [num_tokens] each."""
+        token_ids, slots, _ = self.lookup_shifted(rows, positions, None)
+        return token_ids, slots
+
+    def lookup_shifted(
+        self, rows: torch.Tensor, positions: torch.Tensor, shifts: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+        """`lookup`, and the positions with their rows' `shifts` (int32 [max_rows]) added, int32 [num_tokens]."""
         if self._kernels is not None:
-            token_ids, slots = self._kernels.lookup(rows, positions, self.tokens, self._pages, self.page_size)
-            return token_ids, slots.unbind(0)
-        return self.tokens[rows, positions], self.slots(rows, positions)
+            found = self._kernels.lookup(rows, positions, self.tokens, self._pages, self.page_size, shifts)
+            return found[0], found[1].unbind(0), found[2]
+        shifted = positions if shifts is None else positions + shifts[rows]
+        return self.tokens[rows, positions], self.slots(rows, positions), shifted
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Slots in the KV pool of the tokens at these positions, by cache group; int32 [num_tokens] each."""

@@ -30,8 +30,8 @@ class Vectors:
         self._parameter = next(encoder.parameters())
         device = self._parameter.device
         has_axes = any(table.axes is not None for table in self._tables)
-        # Where the rotation has a decoding row's token: int32 [max_rows], added to the true position.
-        self._shifts = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_axes else None
+        # Where the rotation has a decoding row's token: int32 [max_rows], added to the true position; None: there.
+        self.shifts = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_axes else None
         self._states: dict[bytes, tuple[State, int]] = {}  # with the layers computed
         self._held: dict[bytes, torch.Tensor] = {}  # [num_vectors, width]
 
@@ -51,8 +51,13 @@ class Vectors:
 
     def admit(self, rows: torch.Tensor, shifts: torch.Tensor) -> None:
         """Rows that begin, and the shifts of their decoded tokens; int32 [num_admitted] each."""
-        assert self._shifts is not None, "only rotations by axis have shifts"
-        self._shifts[rows] = shifts
+        assert self.shifts is not None, "only rotations by axis have shifts"
+        self.shifts[rows] = shifts
+
+    def admit_plain(self, row: int) -> None:
+        """A row without images begins."""
+        if self.shifts is not None and self.rows.was_shifted(row):
+            self.shifts[row] = 0
 
     def encode(self, images: StepImages) -> None:
         """Frees and encodes what a step says. What cannot be encoded becomes NaN, with which its requests fail."""
@@ -84,12 +89,6 @@ class Vectors:
             behind = zip(self._encoder.config.planes, planes, strict=True)
             given = GivenVectors(given_rows.long(), vectors, tuple(behind))
         return tokens._replace(rotation=rotation, given=given)
-
-    def decoding(self, tokens: ModelInput, rows: torch.Tensor) -> ModelInput:
-        """A pass of decoding rows alone, int [num_tokens], on the device."""
-        if self._shifts is None:
-            return tokens
-        return tokens._replace(rotation=Rotation(tokens.positions + self._shifts[rows]))
 
     def _run(self, one: EncodeSlice, pixels: UInt8Array | None) -> None:
         is_last = one.last_layer == self._encoder.config.num_layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.driver import Driver
 from minisgl_backend.attention.mha import BACKENDS
 from minisgl_backend.encoders.attention import Segments, rotate
 from minisgl_backend.encoders.base import Encoder
@@ -135,3 +138,30 @@ def test_an_engine_on_every_backend(name: str, names: str, tmp_path: Path) -> No
                     assert same == 5 or dtype != "float32"
                     count = min(same + 1, 5)
                     np.testing.assert_allclose(said.logprobs[:count], wanted.logprobs[:count], atol=bound)
+
+
+def kernels_of(folder: Path) -> Counter[str]:
+    """What steps of text launch on the card: a prompt, then tokens."""
+    driver = Driver(folder, dtype="bfloat16", num_pages=200, page_size=16, max_running_requests=8)
+    for _ in range(2):  # the second time everything is compiled
+        driver.clear()
+        driver.submit([7] * 40, 20)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            driver.run()
+            torch.cuda.synchronize()
+    driver.close()
+    return Counter(one.name for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def test_text_launches_what_a_text_model_does(tmp_path: Path) -> None:
+    seeing_folder, text_folder = tmp_path / "seeing", tmp_path / "text"
+    save("qwen3_vl", seeing_folder, **TEXT)
+    text_folder.mkdir()
+    config = json.loads((seeing_folder / "config.json").read_text())["text_config"]
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 10000.0}
+    for name in ("rope_parameters", "rope_scaling"):
+        config.pop(name, None)
+    (text_folder / "config.json").write_text(json.dumps(config))
+    for folder in (seeing_folder, text_folder):
+        save_tokenizer(folder)
+    assert kernels_of(seeing_folder) == kernels_of(text_folder)

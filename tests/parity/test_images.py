@@ -146,3 +146,16 @@ def test_prompt_lookup_drafts_beside_images(name: str, tmp_path: Path) -> None:
     with seeing(name, tmp_path, speculative_config=config) as engine:
         for _ in range(2):
             assert_same(engine.ask(engine.request(prompt, max_tokens=12))[0], expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl"])
+def test_text_in_the_row_of_an_image(name: str, tmp_path: Path) -> None:
+    """The rotation is at true positions again, also where a prompt's pass is captured whole."""
+    model = save(name, tmp_path)
+    save_tokenizer(tmp_path)
+    prompt: list[int | Image] = [5, Image(pixels(*FAMILIES[name].sizes[0])), 8]
+    said, said_text = (reference(name, model, one) for one in (prompt, TEXT))
+    graphs = {"MINISGL_EAGER_GRAPHS": "1"}
+    with seeing(name, tmp_path, graphs, max_running_requests=1, cuda_graph_max_tokens=64) as engine:
+        for wanted, asked in ((said, prompt), (said_text, TEXT), (said, prompt)):
+            assert_same(engine.ask(engine.request(asked))[0], wanted)

@@ -113,15 +113,15 @@ def _launch(
     if not fits:  # one tile takes the shared memory of two
         stages = min(stages, 3)
     q_norm = k_norm = cos_sin = q  # pointers that are not read
-    eps, normed = 0.0, False
+    eps, normed, shifts = 0.0, False, None
     if rotation is not None:
-        cos_sin, eps = rotation.cos_sin, rotation.eps
+        cos_sin, eps, shifts = rotation.cos_sin, rotation.eps, rotation.shifts
         if rotation.q_norm is not None and rotation.k_norm is not None:
             q_norm, k_norm, normed = rotation.q_norm, rotation.k_norm, True
     scale_log2, cap_log2 = capped_scale(layer.scale * kv.scales.k, layer.soft_cap)
     arguments = (
         q, q_norm, k_norm, cos_sin, kv.k, values, out, batch.rows, batch.kv_lens, batch.page_table,
-        workspace.partial, workspace.lse, workspace.counters, layer.sinks,
+        workspace.partial, workspace.lse, workspace.counters, layer.sinks, shifts,
         scale_log2, eps, 1.0 / kv.scales.k, 1.0 / kv.scales.v, kv.scales.v,
         q.stride(0), kv.k.stride(0), kv.k.stride(1), kv.k.stride(2), batch.page_table.stride(0),
     )  # fmt: skip

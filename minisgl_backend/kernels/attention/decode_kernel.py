@@ -113,7 +113,7 @@ def _divided(acc, acc_odd, total, v_scale, FP8: tl.constexpr):
 @triton.jit(do_not_specialize=["min_part"])
 def decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    partial_ptr, lse_ptr, counters_ptr, sinks_ptr,
+    partial_ptr, lse_ptr, counters_ptr, sinks_ptr, shifts_ptr,
     scale_log2, eps, k_inverse, v_inverse, v_scale,
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, min_part,
     NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -146,7 +146,7 @@ def decode_kernel(
     begin = origin + split * part
     _attend_part(
         q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
-        counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
+        counters_ptr, sinks_ptr, shifts_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
         kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin,
         tl.minimum(begin + part, kv_len), split, active, b * NUM_SPLITS,
         TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
@@ -157,7 +157,7 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["batch"])
 def balanced_decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    partial_ptr, lse_ptr, counters_ptr, sinks_ptr,
+    partial_ptr, lse_ptr, counters_ptr, sinks_ptr, shifts_ptr,
     scale_log2, eps, k_inverse, v_inverse, v_scale,
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -190,9 +190,10 @@ def balanced_decode_kernel(
         first = before // share  # the worker that begins this sequence
         _attend_part(
             q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr,
-            lse_ptr, counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
-            kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0, (tile - before) * TILE,
-            tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
+            lse_ptr, counters_ptr, sinks_ptr, shifts_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride,
+            kv_stride_page, kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0,
+            (tile - before) * TILE, tl.minimum((part_stop - before) * TILE, kv_len), worker - first,
+            (after - 1) // share - first + 1,
             first + b,  # one worker's parts of two sequences have separate rows
             TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
             WORKERS_PADDED, 0, SOFT_CAP, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
@@ -205,8 +206,8 @@ def balanced_decode_kernel(
 @triton.jit
 def _attend_part(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
-    counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
-    kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, end, split, active, first_line,
+    counters_ptr, sinks_ptr, shifts_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
+    kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, end, split, active, first_line,
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
     HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -250,7 +251,10 @@ def _attend_part(
             early_v = tl.load(v_head + v_address, mask=early_ok[:, None] & w_ok[None, :], other=0)
         # So were the table of angles and the norms' weights, which are no longer in the L2 cache.
         position = (kv_len - 1).to(tl.int64)
-        angles = cos_sin_ptr + position * HEAD_DIM
+        turned = position
+        if shifts_ptr is not None:
+            turned += tl.load(shifts_ptr + row)
+        angles = cos_sin_ptr + turned * HEAD_DIM
         q_weight, q_partner_weight, cos, sin = _norm_and_angles(
             q_norm_ptr, angles, d[None, :], d_ok[None, :], HEAD_DIM, NORM
         )

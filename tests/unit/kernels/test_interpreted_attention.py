@@ -129,8 +129,13 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
     pages = case.table[case.rows.long(), (positions // page_size).long()]
     slots = pages * page_size + positions % page_size
     k, v = case.k.clone(), case.v.clone()
-    rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
-    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(positions, slots), LayerKV(k, v), heads)
+    # Behind images the rotation has tokens elsewhere than the cache.
+    shifts = None if normed else -torch.arange(len(case.table), dtype=torch.int32)
+    turned = positions if shifts is None else (positions + shifts[case.rows.long()]).clamp(min=0)
+    if shifts is not None:
+        shifts[case.rows.long()] = turned - positions
+    rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6, shifts=shifts)
+    q = TorchOps().rope_store(qkv.clone(), rotation, TokenPlaces(turned, slots), LayerKV(k, v), heads)
     expected = case.decoded(q, LayerKV(k, v))
     workspace = case.workspace()
     for _ in range(2):

@@ -127,7 +127,10 @@ def test_row_tables():
     tokens = torch.randint(0, 99, (5, 40)).int()
     tables = torch.randint(1, 30, (2, 5, 10)).int()
     lines, positions = torch.tensor([4, 0, 2]).int(), torch.tensor([39, 0, 17]).int()
-    ids, slots = rows.lookup(lines, positions, tokens, tables, 4)
+    shifts = torch.tensor([-0, 1, -7, 2, -30]).int()
+    for moved in (None, shifts):
+        ids, slots, shifted = rows.lookup(lines, positions, tokens, tables, 4, moved)
+        assert shifted.tolist() == (positions if moved is None else positions + shifts[lines]).tolist()
     assert ids.tolist() == tokens[lines, positions].tolist()
     assert slots.tolist() == (tables[:, lines, positions // 4] * 4 + positions % 4).tolist()
     rows.scatter(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
