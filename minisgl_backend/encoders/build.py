@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.encoders.base import Encoder
+from minisgl_backend.encoders.names import NAMES, WITHIN
 from minisgl_backend.kernels.select import select_kernels, select_ops
 from minisgl_backend.layers.encoder_config import EncoderConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -16,23 +17,7 @@ from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.loader import load_weights
 from minisgl_backend.weights.methods import WeightMethods
-from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.parts import check_filled
-
-_WITHIN = "eyes."  # what the names of its tensors begin with here
-NAMES = TensorNames(
-    prefixes=tuple(
-        (f"{model}{theirs}.{inner}", f"{_WITHIN}{ours}")
-        for model in ("model.", "")
-        for theirs, inner, ours in (
-            ("visual", "", ""),
-            ("vision_tower", "vision_model.", "vision_tower."),
-            ("vision_tower", "", "vision_tower."),
-            ("multi_modal_projector", "", "projector."),
-        )
-    ),
-    within=_WITHIN,
-)
 
 
 def build_encoder(
@@ -51,7 +36,7 @@ def build_encoder(
     ops = select_ops(device, config.hidden_size, dtype, is_mixture=False)
     methods = WeightMethods(QuantizationConfig(), select_kernels(ops, device), dtype=dtype, device=device)
     single = TensorParallel.single()
-    context = LayerContext(device=device, dtype=dtype, ops=ops, tp=single, methods=methods, path=_WITHIN[:-1])
+    context = LayerContext(device=device, dtype=dtype, ops=ops, tp=single, methods=methods, path=WITHIN[:-1])
     encoder: Encoder = load_attribute(config.module)(config, context).eval()
     layers = [module for module in encoder.modules() if isinstance(module, WeightedLayer)]
     parts = [part for layer in layers for part in layer.weight_parts()]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
@@ -108,3 +109,24 @@ class PixtralConfig(TransformerConfig):
     projector_eps: float
     projector_bias: bool
     projector_activation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig(EncoderConfig):
+    """A tower as transformers builds it, which computes tiles whole: `num_layers` are equal shares of an image's tiles,
+    1 where an image is one tile."""
+
+    module: ClassVar[str] = "minisgl_backend.encoders.transformers_tower:TransformersTower"
+
+    values: Mapping[str, Any]  # config.json
+    depth: int  # layers
+    intermediate_size: int
+    scale: float = 1.0  # of its vectors, where a decoder multiplies these as it does embeddings
+
+    def state_size(self, item_bytes: int) -> int:
+        """Pixels, and what has become of those that were computed."""
+        return 3 * self.patch_size**2 + self.out_size * item_bytes
+
+    def operations(self) -> tuple[int, int]:
+        layer = 2 * self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size)
+        return layer * self.depth // self.num_layers, 4 * self.hidden_size * self.depth // self.num_layers

@@ -22,7 +22,7 @@ from minisgl_backend.models.families.vectors import find_family
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.known_keys import check_model_type, check_unread
+from minisgl_backend.models.known_keys import check_model_type, check_unread, default_sizes
 from minisgl_backend.models.pooling import EmbeddingDefaults, ScoreDefaults
 from minisgl_backend.models.quantization_files import CONFIG_KEYS, find_quantization
 from minisgl_backend.number_formats import DTYPES
@@ -89,7 +89,8 @@ class ModelConfig(DecoderConfig):
         architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
         around, config = Keys(config), _of_text(config, family)
-        keys = Keys(config, family.defaults)
+        family, sizes = _with_text(family, config)
+        keys = Keys(config, {**sizes, **family.defaults})
 
         for key in CONFIG_KEYS:  # which `find_quantization` reads
             keys.get(key)
@@ -166,6 +167,17 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
         like = f"like {', '.join(nearest)}; " if nearest else ""
         refuse("architectures", names, f"one of the {len(FAMILIES)} native families, {like}docs/models.md lists them")
     return str(names[0]), family
+
+
+def _with_text(family: Family, text: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """With the family of its text model, where it is another one; and the sizes that such configs omit where they are
+    transformers' defaults."""
+    if not family.texts:
+        return family, {}
+    model_type = text.get("model_type") or next(iter(family.texts))
+    if model_type not in family.texts:
+        refuse("text_config.model_type", model_type, ", ".join(family.texts))
+    return family.around(FAMILIES[family.texts[model_type]]), default_sizes(model_type)
 
 
 def _nearest(architecture: str) -> list[str]:

@@ -32,6 +32,11 @@ class Keys:
         other._read, other._inner = self._read, self._inner
         return other
 
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """All keys, as they are in the file."""
+        return self._given
+
     def get(self, key: str, default: Any = None) -> Any:
         """The raw value, of any type."""
         self._read.add(key)

@@ -127,6 +127,23 @@ class ReadElsewhereError(ConfigError):
     """A key of `READ_ELSEWHERE`, which transformers' own code would ignore in silence."""
 
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings", "rms_norm_eps"),
+)
+
+
+def default_sizes(model_type: str) -> Mapping[str, Any]:
+    """Sizes of `model_type`'s class in transformers, of a decoder whose config omits them."""
+    known: Mapping[str, Any] = _defaults_of(model_type)
+    return {key: known[key] for key in _SIZES if key in known}
+
+
+def _defaults_of(model_type: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["defaults"].get(model_type, {})
+    return found
+
+
 def check_unread(keys: Keys, model_type: str, longest: int) -> tuple[str, ...]:
     """Raises ConfigError for an unread key of `model_type`'s class in transformers whose value is not its default, and
     ReadElsewhereError for one that another engine reads for this type. Returns the other unread keys.
@@ -134,7 +151,7 @@ def check_unread(keys: Keys, model_type: str, longest: int) -> tuple[str, ...]:
     `longest`: sequence in tokens.
     """
     unread = {key: value for key, value in keys.unread().items() if key not in _WITHOUT_EFFECT}
-    own: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["defaults"].get(model_type, {})
+    own = _defaults_of(model_type)
     unknown = []
     for key, value in unread.items():
         if key in own:

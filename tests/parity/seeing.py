@@ -34,9 +34,7 @@ Prompt = Sequence[int | Image]
 
 
 def tokens_of(name: str, image: Image) -> int:
-    family = FAMILIES[name]
-    _, rows, columns = family.grid(image.pixels.shape[1], image.pixels.shape[2])
-    return rows // family.merge * (columns // family.merge)
+    return FAMILIES[name].tokens(*image.pixels.shape[:3])
 
 
 def expanded(name: str, prompt: Prompt) -> tuple[list[int], list[tuple[int, Image]]]:
@@ -106,7 +104,7 @@ class Seeing:
                     start=start,
                     length=tokens_of(self.name, image),
                     digest=hashlib.sha256(pixels.tobytes() + str(pixels.shape).encode()).digest(),
-                    grid=FAMILIES[self.name].grid(pixels.shape[1], pixels.shape[2]),
+                    grid=FAMILIES[self.name].grid(*pixels.shape[:3]),
                     pixels=name,
                     shape=pixels.shape,
                 )
@@ -185,7 +183,7 @@ def reference(name: str, model: Any, prompt: Prompt, max_tokens: int = 5) -> Sai
         ids = torch.tensor([tokens])
         types = torch.zeros_like(ids)
         types[0, :length] = (ids[0, :length] == PLACEHOLDER).int()
-        extra = {"mm_token_type_ids": types} if name.startswith("qwen") else {}
+        extra = {"mm_token_type_ids": types} if name.startswith(("qwen", "glm")) else {}
         if name == "gemma3":
             extra = {"token_type_ids": types}
         found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more, **extra)

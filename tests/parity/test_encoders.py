@@ -32,7 +32,7 @@ def test_vectors_are_those_of_transformers(family: tuple[str, Any, Encoder]) -> 
         image = pixels(*size)
         found = encoder.encode(image, FAMILIES[name].grid(*size))
         torch.testing.assert_close(found, expected_vectors(name, reference, image), rtol=1e-5, atol=1e-5)
-        assert found.shape[1] == encoder.config.width
+        assert found.shape == (FAMILIES[name].tokens(*size), encoder.config.width)
 
 
 @torch.inference_mode()

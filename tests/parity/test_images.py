@@ -11,10 +11,11 @@ import pytest
 from minisgl_backend.request import FinishReason
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.seeing import Image, Said, reference, seeing, tokens_of
-from tests.parity.vision_checkpoints import FAMILIES, pixels, save
+from tests.parity.vision_checkpoints import FAMILIES, TOWERS, pixels, save
 
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3")
 MORE = pytest.mark.full
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3", "llava_next", "glm4v")
+OTHERS = tuple(name for name in TOWERS if name not in NAMES)  # the engine's part of which is LLaVA-NeXT's
 
 
 class Case(NamedTuple):
@@ -32,15 +33,18 @@ class Case(NamedTuple):
 TEXT: list[int | Image] = [5, 6, 7, 8, 9, 10]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, *(pytest.param(name, marks=MORE) for name in OTHERS)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name: str = request.param
-    folder = tmp_path_factory.mktemp(name)
+    return make_case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_case(name: str, folder: Path) -> Case:
     model = save(name, folder)
     save_tokenizer(folder)
     sizes = FAMILIES[name].sizes
-    # Of images of several sizes transformers' Pixtral pads some.
-    first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if name in ("mistral3", "gemma3") else 1], seed=3))
+    # Of images of several sizes transformers' Pixtral pads some, and tiles have to be as many.
+    is_same = name in ("mistral3", "gemma3") or FAMILIES[name].tiled
+    first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if is_same else 1], seed=3))
     prompt: list[int | Image] = [5, 6, 7, first, 8, 9, second, 10, 11]
     swapped: list[int | Image] = [5, 6, 7, second, 8, 9, first, 10, 11]
     said, said_swapped, said_text = (reference(name, model, one) for one in (prompt, swapped, TEXT))
@@ -66,6 +70,16 @@ def test_answers_are_those_of_transformers(case: Case) -> None:
         assert_same(prompt, case.said)
         books = engine.books
         assert (books.misses, books.evictions) == (2, 0), "an image is encoded once"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_answers_of_other_towers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = make_case(name, tmp_path)
+    with seeing(name, tmp_path, max_prefill_length=5) as engine:
+        assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        text, swapped = engine.ask(engine.request(TEXT), engine.request(case.swapped))
+        assert_same(text, case.said_text)
+        assert_same(swapped, case.said_swapped)
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, pytest.param(2, marks=MORE), pytest.param(11, marks=MORE)])

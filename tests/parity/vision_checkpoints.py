@@ -31,16 +31,83 @@ class Family(NamedTuple):
     around: Mapping[str, Any] = MappingProxyType({})
     patch: int = 4
     merge: int = 2
-    sizes: tuple[tuple[int, int], ...] = ((32, 48), (24, 16), (8, 8))  # pixels of images: height and width
+    sizes: tuple[tuple[int, ...], ...] = ((32, 48), (24, 16), (8, 8))  # pixels of images: (tiles,) height and width
     mean_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
+    tiled: Mapping[int, tuple[Grid, int]] = MappingProxyType({})  # `Content.grid` and tokens, by tiles
 
-    def grid(self, height: int, width: int) -> Grid:
+    def grid(self, *shape: int) -> Grid:
         """`Content.grid`: what rows and columns of positions are made of."""
-        return 1, height // self.patch, width // self.patch
+        tiles, height, width = (1, *shape)[-3:]
+        return self.tiled[tiles][0] if self.tiled else (1, height // self.patch, width // self.patch)
+
+    def tokens(self, *shape: int) -> int:
+        """Vectors of an image."""
+        if self.tiled:
+            return self.tiled[(1, *shape)[-3]][1]
+        _, rows, columns = self.grid(*shape)
+        return rows // self.merge * (columns // self.merge)
 
 
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+_SQUARE = {**_SIGLIP, "image_size": 24, "patch_size": 4}
+_CLIP_TOWER = {**_SQUARE, "model_type": "clip_vision_model"}
+_ANYRES, _PINPOINTS = {"image_size": 16}, {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other families
+    "llava": Family(
+        "LlavaForConditionalGeneration",
+        _CLIP_TOWER,
+        {"model_type": "llama"},
+        sizes=((24, 24),),
+        mean_std=_CLIP,
+        tiled={1: ((1, 0, 0), 36)},
+    ),
+    "llava_next": Family(
+        "LlavaNextForConditionalGeneration",
+        {**_CLIP_TOWER, **_ANYRES},
+        {"model_type": "mistral"},
+        _PINPOINTS,
+        sizes=((3, 16, 16), (5, 16, 16)),
+        mean_std=_CLIP,
+        tiled={3: ((3, 11, 32), 34), 5: ((5, 40, 30), 72)},
+    ),
+    "llava_onevision": Family(
+        "LlavaOnevisionForConditionalGeneration",
+        {**_SQUARE, **_ANYRES, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"model_type": "qwen2"},
+        {**_PINPOINTS, "vision_aspect_ratio": "anyres_max_2"},
+        sizes=((3, 16, 16), (5, 16, 16)),
+        tiled={3: ((3, 11, 32), 34), 5: ((5, 40, 40), 46)},
+    ),
+    "internvl": Family(
+        "InternVLForConditionalGeneration",
+        {**_SQUARE, "image_size": [24, 24], "patch_size": [4, 4]},
+        {"model_type": "qwen3", "head_dim": 16},
+        sizes=((1, 24, 24), (3, 24, 24)),
+        tiled={1: ((1, 1, 1), 9), 3: ((3, 1, 2), 27)},
+    ),
+    "idefics3": Family(
+        "Idefics3ForConditionalGeneration",
+        _SQUARE,
+        {"model_type": "llama"},
+        sizes=((1, 24, 24), (3, 24, 24)),
+        tiled={1: ((1, 0, 0), 9), 3: ((3, 1, 2), 27)},
+    ),
+    "smolvlm": Family(
+        "SmolVLMForConditionalGeneration",
+        _SQUARE,
+        {"model_type": "llama"},
+        {"scale_factor": 3},
+        sizes=((1, 24, 24), (3, 24, 24)),
+        tiled={1: ((1, 0, 0), 4), 3: ((3, 1, 2), 12)},
+    ),
+    "glm4v": Family(
+        "Glm4vForConditionalGeneration",
+        {**_QWEN, "depth": 3, "image_size": 24},
+        {"rope_parameters": {**_rope(1, 1, 2)["rope_parameters"], "partial_rotary_factor": 0.5}},
+        mean_std=_CLIP,
+    ),
+}
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(
         "Qwen2VLForConditionalGeneration",
@@ -80,6 +147,7 @@ FAMILIES: dict[str, Family] = {
         sizes=((32, 48), (24, 16)),  # of an image of one token transformers loses an axis
         mean_std=_CLIP,
     ),
+    **TOWERS,
 }
 
 
@@ -102,14 +170,14 @@ def save(name: str, folder: Path, **text: Any) -> Any:
     return model
 
 
-def pixels(height: int, width: int, seed: int = 0) -> torch.Tensor:
-    """uint8 [1, height, width, 3]."""
-    generator = torch.Generator().manual_seed(1000 * seed + height + width)
-    return torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
+def pixels(*shape: int, seed: int = 0) -> torch.Tensor:
+    """uint8 [tiles, height, width, 3] of a size of `Family.sizes`."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randint(0, 256, (*(1, *shape)[-3:], 3), dtype=torch.uint8, generator=generator)
 
 
 def _normalised(family: Family, image: torch.Tensor) -> torch.Tensor:
-    """float32 [1, 3, height, width]."""
+    """float32 [tiles, 3, height, width]."""
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in family.mean_std)
     return (image.permute(0, 3, 1, 2).float() / 255 - mean) / std
 
@@ -127,7 +195,22 @@ def _sized_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
     return {"pixel_values": _normalised(family, image), "image_sizes": torch.tensor([image.shape[1:3]])}
 
 
-_INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {"mistral3": _sized_inputs}
+def _tiled_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
+    return {"pixel_values": _normalised(family, image)[None]}
+
+
+def _anyres_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
+    return {**_tiled_inputs(family, image), "image_sizes": torch.tensor([family.grid(*image.shape[:3])[1:]])}
+
+
+_INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {
+    "mistral3": _sized_inputs,
+    "idefics3": _tiled_inputs,
+    "smolvlm": _tiled_inputs,
+    "llava_next": _anyres_inputs,
+    "llava_onevision": _anyres_inputs,
+    "glm4v": _qwen_inputs,
+}
 
 
 def inputs(name: str, image: torch.Tensor) -> dict[str, Any]:
@@ -143,6 +226,6 @@ def expected_vectors(name: str, model: Any, image: torch.Tensor) -> torch.Tensor
     """[num_tokens, planes * hidden_size] of transformers' own encoder."""
     found = model.get_image_features(**inputs(name, image))
     vectors = found.pooler_output
-    rows = vectors[0] if isinstance(vectors, (list, tuple)) or vectors.dim() == 3 else vectors
+    rows = torch.cat(list(vectors)) if isinstance(vectors, (list, tuple)) or vectors.dim() == 3 else vectors
     planes = [one[0] for one in getattr(found, "deepstack_features", None) or []]
     return torch.cat([rows, *planes], dim=1)

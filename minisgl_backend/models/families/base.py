@@ -45,6 +45,9 @@ class Family:
     text_config: str | None = None  # key of the text model's config inside config.json; None: config.json itself
     may_be_flat: bool = False  # older configs have no `text_config`, but its keys at the top level
     tensor_names: TensorNames = field(default_factory=TensorNames)
+    # Of a model around another family's decoder: that family's architecture, by the `model_type` in `text_config`; the
+    # first is that of an absent one.
+    texts: Mapping[str, str] = field(default_factory=dict)
     # Of images, from config.json around the text model's and from the decoder; None: it has none, or one that is not
     # computed. Raises ConfigError for what is not.
     encoder: Callable[[Keys, DecoderConfig], EncoderConfig] | None = None
@@ -53,6 +56,18 @@ class Family:
 
     # What names of its draft layer begin with in checkpoints, and here behind that layer's prefix (`models.mtp`).
     draft_names: tuple[tuple[str, str], ...] = ()
+
+    def around(self, inner: Family) -> Family:
+        """With the decoder of another family, whose names come behind this one's."""
+        own, names = self.tensor_names, inner.tensor_names
+        return replace(
+            inner,
+            text_config=self.text_config,
+            encoder=self.encoder,
+            tensor_names=replace(
+                names, prefixes=(*own.prefixes, *names.prefixes), left_out=(*own.left_out, *names.left_out)
+            ),
+        )
 
     def names_of(self, decoder: DecoderConfig) -> TensorNames:
         """Those of one model's checkpoints, without its draft layers."""

@@ -13,6 +13,7 @@ from minisgl_backend.layers.encoder_config import (
     PixtralConfig,
     QwenVisionConfig,
     SiglipConfig,
+    TowerConfig,
 )
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
@@ -31,6 +32,36 @@ _QWEN: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # transformers' defa
             "hidden_act": "gelu_pytorch_tanh",
             "num_position_embeddings": 2304,
         },
+    }
+)
+
+# Towers that transformers' own code computes, with its defaults of keys that configs omit.
+_TOWERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
+        "siglip_vision_model": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "patch_size": 16,
+        },
+        "idefics3_vision": {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
+        "smolvlm_vision": {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
+        "internvl_vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
+        "pixtral": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 16},
+        "glm4v_vision": {
+            **{"hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "patch_size": 14},
+            "spatial_merge_size": 2,
+        },
+    }
+)
+_WHOLE = ("pixtral", "glm4v_vision")  # an image of any size is one tile
+_TOWER_OF: Mapping[Any, str] = MappingProxyType(  # whatever type vision_config names
+    {
+        "glm4v": "glm4v_vision",
+        "idefics3": "idefics3_vision",
+        "internvl": "internvl_vision",
+        "smolvlm": "smolvlm_vision",
     }
 )
 
@@ -126,6 +157,38 @@ def mistral3_vision(config: Keys, decoder: DecoderConfig) -> PixtralConfig:
         projector_bias=config.boolean("multimodal_projector_bias", False),
         projector_activation=config.choice("projector_hidden_act", _ACTIVATIONS),
     )
+
+
+_SHARES = 8  # that an image's tiles are computed in, at most
+
+
+def tower(config: Keys, decoder: DecoderConfig) -> TowerConfig:
+    """Of a tower that transformers' own code computes, as config.json says it."""
+    vision = config.mapping("vision_config")
+    model_type = _TOWER_OF.get(config.get("model_type")) or vision.get("model_type") or "clip_vision_model"
+    if model_type not in _TOWERS:
+        refuse("vision_config.model_type", model_type, ", ".join(_TOWERS))
+    keys = Keys(vision, _TOWERS[model_type])
+    text = Keys(config.mapping("text_config"))
+    is_whole = model_type in _WHOLE
+    return TowerConfig(
+        values=dict(config.given),
+        out_size=decoder.hidden_size,
+        hidden_size=keys.integer("hidden_size"),
+        intermediate_size=keys.integer("intermediate_size"),
+        depth=keys.integer("depth" if "depth" in _TOWERS[model_type] else "num_hidden_layers"),
+        num_layers=1 if is_whole else _SHARES,
+        patch_size=_side(keys, "patch_size"),
+        merge=keys.integer("spatial_merge_size", 1),
+        # Granite multiplies what it gets in place of embeddings, too.
+        scale=decoder.embedding_multiplier if text.get("model_type") == "granite" else 1.0,
+    )
+
+
+def _side(keys: Keys, name: str) -> int:
+    """A number, or a list of equal ones."""
+    found = keys.get(name)
+    return keys.integer(name) if not isinstance(found, list) or len(set(found)) != 1 else int(found[0])
 
 
 def _theta(keys: Keys) -> float:
