@@ -240,9 +240,7 @@ def take_image(part: Any, name: str, asked: Asked, sources: list[Source]) -> dic
     if kind not in IMAGE_KINDS:
         return None
     if kind == "image":
-        raise InvalidRequestError(
-            f"{name} has type 'image'; allowed: type 'image_url' with a data URL, `data:image/png;base64,...`"
-        )
+        return _take(_anthropic_source(part.get("source"), f"{name}.source", asked), name, sources)
     if unknown := sorted(set(part) - _PART_KEYS - {"file_id"}):
         raise InvalidRequestError(f"{name} has {_shown(unknown[0])}; allowed: {', '.join(sorted(_PART_KEYS))}")
     if part.get("file_id") is not None:
@@ -256,10 +254,27 @@ def take_image(part: Any, name: str, asked: Asked, sources: list[Source]) -> dic
             raise InvalidRequestError(f"{place} has {_shown(unknown[0])}; allowed: {', '.join(sorted(_URL_KEYS))}")
         detail = given.get("detail", detail)
         given, place = given.get("url"), f"{place}.url"
+    return _take(image_source(given, place, asked, detail=detail, salt=part.get("uuid")), name, sources)
+
+
+def _take(source: Source, name: str, sources: list[Source]) -> dict[str, Any]:
     if len(sources) >= MAX_IMAGES:
         raise InvalidRequestError(f"{name} is image {len(sources) + 1}; allowed: {MAX_IMAGES} a request")
-    sources.append(image_source(given, place, asked, detail=detail, salt=part.get("uuid")))
-    return sources[-1].part(len(sources) - 1)
+    sources.append(source)
+    return source.part(len(sources) - 1)
+
+
+def _anthropic_source(source: Any, name: str, asked: Asked) -> Source:
+    """Of an `image` block of Anthropic's API."""
+    kind = source.get("type") if isinstance(source, Mapping) else source
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        raise InvalidRequestError(f"{name}.type is {_shown(kind)}; allowed: base64")
+    if kind == "url":
+        return image_source(source.get("url"), f"{name}.url", asked)
+    data, place = source.get("data"), f"{name}.data"
+    if not isinstance(data, str):
+        raise InvalidRequestError(f"{place} is {_shown(data)}; allowed: base64 of an image file")
+    return Source(place, base64_data(data, place), background=asked.background, options=asked.options)
 
 
 def _background(options: Any) -> tuple[int, int, int]:

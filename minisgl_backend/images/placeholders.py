@@ -16,6 +16,7 @@ import numpy as np
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.images.family import Family
+from minisgl_backend.images.parts import IMAGE
 from minisgl_backend.images.sizes import Size
 
 Layout = tuple[str | int, ...]  # as `Size.layout`
@@ -90,7 +91,23 @@ class Placeholders:
         *,
         add_special_tokens: bool = False,
     ) -> ImagePrompt:
-        """`messages`: with content parts {"type": "image"} in the images' order. Raises InvalidRequestError."""
+        """`messages`: with content parts {"type": "image"} in the images' order. Where the template shows none of a
+        tool's message, they stand at the beginning of the user's next one. Raises InvalidRequestError."""
+        moved = images_behind_tools(messages)
+        try:
+            return self._of_chat(messages, sizes, template, add_special_tokens)
+        except InvalidRequestError:
+            if moved is None:
+                raise
+        return self._of_chat(moved, sizes, template, add_special_tokens)
+
+    def _of_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sizes: Sequence[Size],
+        template: Mapping[str, Any],
+        add_special_tokens: bool,
+    ) -> ImagePrompt:
         escaped = [self._tokens.escaped(message) for message in messages]
         try:
             rendered = self._tokenizer.render_images(escaped, **self._tokens.escaped(template))
@@ -205,3 +222,27 @@ def _span(places: Any) -> Span:
     for run in np.split(places - start, breaks):
         runs += [int(run[0]), len(run)]
     return Span(start, length, tuple(runs))
+
+
+def images_behind_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with images of tools' results in the user's message behind them, first; None if tools have none."""
+    found: list[dict[str, Any]] = []
+    waiting: list[Any] = []
+    any_moved = False
+    for message in [*messages, {}]:
+        content = message.get("content")
+        if message.get("role") == "tool":
+            if isinstance(content, list):
+                images = [part for part in content if part == IMAGE]
+                waiting += images
+                message = {**message, "content": [part for part in content if part != IMAGE]}
+        elif waiting:
+            any_moved = True
+            if message.get("role") == "user":
+                text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                message = {**message, "content": [*waiting, *(text or ())]}
+            else:
+                found.append({"role": "user", "content": waiting})
+            waiting = []
+        found.append(dict(message))
+    return found[:-1] if any_moved else None

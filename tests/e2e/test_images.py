@@ -72,6 +72,18 @@ def test_images_through_every_door(stack: Stack) -> None:
     assert answer["status"] == 200, answer
     assert answer["choices"][0]["message"]["content"] == expected.text
     assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    image = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": one}} for one in BASE64]
+    blocks = {"messages": [{"role": "user", "content": [image[0], {"type": "text", "text": "and"}, image[1]]}]}
+    answer = stack.post("/v1/messages", {**blocks, **GREEDY})
+    assert answer["content"][0]["text"] == expected.text, answer
+    counted = stack.post("/v1/messages/count_tokens", blocks)
+    assert counted["input_tokens"] == len(expected.prompt_token_ids), counted
+    parts = [{"type": "input_image", "image_url": url} for url in URLS]
+    item = {"role": "user", "content": [parts[0], {"type": "input_text", "text": "and"}, parts[1]]}
+    answer = stack.post(
+        "/v1/responses", {"input": [item], "temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
+    )
+    assert answer["output"][0]["content"][0]["text"] == expected.text, answer
     counted = stack.post("/tokenize", body)
     assert counted["tokens"] == expected.prompt_token_ids
     one = {"text_input": "a<|image_pad|>b", "image": [BASE64[1]], "exclude_input_in_output": True, **GREEDY}

@@ -6,13 +6,13 @@ import json
 import re
 from typing import Any
 
-from minisgl_backend.openai.requests.messages import shown, text_at, text_of, wrong
+from minisgl_backend.openai.requests.messages import ImagePart, joined, shown, text_at, text_of, wrong
 
 # Lines that Claude Code writes for Anthropic's own servers, as `x-anthropic-billing-header: cc_version=...; cch=...;`.
 # They change with each request, so no prompt with one would be found in the prefix cache. No model is to read them.
 _HEADERS = re.compile(r"(?:[ \t]*x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|$))+", re.IGNORECASE)
-_USER_BLOCKS = ("text", "tool_result", "document", "search_result")
-_RESULT_BLOCKS = ("text", "document", "search_result", "tool_reference")
+_USER_BLOCKS = ("text", "image", "tool_result", "document", "search_result")
+_RESULT_BLOCKS = ("text", "image", "document", "search_result", "tool_reference")
 _ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 _SOURCES = ("text", "content")
 
@@ -32,19 +32,21 @@ def messages_of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, 
     """In a chat, results of tools are separate messages."""
     found: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
-        path, kind = f"{name}[{number}]", block.get("type")
-        if kind == "tool_result":
-            content = _result_text(block.get("content"), f"{path}.content")
+        path = f"{name}[{number}]"
+        if block.get("type") == "tool_result":
+            parts = _result_parts(block.get("content"), f"{path}.content")
             if _is_error(block, path):  # chat templates have no field for it
-                content = f"Error: {content}"
-            found.append({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": content})
-            continue
-        text = _block_text(block, path, _USER_BLOCKS)
-        if found and found[-1]["role"] == "user":
-            found[-1]["content"] += f"\n{text}"
+                parts = (
+                    [f"Error: {parts[0]}", *parts[1:]] if parts and isinstance(parts[0], str) else ["Error:", *parts]
+                )
+            found.append({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": parts})
+        elif found and found[-1]["role"] == "user":
+            found[-1]["content"].append(_block_part(block, path, _USER_BLOCKS))
         else:
-            found.append({"role": "user", "content": text})
-    return found or [{"role": "user", "content": ""}]
+            found.append({"role": "user", "content": [_block_part(block, path, _USER_BLOCKS)]})
+    return [{**message, "content": joined(message["content"])} for message in found] or [
+        {"role": "user", "content": ""}
+    ]
 
 
 def message_of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -84,14 +86,14 @@ def _system_block(block: Any, name: str) -> str:
     return text_at(block, "text", name)
 
 
-def _result_text(content: Any, name: str) -> str:
+def _result_parts(content: Any, name: str) -> list[str | ImagePart]:
     if not isinstance(content, list):
-        return text_of(content, name)
-    return "\n".join(_block_text(block, f"{name}[{number}]", _RESULT_BLOCKS) for number, block in enumerate(content))
+        return [text_of(content, name)]
+    return [_block_part(block, f"{name}[{number}]", _RESULT_BLOCKS) for number, block in enumerate(content)]
 
 
-def _block_text(block: Any, name: str, allowed: tuple[str, ...]) -> str:
-    """The text of a block that has one, a title and an address before it."""
+def _block_part(block: Any, name: str, allowed: tuple[str, ...]) -> str | ImagePart:
+    """An image, or the text of a block that has one, a title and an address before it."""
     kind = block.get("type") if isinstance(block, dict) else block
     if isinstance(block, str):
         return block
@@ -99,6 +101,8 @@ def _block_text(block: Any, name: str, allowed: tuple[str, ...]) -> str:
         raise wrong(
             f"{name}.type", f"is {shown(kind)}; allowed: {', '.join(allowed)} (this server has no other inputs)"
         )
+    if kind == "image":
+        return ImagePart(name, block)
     if kind == "text":
         return text_at(block, "text", name)
     if kind == "tool_reference":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +15,13 @@ MAX_MESSAGES = 10_000
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _MAX_SHOWN = 60
+
+
+class ImagePart(NamedTuple):
+    """A content part of a chat that is an image, with the place where another API's request has it, for errors."""
+
+    place: str
+    part: Mapping[str, Any]
 
 
 class Message(BaseModel):
@@ -52,22 +60,28 @@ def text_of(content: Any, name: str) -> str:
     return "\n".join(_part_text(part, f"{name}[{number}]") for number, part in enumerate(content))
 
 
-def content_of(content: Any, name: str, images: list[Source], asked: Asked) -> str | list[dict[str, Any]]:
-    """`text_of`, or the parts in their order if there are images among them, which are appended to `images`. Raises
-    ApiError."""
-    if not isinstance(content, list) or not has_images([{"content": content}], _TEXT_PARTS):
+def parts_of(content: Any, name: str) -> str | list[str | ImagePart]:
+    """`text_of`, or texts and images in their order if there are images. Raises ApiError for other parts that are no
+    texts."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, name)
-    parts: list[dict[str, Any]] = []
-    for number, part in enumerate(content):
-        place = f"{name}[{number}]"
-        try:
-            found = take_image(part, place, asked, images)
-        except InvalidRequestError as error:
-            raise invalid("messages", str(error)) from None
-        if found is None:
-            found = {"type": "text", "text": _part_text(part, place)}
-        parts.append(found)
-    return parts
+    places = ((f"{name}[{number}]", part) for number, part in enumerate(content))
+    return [
+        part if isinstance(part, ImagePart) else ImagePart(place, part) if _is_image(part) else _part_text(part, place)
+        for place, part in places
+    ]
+
+
+def content_of(content: Any, name: str, images: list[Source], asked: Asked) -> str | list[dict[str, Any]]:
+    """`parts_of` as chat templates take them; the images are appended to `images`. Raises ApiError."""
+    parts = parts_of(content, name)
+    return parts if isinstance(parts, str) else [_taken(part, images, asked) for part in parts]
+
+
+def joined(parts: Sequence[str | ImagePart]) -> str | list[str | ImagePart]:
+    """The content of a chat's message: one text, lines for parts, if there is no image."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 def text_at(item: dict[str, Any], key: str, name: str) -> str:
@@ -87,6 +101,21 @@ def shown(value: Any) -> str:
     """A wrong value as quoted in an error message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, ImagePart) or has_images([{"content": [part]}], _TEXT_PARTS)
+
+
+def _taken(part: str | ImagePart, images: list[Source], asked: Asked) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    place, given = part
+    try:
+        found = take_image(given, place, asked, images)
+    except InvalidRequestError as error:
+        raise invalid(place.partition("[")[0], str(error)) from None
+    return found or {"type": "text", "text": _part_text(given, place)}
 
 
 def _part_text(part: Any, name: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Constraint, JsonSchema, Model, ResponseFormat, Sampling, check_unicode
 from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest, OpenRouterReasoning
-from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_at, text_of, wrong
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, parts_of, shown, text_at, wrong
 from minisgl_backend.openai.requests.response_tools import (
     AllowedFunctions,
     CallableTools,
@@ -195,7 +195,7 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
         role = item.get("role")
         if not isinstance(role, str):
             raise wrong(f"{name}.role", f"is {shown(role)}; allowed: a role")
-        content = text_of(item.get("content"), f"{name}.content")
+        content = parts_of(item.get("content"), f"{name}.content")
         begun = _turn(messages) if role == "assistant" else None
         if begun is not None and not begun["content"] and "tool_calls" not in begun:
             begun["content"] = content
@@ -212,7 +212,7 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
         else:
             begun.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = text_of(item.get("output"), f"{name}.output")
+        output = parts_of(item.get("output"), f"{name}.output")
         messages.append({"role": "tool", "tool_call_id": text_at(item, "call_id", name), "content": output})
     elif kind == "reasoning":
         reasoning = _reasoning_text(item, name)

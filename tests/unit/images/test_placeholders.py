@@ -7,7 +7,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.images.families import FAMILIES
-from minisgl_backend.images.placeholders import Placeholders, Span
+from minisgl_backend.images.placeholders import Placeholders, Span, images_behind_tools
 from minisgl_backend.images.processor_files import ProcessorFiles
 from tests.seeing import FILES, SeeingModel
 
@@ -129,3 +129,37 @@ def test_templates_that_take_parts_alone_get_parts(tmp_path):
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
     assert case.tokenizer.render(messages) == "hellox"
     assert json.dumps(messages)
+
+
+@pytest.mark.parametrize("model_type", FILES)
+def test_images_of_tools_are_seen(model_type, tmp_path):
+    case = SeeingModel(model_type, "bytes", tmp_path)
+    size, text = case.family.size(300, 200), {"type": "text", "text": "seen"}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": [{"type": "image"}, text]},
+    ]
+    for behind in ([], [{"role": "user", "content": "And?"}], [{"role": "user", "content": [{"type": "image"}, text]}]):
+        asked = [*messages, *behind]
+        number = sum(part == {"type": "image"} for one in asked for part in one["content"])
+        prompt = case.placeholders.of_chat(asked, [size] * number, {})
+        assert len(prompt.spans) == number
+
+
+def test_images_of_tools_open_the_message_of_the_user_behind_them():
+    image, text = {"type": "image"}, {"type": "text", "text": "x"}
+    tools = [
+        {"role": "tool", "content": [text, image]},
+        {"role": "tool", "content": "y"},
+        {"role": "tool", "content": [image]},
+    ]
+    plain = [{"role": "tool", "content": [text]}, {"role": "tool", "content": "y"}, {"role": "tool", "content": []}]
+    says = {"role": "assistant", "content": "z"}
+    assert images_behind_tools([says]) is None
+    assert images_behind_tools(tools) == [*plain, {"role": "user", "content": [image, image]}]
+    assert images_behind_tools([*tools, says]) == [*plain, {"role": "user", "content": [image, image]}, says]
+    user = {"role": "user", "content": [image, image, text]}
+    assert images_behind_tools([*tools, {"role": "user", "content": "x"}]) == [*plain, user]
+    assert images_behind_tools([*tools, {"role": "user", "content": [text]}]) == [*plain, user]

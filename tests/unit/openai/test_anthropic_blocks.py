@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.openai.endpoint import chat_prompt
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.anthropic import MessagesRequest
 
@@ -75,7 +76,6 @@ def test_a_tool_that_was_searched_for_is_named() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"type": "image", "source": {}}, r".type is 'image'; allowed: text, "),
         ({**PLAIN, "source": {"type": "base64", "data": ""}}, ".source.type is 'base64'; allowed: text, content"),
         ({**PLAIN, "source": {"type": "text"}}, ".source.data is None; allowed: a text"),
         ({**PLAIN, "source": None}, ".source.type is None; allowed: text, content"),
@@ -96,3 +96,35 @@ def test_what_is_no_text_is_named(content: Any, told: str) -> None:
 def test_a_system_prompt_has_texts_alone() -> None:
     with pytest.raises(ApiError, match=r"system\[1\].type is 'image'; allowed: text"):
         texts(system=[block(HEADER), {"type": "image"}])
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+
+
+def test_images_stand_where_they_stood() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": [IMAGE, block("seen")]}
+    blocks = [block("Which?"), IMAGE, block("Or this?"), result, IMAGE]
+    (_, asked), (_, told), (_, last) = texts(messages=[{"role": "user", "content": blocks}])
+    assert asked == ["Which?", ("messages[0].content[1]", IMAGE), "Or this?"]
+    assert told == ["Error:", ("messages[0].content[3].content[0]", IMAGE), "seen"]
+    assert last == [("messages[0].content[4]", IMAGE)]
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"type": "base64", "data": "!"}, ".data is no base64"),
+        ({"type": "base64"}, ".data is None; allowed: base64 of an image file"),
+        ({"type": "url", "url": "https://example.org/a.png"}, ".url is an https URL, and this server fetches none"),
+        ({"type": "file", "file_id": "f"}, ".type is 'file'; allowed: base64"),
+        (None, ".type is None; allowed: base64"),
+    ],
+)
+def test_images_without_a_file_are_refused_by_their_place(source: Any, told: str) -> None:
+    content = [block("x"), {"type": "image", "source": source}]
+    request = MessagesRequest.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": content}]})
+    chat = request.as_chat()
+    with pytest.raises(ApiError) as refused:
+        chat_prompt(chat, chat.messages)
+    assert refused.value.message.startswith(f"messages[0].content[1].source{told}")
+    assert refused.value.param == "messages"
