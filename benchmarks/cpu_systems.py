@@ -61,6 +61,7 @@ class Own(System):
             max_seq_len_override=MAX_TOKENS,
             cache_type="naive",
             dtype=format or "auto",
+            dummy_weights=not file,
         )
         # Figures are published: a folder of this machine is nothing to tell.
         self.description = self._driver.engine.welcome.description.replace(str(model), Path(file).name or SHAPE)

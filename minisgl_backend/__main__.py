@@ -245,7 +245,7 @@ def check(
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.host.model_check import check_folder
     from minisgl_backend.host.options.engine import read_engine_config
-    from minisgl_backend.runner.start.memory import memory_of
+    from minisgl_backend.runner.start.memory import memory_of, weight_formats
     from minisgl_backend.runner.start.states import fit_rows
     from minisgl_backend.weights.files import Checkpoint
 
@@ -273,12 +273,12 @@ def check(
     through = "a native family" if model.implementation == "native" else f"transformers {version('transformers')}"
     table.add_row("runs through", f"{through} (model_impl {config.model_impl})")
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
-    schemes = model.quantization.with_option(config.quantization).schemes
+    schemes = () if null else weight_formats(runtime, model).schemes
     table.add_row("number format of weights", "; ".join(map(str, schemes)) or f"plain: {runtime.dtype}")
     if model.implementation == "native" and not null:
         from minisgl_backend.runner.start.kernel_report import kernel_names  # whose trial run takes torch's compiler
 
-        table.add_row("kernels of weights", f"{kernel_names(config, model, runtime.dtype)} (minisgl kernels says when)")
+        table.add_row("kernels of weights", f"{kernel_names(runtime, model)} (minisgl kernels says when)")
     for spec in dataclasses.fields(runtime):
         if spec.name not in ("config", "draft"):
             value = getattr(runtime, spec.name)

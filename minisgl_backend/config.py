@@ -181,7 +181,8 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "largest decode batch captured as a CUDA graph; 0 switches graphs off; unset: chosen from free memory",
+        "largest decode batch captured as a CUDA graph (on a CPU recorded, up to 8); 0 switches graphs off; unset: "
+        "chosen from free memory",
         "0 or more",
         at_least(0),
     )

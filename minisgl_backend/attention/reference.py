@@ -109,6 +109,11 @@ class TorchBackend(AttentionBackend):
         self._dtype = torch.float32 if is_slow else spec.dtype  # of what torch computes
         self._library = cpu_library() if is_served and self._is_plain and group.chunk is None else None
 
+    @property
+    def supports_graphs(self) -> bool:  # type: ignore[override]  # other backends do whatever the model
+        """Whether decode steps read nothing but what is in one place for all steps."""
+        return self._library is not None
+
     @classmethod
     def for_groups(cls, spec: AttentionSpec, groups: Sequence[LayerGroup]) -> list[AttentionBackend]:
         scratch: _Scratch = {}

@@ -28,7 +28,7 @@ from minisgl_backend.layers.model_input import ModelInput
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner, no_aux_states
-from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeParts, DecodeSteps, GraphRunner
 from minisgl_backend.runner.model_pass import Model, ModelPass
 from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
@@ -106,7 +106,9 @@ class ModelRunner:
                     proposer.prepare(captures.proposer_graphs, longest_prefill)
             if graphs is not None:
                 plain, warm_up = self._decode_plain, partial(self._decode_plain, is_warm_up=True)
-                graphs.capture(DecodeSteps(plain, warm_up, self._decode_extended), self._builder, attention)
+                parts = DecodeParts(self._decode_logits, self._decode_sampled)
+                steps = DecodeSteps(plain, warm_up, self._decode_extended, parts)
+                graphs.capture(steps, self._builder, attention)
                 self._graphs = graphs
             if pieces is not None:
                 pieces.capture(model.forward, attention, self._builder.prompt_tensors, self._aux_states)
@@ -348,9 +350,14 @@ class ModelRunner:
 
     def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
+        return self._decode_sampled(decode, self._decode_logits(decode, plan, is_warm_up))
+
+    def _decode_logits(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> torch.Tensor:
         tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1, self._shifts)
         hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
-        logits = self._model.decode_logits(hidden)
+        return self._model.decode_logits(hidden)
+
+    def _decode_sampled(self, decode: DecodeInputs, logits: torch.Tensor) -> DecodeOutputs:
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)
         else:

@@ -64,12 +64,15 @@ class BlockLinearMethod(LinearMethod):
         self.register_parameter(f"rows_{index}", nn.Parameter(rows, requires_grad=False))
 
     def process_weights_after_loading(self) -> None:
-        """All outputs are there: what kernels are given follows."""
-        if self._shared is None:
-            self.operand.fill(self.pieces())
-        else:
+        """All outputs are there, unless only shapes are asked for: what kernels are given follows."""
+        source = self._shared or self
+        if not source._types:
+            return
+        pieces = source.pieces()
+        if self._shared is not None:
             (output,) = self.spec.outputs
-            self.operand.fill([one.rows(output.start, output.local) for one in self._shared.pieces()])
+            pieces = [one.rows(output.start, output.local) for one in pieces]
+        self.operand.fill(pieces)
 
     def pieces(self) -> list[BlockRows]:
         """Those of each output, once they are loaded."""
@@ -87,6 +90,8 @@ class BlockLinearMethod(LinearMethod):
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows as numbers: ids int [count] -> [count, inputs]."""
+        if ids.is_meta:  # a pass by shapes alone, without weights
+            return torch.empty((len(ids), self.spec.local_inputs), dtype=self._dtype, device=ids.device)
         return rows_of(self._kernels.device, self.operand, ids)
 
     def dequantized(self) -> torch.Tensor:
@@ -123,6 +128,8 @@ class BlockExpertsMethod(ExpertsMethod):
         self._found[kind, expert] = type_, rows
 
     def process_weights_after_loading(self) -> None:
+        if not self._found:  # only shapes are asked for
+            return
         for kinds, weights in zip((("gate_proj", "up_proj"), ("down_proj",)), self._weights, strict=True):
             for expert, weight in enumerate(weights):
                 weight.fill([_rows(*self._found[kind, expert]) for kind in kinds])

@@ -10,6 +10,7 @@ constexpr long kSerial = 1 << 15;  // numbers below which a second thread costs 
 
 // Of what is left in parts of at most `most`, as equal as they can be, one.
 inline long share_of(long left, long most) {
+  if (left <= most) return left;  // without a division, which a tile of one row would notice
   const long parts = (left + most - 1) / most;
   return (left + parts - 1) / parts;
 }

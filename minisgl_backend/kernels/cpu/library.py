@@ -55,6 +55,7 @@ _ARGUMENTS = {
     "minisgl_argmax": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "minisgl_quantized_linear": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _POINTER),
     "minisgl_mixture": (_INT, *[_POINTER] * 3),
+    "minisgl_replay": (_POINTER, _LONG),
     "minisgl_widen": (_POINTER, *[_LONG] * 2, _POINTER),
     "minisgl_finish": (_INT, _POINTER, *[_LONG] * 2, *[_POINTER] * 2, _INT, *[_LONG] * 4, _POINTER),
 }

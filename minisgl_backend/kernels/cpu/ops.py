@@ -103,9 +103,9 @@ def multiplied(
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether they are contiguous and in the same 16 bits."""
-    there = [one for one in tensors if one is not None]
-    return there[0].dtype in HALF and all(one.dtype == there[0].dtype and one.is_contiguous() for one in there)
+    """Whether they are contiguous and in the same 16 bits; the first is there."""
+    dtype = tensors[0].dtype  # type: ignore[union-attr]  # the first is there
+    return dtype in HALF and all(one is None or (one.dtype == dtype and one.is_contiguous()) for one in tensors)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

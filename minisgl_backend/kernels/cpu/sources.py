@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("kernels.cpp", "layers.cpp", "quantized.cpp"))
+SOURCES = tuple(_FOLDER / name for name in ("kernels.cpp", "layers.cpp", "quantized.cpp", "replay.cpp"))
 _HEADERS = ("vector.h", "epilogue.h", "blocks.h", "formats.h", "integers.h")
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 PACKED = _FOLDER / "packed"  # builds that came in a wheel

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,13 @@ DecodeStep = Callable[[DecodeInputs, PairPlan], DecodeOutputs]
 SampleStep = Callable[[DecodeInputs, DecodeOutputs, int], None]
 
 
+class DecodeParts(NamedTuple):
+    """A decode step in two parts: logits [batch, vocab_size], and what is sampled of them."""
+
+    logits: Callable[[DecodeInputs, PairPlan], torch.Tensor]
+    sample: Callable[[DecodeInputs, torch.Tensor], DecodeOutputs]
+
+
 @dataclass(frozen=True)
 class DecodeSteps:
     """The functions that are captured for each size."""
@@ -51,6 +59,7 @@ class DecodeSteps:
     # Samples the rows that need more than temperature again, into these outputs; with one of SAMPLING_GRAPHS. None:
     # there are no sampling graphs.
     sample: SampleStep | None
+    parts: DecodeParts | None = None  # None: it has one
 
 
 _Captured = tuple[torch.cuda.CUDAGraph, DecodeOutputs]

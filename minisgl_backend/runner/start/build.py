@@ -18,6 +18,7 @@ from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.groups import room_in
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
+from minisgl_backend.runner.graphs.recorded import RecordedGraphRunner
 from minisgl_backend.runner.graphs.whole import (
     CudaGraphRunner,
     EagerGraphRunner,
@@ -127,7 +128,9 @@ def _room(start: Start, parts: Parts, limits: StepLimits) -> _Room:
     runtime, tp, attention = start.runtime, start.tp, parts.attention
     graph_max_bs, pieces = runtime.cuda_graph_max_bs, piece_sizes(runtime.cuda_graph_max_tokens)
     if start.device.type != "cuda":
-        return _Room(0, _graph_sizes(graph_max_bs or 0, runtime, attention), pieces)
+        largest = graph_max_bs or 0
+        sizes = _graph_sizes(largest, runtime, attention) if runtime.eager_graphs else _recorded_sizes(largest, parts)
+        return _Room(0, sizes, pieces)
     name_kernels()
     trial = parts.runner(1)
     if tp.size == 1:  # ranks whose kernel caches differ would not execute the same steps
@@ -159,6 +162,16 @@ def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair)
     return graph_sizes(largest)
 
 
+def _recorded_sizes(largest: int, parts: Parts) -> tuple[int, ...]:
+    """Of decode steps on a CPU: all up to `largest`, since padding would be computed; none where Python decides what a
+    step computes, and for models of whose steps that is not tested."""
+    start = parts.start
+    is_plain = start.tp.size == 1 and start.model.implementation == "native" and not start.model.has_states
+    is_plain = is_plain and start.runtime.config.speculation is None and parts.vectors is None
+    records = is_plain and parts.attention.supports_graphs and not parts.spec.page_states
+    return tuple(range(1, largest + 1)) if records else ()
+
+
 def _captures(
     sizes: tuple[int, ...], pieces: tuple[int, ...], start: Start, progress: StartProgress
 ) -> tuple[GraphRunner | None, PiecewiseRunner | None]:
@@ -168,11 +181,12 @@ def _captures(
     graphs: GraphRunner | None = None
     if sizes:
         with_drafts = draft_sizes(sizes) if runtime.config.speculation is not None else ()
-        graphs = (
-            EagerGraphRunner(sizes, with_drafts)
-            if runtime.eager_graphs
-            else CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total), with_drafts)
-        )
+        if runtime.eager_graphs:
+            graphs = EagerGraphRunner(sizes, with_drafts)
+        elif start.device.type == "cpu":
+            graphs = RecordedGraphRunner(sizes)
+        else:
+            graphs = CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total), with_drafts)
     if not pieces:
         return graphs, None
     kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph

@@ -17,7 +17,9 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.models.kernel_choices import Choice, Weight, kernel_choices, table
 from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.runner.start.memory import weight_formats
 from minisgl_backend.runner.start.resolve import resolve
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 
 
 def kernel_report(config: EngineConfig, environment: Environment, device_facts: str | None = None) -> str:
@@ -36,7 +38,7 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     else:
         machine, why_missing = MachineFacts.named(device_facts, config.dp * config.ranks_per_node), _nothing_is_missing
     runtime = resolve(config, model_dir, model, machine, environment, why_missing)
-    weights = _choices(config, model, machine, runtime.dtype)
+    weights = _choices(runtime, model, machine)
     attention = attention_choices(
         model, machine, getattr(torch, runtime.dtype), getattr(torch, runtime.kv_dtype), runtime.prefill_backend,
         runtime.decode_backend, tp_size=config.tp, decode_by_batch=runtime.decode_by_batch,
@@ -48,20 +50,17 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     return f"{head}\n\n{table(choices)}"
 
 
-def kernel_names(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
+def kernel_names(runtime: RuntimeConfig, model: ModelConfig) -> str:
     """Names of all kernels of the model's weights on this machine, as one line of text. model: a native one."""
-    choices = _choices(config, model, MachineFacts.detect(), dtype)
+    choices = _choices(runtime, model, MachineFacts.detect())
     return ", ".join(dict.fromkeys(choice.kernel for by_rows in choices.values() for choice in by_rows.values()))
 
 
-def _choices(
-    config: EngineConfig, model: ModelConfig, machine: MachineFacts, dtype: str
-) -> dict[Weight, dict[int, Choice]]:
-    number_format: torch.dtype = getattr(torch, dtype)
+def _choices(runtime: RuntimeConfig, model: ModelConfig, machine: MachineFacts) -> dict[Weight, dict[int, Choice]]:
+    dtype: torch.dtype = getattr(torch, runtime.dtype)
     if machine.kind == "cpu":
-        machine = dataclasses.replace(machine, own_kernels=dtype == "bfloat16" and machine.bfloat16())
-    quantization = model.quantization.with_option(config.quantization)
-    return kernel_choices(model, machine, number_format, tp_size=config.tp, quantization=quantization)
+        machine = dataclasses.replace(machine, own_kernels=dtype == torch.bfloat16 and machine.bfloat16())
+    return kernel_choices(model, machine, dtype, tp_size=runtime.config.tp, quantization=weight_formats(runtime, model))
 
 
 def _nothing_is_missing(package: str) -> str | None:

@@ -30,6 +30,7 @@ from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.states import StateRoom, choose_states
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.schemes.gguf import with_blocks
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, repacked_bytes, weight_bytes
 
@@ -145,6 +146,13 @@ def _repacked(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
     return needed if needed <= MOST_SHARE * room else 0
 
 
+def weight_formats(runtime: RuntimeConfig, model: ModelConfig) -> QuantizationConfig:
+    """Number formats of a model's weights here: what its files and options say, and what the device makes of them."""
+    formats = model.quantization.with_option(runtime.config.quantization)
+    is_kept = serves_blocks(torch.device(runtime.device), getattr(torch, runtime.dtype))
+    return with_blocks(formats, Path(runtime.model_dir)) if is_kept and not runtime.config.dummy_weights else formats
+
+
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:
     """(Bytes of the weights, free bytes) on one GPU, or on the host for its ranks of `cores` engine cores.
 
@@ -154,9 +162,7 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     config, on_gpu = runtime.config, runtime.device == "cuda"
     item_bytes = ITEM_BYTES[runtime.dtype]
     folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
-    formats = model.quantization.with_option(config.quantization)
-    if serves_blocks(torch.device(runtime.device), getattr(torch, runtime.dtype)):
-        formats = with_blocks(formats, folder)
+    formats = weight_formats(runtime, model)
     weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=formats) // config.tp
     weights += draft_weight_bytes(runtime)
     if not on_gpu:

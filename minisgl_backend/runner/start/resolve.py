@@ -35,6 +35,8 @@ LAUNCH_S, MULTIPROCESSOR_FLOPS = 0.7e-3, 3e12
 LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # bounds of the default
 GRAPH_TOKENS_STEP = 1024
 LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more rows than its pointers
+# Decode steps of a CPU up to this size are recorded: with more rows GEMMs take much longer than Python does.
+RECORDED_MAX_BS = 8
 EAGER_GRAPH_MAX_BS = 32  # on the CPU, where graphs take no memory by which to choose it
 
 
@@ -169,7 +171,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: MachineFacts) -> st
 def _graph_max_bs(config: EngineConfig, device: MachineFacts, eager: bool) -> int | None:
     requested = config.cuda_graph_max_bs
     if device.kind == "cpu":
-        requested = (EAGER_GRAPH_MAX_BS if requested is None else requested) if eager else 0
+        most = EAGER_GRAPH_MAX_BS if eager else RECORDED_MAX_BS
+        requested = most if requested is None else requested if eager else min(requested, most)
     return (
         None
         if requested is None

@@ -17,7 +17,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import device_facts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.start.device import MachineFacts, free_bytes
-from minisgl_backend.runner.start.resolve import resolve
+from minisgl_backend.runner.start.resolve import RECORDED_MAX_BS, resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import device_of_rank
 
@@ -118,7 +118,9 @@ def test_the_format_of_the_cache(device: MachineFacts, requested: str, expected:
 def test_on_a_cpu() -> None:
     runtime = resolved(CPU)
     assert (runtime.device, runtime.prefill_backend, runtime.decode_backend) == ("cpu", "torch", "torch")
-    assert runtime.cuda_graph_max_bs == 0
+    assert runtime.cuda_graph_max_bs == RECORDED_MAX_BS
+    assert resolved(CPU, cuda_graph_max_bs=0).cuda_graph_max_bs == 0
+    assert resolved(CPU, cuda_graph_max_bs=100).cuda_graph_max_bs == RECORDED_MAX_BS
     assert runtime.max_seq_len == 1000
 
 

@@ -1,0 +1,123 @@
+"""A step of a CPU recorded as it is computed, to be computed again from the same memory: what a graph is on a GPU.
+
+Most of a small model's step is calls of the compiled kernels, before each of which Python takes as long as a GEMM of
+few rows does. They are replayed by one call. What torch computes between them is called again, into the same tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_WORDS = 16  # integers and pointers of a call, at most
+# Operations whose results depend on more than shapes: what Python does next may be another thing then. The last two
+# are what torch does first where a tensor becomes numbers of the host.
+_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded})
+_TO_HOST = ("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense", "aten::resolve_conj", "aten::resolve_neg")
+_ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of replay.cpp."""
+
+    _fields_ = (("function", ctypes.c_void_p), ("number", ctypes.c_float), ("words", ctypes.c_int64 * _WORDS))
+
+
+class Recording(TorchDispatchMode):
+    """Used as a context in which a step is computed; afterwards `refusal` or `replay`.
+
+    What it is computed from must be in memory that does not move, and so must its weights. Its outputs are those of the
+    first time, overwritten by each replay.
+    """
+
+    refusal: str | None = None  # what cannot be computed again without Python; None: nothing of it
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        self._library, self._thread = library, threading.get_ident()
+        self._functions = {name: one for name, one in vars(library).items() if name.startswith("minisgl_")}
+        self._steps: list[Callable[[], object]] = []
+        self._calls: list[_Call] = []  # since the last of `_steps`
+        self._kept: list[object] = []  # what owns memory whose addresses are in calls
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # of this mode itself: torch would import its compiler, which takes a second
+
+    def __enter__(self) -> Recording:
+        for name, function in self._functions.items():
+            setattr(self._library, name, partial(self._call, function))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, function in self._functions.items():
+            setattr(self._library, name, function)
+        self._end_calls()
+
+    def replay(self) -> None:
+        """Computes the step again, on the thread's own: nothing else may compute meanwhile."""
+        for step in self._steps:
+            step()
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        function(*arguments)
+        if threading.get_ident() != self._thread:  # another engine of this process
+            return
+        call, words = _Call(function=ctypes.cast(function, ctypes.c_void_p).value), 0
+        for kind, argument in zip(function.argtypes, arguments, strict=True):
+            if kind is ctypes.c_float:
+                call.number = argument
+                continue
+            is_pointer = kind is ctypes.c_void_p
+            call.words[words] = (ctypes.cast(argument, kind).value or 0) if is_pointer else int(argument)
+            words += 1
+        self._calls.append(call)
+        self._kept.append(arguments)
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            calls = (_Call * len(self._calls))(*self._calls)
+            self._steps.append(partial(self._library.minisgl_replay, calls, len(calls)))
+            self._calls = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        self._kept.append((args, kwargs, out))
+        name, outputs, inputs = function._schema.name, tree_leaves(out), tree_leaves((args, kwargs))
+        if self.refusal is not None or name in _ALLOCATIONS:
+            return out
+        if _depends_on_numbers(function, inputs) or not all(isinstance(one, torch.Tensor) for one in outputs):
+            self.refusal = name
+            return out
+        of_inputs = {one.untyped_storage().data_ptr() for one in inputs if isinstance(one, torch.Tensor)}
+        if function._schema.is_mutable:
+            self._end_calls()
+            self._steps.append(partial(function, *args, **kwargs))
+        elif any(one.untyped_storage().data_ptr() not in of_inputs for one in outputs):  # others are views
+            self._end_calls()
+            self._steps.append(partial(_compute_into, outputs, partial(function, *args, **kwargs)))
+        return out
+
+
+def _depends_on_numbers(function: Any, inputs: list[object]) -> bool:
+    """Whether what Python does after it may depend on more than the inputs' shapes."""
+    if function._schema.name == "aten::index":  # only with masks
+        return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in inputs[1:])
+    return function._schema.name in _TO_HOST or not _TAGS.isdisjoint(function.tags)
+
+
+def _compute_into(outputs: list[torch.Tensor], compute: Callable[[], object]) -> None:
+    for output, found in zip(outputs, tree_leaves(compute()), strict=True):
+        output.copy_(found)

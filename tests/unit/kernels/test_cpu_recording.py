@@ -1,0 +1,110 @@
+"""Steps that are computed again from the same memory: by kernels, by torch, and what cannot be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.cpu.recording import Recording
+
+pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no compiled kernels here")
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def ops() -> CpuOps:
+    library = cpu_library()
+    assert library is not None
+    return CpuOps(library)
+
+
+def recorded(ops: CpuOps, step: Step, x: torch.Tensor) -> tuple[Recording, torch.Tensor]:
+    with torch.inference_mode(), Recording(ops.library) as recording:
+        out = step(x)
+    return recording, out
+
+
+WEIGHT = torch.linspace(0.5, 1.5, 64).bfloat16()
+BIAS = torch.linspace(-1, 1, 64).bfloat16()
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    out[:, 3] = x[:, 5]
+    return out.add_(x)
+
+
+STEPS: dict[str, Step] = {
+    "views": lambda x: x.view(2, 2, 64).transpose(0, 1)[1],
+    "in place": in_place,
+    "by index": lambda x: x[torch.tensor([2, 0])] + BIAS,
+    "several results": lambda x: torch.stack([*x.float().topk(3, dim=1)]),
+    "joined": lambda x: torch.cat([x, *x.split(2)]).contiguous(),
+    "another type, or the same": lambda x: x.to(torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_replay_computes_what_python_does(name: str, ops: CpuOps) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return STEPS[name](ops.rms_norm(ops.rms_norm(x, WEIGHT, 1e-5), BIAS, 1e-3) + BIAS)
+
+    x = torch.randn(4, 64).bfloat16()
+    recording, out = recorded(ops, step, x)
+    assert recording.refusal is None
+    assert torch.equal(out, step(x))
+    for _ in range(3):
+        x.normal_()
+        with torch.inference_mode():
+            recording.replay()
+        assert torch.equal(out, step(x))
+
+
+REFUSED: dict[str, Step] = {
+    "a number": lambda x: x * x[0, 0].item(),
+    "an integer": lambda x: x[int(x[0, 0].abs()) % 2],
+    "a condition": lambda x: x if x.any() else -x,
+    "numbers": lambda x: x * x[0].tolist()[0],
+    "an array": lambda x: x * float(x.float().numpy()[0, 0]),
+    "a mask": lambda x: x[x > 0],
+    "places": lambda x: x.nonzero(),
+    "different numbers": lambda x: x.unique(),
+    "chance": lambda x: x + torch.rand(64),
+    "a comparison": lambda x: x if torch.equal(x, x) else -x,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_python_decides_is_refused(name: str, ops: CpuOps) -> None:
+    x = torch.randn(4, 64).bfloat16()
+    recording, out = recorded(ops, REFUSED[name], x)
+    assert recording.refusal is not None
+    assert torch.equal(out, REFUSED[name](x)) or name == "chance", "the step is computed all the same"
+
+
+def test_functions_are_left_as_they_were(ops: CpuOps) -> None:
+    before, x = ops.library.minisgl_rms_norm, torch.randn(4, 64).bfloat16()
+    with pytest.raises(ZeroDivisionError), Recording(ops.library):
+        ops.rms_norm(x, WEIGHT, 1 / 0)
+    assert ops.library.minisgl_rms_norm is before
+
+
+def test_another_threads_calls_are_its_own(ops: CpuOps) -> None:
+    x, other = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    out = torch.empty_like(other)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: out.copy_(ops.rms_norm(other, WEIGHT, 1e-5)))
+        thread.start()
+        thread.join()
+        return ops.rms_norm(x, WEIGHT, 1e-5)
+
+    recording, _ = recorded(ops, step, x)
+    out.zero_()
+    recording.replay()
+    assert not out.any()
