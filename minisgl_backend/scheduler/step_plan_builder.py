@@ -40,7 +40,7 @@ class StepPlanBuilder:
         self._num_pages = num_pages
         self._admitted: list[AdmittedRow] = []
         self._prefill: list[PrefillChunk] = []
-        self._encode: list[EncodeSlice] = []
+        self._encode: tuple[EncodeSlice, ...] = ()
         self._decode_rows = self._decode_lengths = self._draft_tokens = self._pages_to_zero = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._num_proposed = self._num_proposing = 0
@@ -69,7 +69,7 @@ class StepPlanBuilder:
         return len(self._encode)
 
     def encode(self, one: EncodeSlice) -> None:
-        self._encode.append(one)
+        self._encode += (one,)
 
     def admit(self, row: AdmittedRow) -> None:
         self._admitted.append(row)
@@ -142,15 +142,11 @@ class StepPlanBuilder:
             draft_tokens=self._draft_tokens,
             num_proposed=self._num_proposed,
             num_proposing=self._num_proposing,
-            freed_vectors=freed_vectors,
-            encode=tuple(self._encode),
         )
-        if self._folds is None:  # in most steps, and always without states
-            return plan
-        rows, sources, targets, borders = self._folds
-        return msgspec.structs.replace(
-            plan, fold_rows=rows, fold_sources=sources, fold_targets=targets, fold_borders=borders
-        )
+        if self._folds is None and not self._encode and not freed_vectors:
+            return plan  # most steps, and all without states and images
+        more = {} if self._folds is None else {f"fold_{name}": value for name, value in self._folds._asdict().items()}
+        return msgspec.structs.replace(plan, freed_vectors=freed_vectors, encode=self._encode, **more)
 
 
 def _joined(parts: Sequence[_Entries]) -> _Entries:
