@@ -21,6 +21,8 @@ FILES = {
     "glm4v": {"size": {"shortest_edge": 12544, "longest_edge": 100_000}},
     "gemma3": {},
     "mistral3": {"size": {"longest_edge": 200}, "patch_size": 16},
+    "idefics3": {},
+    "llava_onevision": {"image_grid_pinpoints": PINPOINTS},
     "smolvlm": {"size": {"longest_edge": 1024}, "max_image_size": {"longest_edge": 512}},
     "internvl": {"size": {"height": 448, "width": 448}},
     "llava": {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},

@@ -43,7 +43,7 @@ def make_case(name: str, folder: Path) -> Case:
     save_tokenizer(folder)
     sizes = FAMILIES[name].sizes
     # Of images of several sizes transformers' Pixtral pads some, and tiles have to be as many.
-    is_same = name in ("mistral3", "gemma3") or FAMILIES[name].tiled
+    is_same = name in ("mistral3", "gemma3", "llava_of_pixtral") or FAMILIES[name].tiled
     first, second = Image(pixels(*sizes[0])), Image(pixels(*sizes[0 if is_same else 1], seed=3))
     prompt: list[int | Image] = [5, 6, 7, first, 8, 9, second, 10, 11]
     swapped: list[int | Image] = [5, 6, 7, second, 8, 9, first, 10, 11]

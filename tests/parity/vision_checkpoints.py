@@ -71,6 +71,23 @@ TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other fam
         mean_std=_CLIP,
         tiled={3: ((3, 11, 32), 34), 5: ((5, 40, 30), 72)},
     ),
+    "llava_of_pixtral": Family(
+        "LlavaForConditionalGeneration",
+        {**_SIGLIP, "model_type": "pixtral", "image_size": 64, "patch_size": 4},
+        {"model_type": "mistral", "head_dim": 16},
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        merge=1,
+        sizes=((24, 16), (8, 12)),
+        mean_std=_CLIP,
+    ),
+    "granite_vision": Family(  # which multiplies what it gets in place of embeddings
+        "LlavaNextForConditionalGeneration",
+        {**_SQUARE, **_ANYRES, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {**_PINPOINTS, "vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
+        sizes=((3, 16, 16), (5, 16, 16)),
+        tiled={3: ((3, 11, 32), 34), 5: ((5, 40, 30), 72)},
+    ),
     "llava_onevision": Family(
         "LlavaOnevisionForConditionalGeneration",
         {**_SQUARE, **_ANYRES, "model_type": "siglip_vision_model", "vision_use_head": False},
@@ -204,7 +221,9 @@ def _anyres_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
 
 
 _INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {
+    "granite_vision": _anyres_inputs,
     "mistral3": _sized_inputs,
+    "llava_of_pixtral": _sized_inputs,
     "idefics3": _tiled_inputs,
     "smolvlm": _tiled_inputs,
     "llava_next": _anyres_inputs,

@@ -58,10 +58,12 @@ class Family:
     draft_names: tuple[tuple[str, str], ...] = ()
 
     def around(self, inner: Family) -> Family:
-        """With the decoder of another family, whose names come behind this one's."""
+        """With the decoder of another family, whose names come behind this one's. In transformers the output projection
+        is that of the whole model, which knows no multiplier."""
         own, names = self.tensor_names, inner.tensor_names
         return replace(
             inner,
+            read=lambda keys: replace(inner.read(keys), logits_multiplier=1.0),
             text_config=self.text_config,
             encoder=self.encoder,
             tensor_names=replace(
