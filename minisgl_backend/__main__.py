@@ -243,6 +243,7 @@ def check(
 ) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.host.image_calls import images_told
     from minisgl_backend.host.model_check import check_folder
     from minisgl_backend.host.options.engine import read_engine_config
     from minisgl_backend.runner.start.memory import memory_of, weight_formats
@@ -279,6 +280,8 @@ def check(
         from minisgl_backend.runner.start.kernel_report import kernel_names  # whose trial run takes torch's compiler
 
         table.add_row("kernels of weights", f"{kernel_names(runtime, model)} (minisgl kernels says when)")
+    if not null and (images := images_told(config, model, runtime.model_dir)) is not None:
+        table.add_row("images", images)
     for spec in dataclasses.fields(runtime):
         if spec.name not in ("config", "draft"):
             value = getattr(runtime, spec.name)

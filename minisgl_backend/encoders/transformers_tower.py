@@ -19,7 +19,6 @@ from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
 
 Grid = tuple[int, int, int]
-_TILES = 4  # that are computed at once, on a GPU
 
 
 class Family(NamedTuple):
@@ -110,7 +109,7 @@ class TransformersTower(Encoder):
         super().__init__()
         self.config = config
         self._family = FAMILIES[config.values["model_type"]]
-        self._group = 1 if context.device.type == "cpu" else _TILES
+        self._group = 1 if context.device.type == "cpu" else config.tiles
         self._dtype = context.dtype
         self.tower = _Tower(_build(config.values, self._family, context.device, context.dtype))
         mean, std = config.normalisation.mean, config.normalisation.std

@@ -44,6 +44,13 @@ class EncoderConfig(ABC):
         planes = len(self.planes) * self.out_size // self.merge**2
         return (self.hidden_size + planes) * item_bytes
 
+    def longest_call(self, shape: tuple[int, int, int, int]) -> int:
+        """Operations of an image of this shape that no slice cuts: of a layer."""
+        tiles, height, width, _ = shape
+        in_tile = height * width // self.patch_size**2
+        per_patch, per_pair = self.operations()
+        return tiles * in_tile * (per_patch + in_tile * per_pair)
+
     @abstractmethod
     def operations(self) -> tuple[int, int]:
         """Multiplications and additions of one layer: for a patch, and for a pair of patches in attention."""
@@ -120,8 +127,14 @@ class TowerConfig(EncoderConfig):
 
     values: Mapping[str, Any]  # config.json
     depth: int  # layers
+    tiles: int = 4  # that a GPU computes at once
     intermediate_size: int
     scale: float = 1.0  # of its vectors, where a decoder multiplies these as it does embeddings
+
+    def longest_call(self, shape: tuple[int, int, int, int]) -> int:
+        """Or of the tiles that are computed at once."""
+        share, tile = super().longest_call(shape), super().longest_call((1, *shape[1:]))
+        return max(share, min(shape[0], self.tiles) * tile * self.num_layers)
 
     def state_size(self, item_bytes: int) -> int:
         """Pixels, and what has become of those that were computed."""

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.config import PUBLISHED_ALSO, ModelConfig
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.known_keys import ReadElsewhereError
 from minisgl_backend.models.quantization_files import find_quantization
@@ -69,4 +69,5 @@ def _may_fall_back(folder: Path) -> bool:
         isinstance(config.get("model_type"), str)
         and not config.get("is_encoder_decoder")
         and not (folder / "adapter_config.json").exists()
+        and str(next(iter(config.get("architectures") or ()), "")) not in PUBLISHED_ALSO
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
@@ -31,6 +32,16 @@ from minisgl_backend.weights.names import TensorNames
 
 # Keys that a multimodal config may have outside of its text config.
 _AROUND_TEXT = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+
+# In formats of publishers' own code, and the name of transformers' format of the same weights.
+PUBLISHED_ALSO: Mapping[Any, str] = MappingProxyType(
+    {
+        "InternVLChatModel": "InternVLForConditionalGeneration, published under names that end in -hf",
+        "LlavaLlamaForCausalLM": "LlavaForConditionalGeneration or LlavaNext..., as llava-hf has it",
+        "LlavaMistralForCausalLM": "LlavaNextForConditionalGeneration, as llava-hf has it",
+        "LlavaQwenForCausalLM": "LlavaOnevisionForConditionalGeneration, as llava-hf has it",
+    }
+)
 
 _NOT_LOADED = "encoder_cache_mib is 0"
 
@@ -162,6 +173,8 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     if not isinstance(names, list):
         refuse("architectures", names, "a list of one name")
     family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
+    if family is None and len(names) == 1 and (own := PUBLISHED_ALSO.get(names[0])):
+        refuse("architectures", names, f"the same model in transformers' format, {own}")
     if family is None:
         nearest = _nearest(str(names[0])) if names else []
         like = f"like {', '.join(nearest)}; " if nearest else ""

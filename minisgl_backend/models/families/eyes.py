@@ -50,7 +50,8 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "internvl_vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
         "pixtral": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 16},
         "glm4v_vision": {
-            **{"hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "patch_size": 14},
+            # Its intermediate_size is that of the merger.
+            **{"hidden_size": 1536, "out_hidden_size": 4096, "depth": 24, "patch_size": 14},
             "spatial_merge_size": 2,
         },
     }
@@ -170,14 +171,14 @@ def tower(config: Keys, decoder: DecoderConfig) -> TowerConfig:
         refuse("vision_config.model_type", model_type, ", ".join(_TOWERS))
     keys = Keys(vision, _TOWERS[model_type])
     text = Keys(config.mapping("text_config"))
-    is_whole = model_type in _WHOLE
+    names = {"glm4v_vision": ("out_hidden_size", "depth")}.get(model_type, ("intermediate_size", "num_hidden_layers"))
     return TowerConfig(
         values=dict(config.given),
         out_size=decoder.hidden_size,
         hidden_size=keys.integer("hidden_size"),
-        intermediate_size=keys.integer("intermediate_size"),
-        depth=keys.integer("depth" if "depth" in _TOWERS[model_type] else "num_hidden_layers"),
-        num_layers=1 if is_whole else _SHARES,
+        intermediate_size=keys.integer(names[0]),
+        depth=keys.integer(names[1]),
+        num_layers=1 if model_type in _WHOLE else _SHARES,
         patch_size=_side(keys, "patch_size"),
         merge=keys.integer("spatial_merge_size", 1),
         # Granite multiplies what it gets in place of embeddings, too.

@@ -1,0 +1,35 @@
+"""What `minisgl check` says of a model's images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.images.families import family_of
+from minisgl_backend.models.config import ModelConfig
+
+_SPEED = 6e11  # operations a millisecond, of an H100's GEMMs
+_SHAPES = ((8192, 8192), (8192, 4096), (4096, 8192), (8192, 2048))  # width and height
+_LONG = 50  # ms that streams wait for at most
+
+
+def images_told(config: EngineConfig, model: ModelConfig, folder: str | Path) -> str | None:
+    """None: the model's config.json has no encoder. A call is what streams wait for: it ends before another step.
+
+    Raises ConfigError for `max_image_tokens`."""
+    model = model.reading(config.encoder_cache_bytes > 0)
+    encoder = model.encoder
+    if encoder is None:
+        return f"refused: {model.why_no_images}" if model.why_no_images else None
+    try:
+        family = family_of(folder)
+    except ConfigError as error:
+        return f"refused: {error}"
+    if config.max_image_tokens is not None:
+        family = family.limited(config.max_image_tokens)
+    sizes = [family.size(*shape) for shape in _SHAPES]
+    tokens = max(size.num_vectors for size in sizes)
+    longest = max(encoder.longest_call(size.shape) for size in sizes) / _SPEED
+    told = f"of up to {tokens} tokens, encoded in calls of up to {max(1, round(longest))} ms on an H100"
+    return told if longest <= _LONG else f"{told}, which streams wait for: max_image_tokens makes them shorter"
