@@ -25,6 +25,7 @@ CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
 _ENCODER_CACHE_MIB = 512
+MAX_ADAPTERS, MAX_ADAPTER_NAME = 256, 128
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -61,6 +62,17 @@ def read_weights(text: str) -> dict[str, float] | None:
             return None
         weights[name] = weight
     return weights
+
+
+def read_adapters(text: str) -> dict[str, str] | None:
+    """Parses `adapters` into folders by name; None: the text is invalid."""
+    folders: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, folder = (piece.strip() for piece in part.partition("="))
+        if not (name.isprintable() and 1 <= len(name) <= MAX_ADAPTER_NAME and folder) or name in folders:
+            return None
+        folders[name] = folder
+    return folders if len(folders) <= MAX_ADAPTERS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +239,13 @@ class EngineConfig:
         "1 or more",
         at_least(1),
     )
+    adapters: str = option(
+        "",
+        "LoRA adapters of the model, as `NAME=FOLDER,NAME=FOLDER` with folders of PEFT's; a request names one as its "
+        "model",
+        f"NAME=FOLDER, more of them after commas; up to {MAX_ADAPTERS}, names of up to {MAX_ADAPTER_NAME} characters",
+        lambda value: read_adapters(value) is not None,
+    )
     tp: int = option(
         1,
         "tensor-parallel size; must divide the model's heads, or be a multiple of its KV heads",
@@ -319,6 +338,11 @@ class EngineConfig:
     def encoder_cache_bytes(self) -> int:
         """Of a model that sees."""
         return (_ENCODER_CACHE_MIB if self.encoder_cache_mib is None else self.encoder_cache_mib) << 20
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Of `adapters`, by name."""
+        return read_adapters(self.adapters) or {}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

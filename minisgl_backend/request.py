@@ -109,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
     speculative: bool = True  # False: no speculation for this request; texts do not change either way
     cache_salt: str | None = None  # cached prefixes are shared only among requests with the same salt
+    lora_name: str | None = None  # of an adapter that is served; None: the model itself
 
     def __post_init__(self) -> None:
         for field, normalise in _NORMALISE.items():
@@ -438,7 +439,7 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "top_k": _top_k,
     "top_p": _top_p,
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculative"), _flag),
-    "cache_salt": _text,
+    **dict.fromkeys(("cache_salt", "lora_name"), _text),
     "stop": _words,
     "bad_words": _words,
     "stop_token_ids": _token_ids,

@@ -76,12 +76,20 @@ class AdmittedRow(msgspec.Struct, frozen=True, array_like=True):
     state_source: int = 0
     state_slot: int = 0
     contents: tuple[Content, ...] = ()  # images in its prompt
+    adapter: int = 0  # the slot of its adapter; 0: it has none
 
     def asking_nothing(self) -> AdmittedRow:
         """The row with one token and no options."""
         params = SamplingParams(seed=0)
         return msgspec.structs.replace(
-            self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None, contents=()
+            self,
+            params=params,
+            prompt_len=1,
+            token_ids=self.token_ids[:1],
+            cached_len=0,
+            pooling=None,
+            contents=(),
+            adapter=0,
         )
 
 
@@ -260,6 +268,7 @@ class StepDecisions(msgspec.Struct, frozen=True, array_like=True):
     sampling_graph: int = 0
     prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
     prompt_size: int = 0  # size of the captured pass for a single prompt; 0: none
+    adapts: bool = False  # a row of the step has an adapter
 
 
 class Logprobs(msgspec.Struct, frozen=True):

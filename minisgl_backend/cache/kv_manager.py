@@ -96,14 +96,14 @@ class KVManager:
         """Pages of a group without a window for that many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def cached_tokens(self, token_ids: IdArray, salt: str | None = None) -> int:
+    def cached_tokens(self, token_ids: IdArray, salt: bytes = b"") -> int:
         """Tokens that `match` would find; changes nothing, not even the eviction order."""
-        return self._cache.peek(token_ids, salt.encode() if salt else b"") * self.page_size
+        return self._cache.peek(token_ids, salt) * self.page_size
 
-    def match(self, token_ids: IdArray, salt: str | None = None) -> PrefixMatch[Any]:
-        """The longest prefix of `token_ids` in whole pages that was published with this salt. It is pinned until
-        `acquire` or `unmatch`."""
-        return self._cache.match(token_ids, salt.encode() if salt else b"")
+    def match(self, token_ids: IdArray, salt: bytes = b"") -> PrefixMatch[Any]:
+        """The longest prefix of `token_ids` in whole pages that was published with this salt (`cache.salt`). It is
+        pinned until `acquire` or `unmatch`."""
+        return self._cache.match(token_ids, salt)
 
     def unmatch(self, match: PrefixMatch[Any]) -> None:
         """Unpins a match that no lease was made of."""

@@ -164,7 +164,7 @@ class EngineClient:
 
     def submit(self, request: Request) -> None:
         """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError if none takes it."""
-        count, salt = request.params.n, request.params.cache_salt or ""
+        count, salt = request.params.n, (request.params.lora_name, request.params.cache_salt)
         failed: set[int] = set()  # cores that have just died or cannot keep up
         problem = EngineDeadError(NOT_RUNNING)
         prompt = request.token_ids, failed, salt, request.contents

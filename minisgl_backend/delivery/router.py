@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -78,17 +78,17 @@ class Router:
         num_sequences: int,
         token_ids: bytes,
         without: Collection[int] = (),
-        cache_salt: str = "",
+        salt: Hashable = "",
         contents: Sequence[Content] = (),
     ) -> int | None:
         """Assigns a request of sequences `uid` to `uid + num_sequences - 1` to a core, which counts them as its load
         until they are released; None while no core outside `without` is up. `token_ids`: little-endian int32, as in
-        `Request`, like `contents`; `cache_salt`: prompts with different salts share no prefix."""
+        `Request`, like `contents`; `salt`: prompts with different ones share no prefix."""
         with self._lock:
             living = [index for index, core in enumerate(self._cores) if core.is_up and index not in without]
             if not living:
                 return None
-            index = living[0] if len(self._cores) == 1 else self._choose(living, token_ids, cache_salt, contents)
+            index = living[0] if len(self._cores) == 1 else self._choose(living, token_ids, salt, contents)
             self._cores[index].load += num_sequences
             self._core_of.update(dict.fromkeys(range(uid, uid + num_sequences), index))
             return index
@@ -112,10 +112,10 @@ class Router:
             if (core := self._core_of.pop(uid, None)) is not None:
                 self._cores[core].load -= 1
 
-    def _choose(self, living: list[int], token_ids: bytes, cache_salt: str, contents: Sequence[Content]) -> int:
+    def _choose(self, living: list[int], token_ids: bytes, salt: Hashable, contents: Sequence[Content]) -> int:
         least = min(self._cores[index].load for index in living)
         most = least + MARGIN_SEQUENCES + int(MARGIN_SHARE * least)
-        hashes = list(_block_hashes(token_ids, self._cores[living[0]].block_bytes, cache_salt, contents))
+        hashes = list(_block_hashes(token_ids, self._cores[living[0]].block_bytes, salt, contents))
 
         def worth(index: int) -> tuple[int, int, int]:
             core = self._cores[index]
@@ -130,10 +130,10 @@ class Router:
 
 
 def _block_hashes(
-    token_ids: bytes, block_bytes: int, cache_salt: str = "", contents: Sequence[Content] = ()
+    token_ids: bytes, block_bytes: int, salt: Hashable = "", contents: Sequence[Content] = ()
 ) -> Iterator[int]:
     """A hash for each whole block, which covers it and all blocks before it."""
-    value = hash(cache_salt)
+    value = hash(salt)
     for start in range(0, len(token_ids) - block_bytes + 1, block_bytes):
         first, end = start // TOKEN_BYTES, (start + block_bytes) // TOKEN_BYTES
         inside = [

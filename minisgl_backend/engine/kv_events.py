@@ -10,7 +10,8 @@ A router in front of several servers can track which of them caches a prefix. Ea
              ["AllBlocksCleared"]
 
 `extra_keys` is null, or has an entry for each block: [cache_salt] for the first block of a prompt with a salt, else
-null. Token ids from 2**62 on stand for other content (`cache/content_ids.py`).
+null; with an adapter ["adapter:DIGEST"], and the salt behind it. Token ids from 2**62 on stand for other content
+(`cache/content_ids.py`).
 
 Sequence numbers start at 0 with the engine core. Its first batch says AllBlocksCleared, and so does the first one with
 blocks: a subscriber may not be connected yet when the very first one is sent. A subscriber that has missed batches
@@ -29,6 +30,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from minisgl_backend.cache.changes import CacheChange, PagesStored
+from minisgl_backend.cache.salt import salt_keys
 from minisgl_backend.engine.kv_replay import KVReplay
 from minisgl_backend.errors import ConfigError
 
@@ -83,7 +85,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lora_id: int | None = None
     medium: str | None = MEDIUM
     lora_name: str | None = None
-    extra_keys: list[tuple[str] | None] | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -185,8 +187,8 @@ class KVEventPublisher:
         self._context.term()
 
 
-def _extra_keys(change: PagesStored) -> list[tuple[str] | None] | None:
-    return [(change.salt.decode(),), *[None] * (len(change.hashes) - 1)] if change.salt else None
+def _extra_keys(change: PagesStored) -> list[tuple[str, ...] | None] | None:
+    return [salt_keys(change.salt), *[None] * (len(change.hashes) - 1)] if change.salt else None
 
 
 def endpoint_of(endpoint: str, dp_rank: int) -> str:

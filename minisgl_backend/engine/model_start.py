@@ -105,6 +105,7 @@ def _limits(
         step_times=measured.step_times,
         sparse_step_sizes=runner.sparse_step_sizes,
         encoder=encoder_limits(runtime, start.model),
+        adapters=runner.adapters,
         cache_kinds=runner.columns.kinds,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )

@@ -12,6 +12,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.engine.start import Built, Start, scheduler_limits
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.runner.stand_ins.null import NullRunner
 from minisgl_backend.runner.stand_ins.scripted import ScriptedRunner
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
@@ -26,6 +27,8 @@ NULL_ANSWER = "The null runner says this again and again, and computes nothing. 
 def null_runner(start: Start) -> Built:
     """A runner that computes nothing. It needs no torch."""
     config, environment, model = start.config, start.environment, start.model
+    if config.adapters:
+        raise ConfigError(f"adapters is {config.adapters!r}; allowed with runner null, which has no model: none")
     encode = _encoder(config, start.model_dir)
     answer = encode(NULL_ANSWER)
     page_size = config.page_size or NULL_PAGE_SIZE

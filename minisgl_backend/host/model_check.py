@@ -37,6 +37,7 @@ def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes
 def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes) -> None:
     """The same for a model whose folder exists; `config.model` names it."""
     # Imported late: wrong options are refused, and hub ids fetched, before a model is read.
+    from minisgl_backend.adapters.config import LoraConfig
     from minisgl_backend.models.choose import load_model_config
     from minisgl_backend.weights.schemes.gguf import with_blocks
     from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
@@ -45,6 +46,8 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     model = load_model_config(folder, config.model_impl, trust_remote_code=config.trust_remote_code)
     model.max_seq_len(config.max_seq_len_override)
     check_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    for adapter in config.adapter_folders.values():
+        LoraConfig.read(Path(adapter))
     if config.runner == "null":
         return
     model.check_tensor_parallel(config.tp)

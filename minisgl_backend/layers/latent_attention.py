@@ -103,7 +103,7 @@ class LatentAttention(Mixer):
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
         queries, kept = projected[:, : -self._config.head_dim], projected[:, -self._config.head_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj.of(queries, norm=self.q_a_layernorm)
+            queries = self.q_b_proj.of(queries, norm=self.q_a_layernorm, slots=tokens.by_row)
         q = self._rotated(queries.unflatten(1, (self._num_heads, -1)), kept, tokens, ctx.slots[self._layer.cache_group])
         return ctx.attention.attend(self._layer, q).flatten(1)
 

@@ -13,13 +13,25 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.layers.lora import LoraSite
 from minisgl_backend.layers.norm import Norm, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
-from minisgl_backend.weights.method import LinearOutput, LinearSpec
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 
 
-class ColumnParallelLinear(nn.Module):
+class AdaptedLinear(nn.Module):
+    """One linear weight, which may have adapters: the residual stream's field by row is then each token's slot."""
+
+    method: LinearMethod
+    lora: LoraSite | None = None  # None: no adapter changes this layer
+
+    def adapt(self, lora: LoraSite) -> None:
+        """From now on."""
+        self.lora = lora
+
+
+class ColumnParallelLinear(AdaptedLinear):
     """One or more linear layers with the same input, stacked in one weight; each output is split evenly over the ranks.
 
     `outputs` maps the name of each layer in the checkpoint to its full output size; `parts` names those that are split
@@ -59,12 +71,24 @@ class ColumnParallelLinear(nn.Module):
         norm: None: the input is the residual stream itself. activation: see `LinearMethod`.
         """
         residual, x, unapplied = residual.before_gemm(norm)
-        return residual, self.of(x, norm=unapplied, activation=activation)
+        return residual, self.of(x, norm=unapplied, activation=activation, slots=residual.by_row)
 
-    def of(self, x: torch.Tensor, *, norm: RMSNorm | None = None, activation: str | None = None) -> torch.Tensor:
-        """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]."""
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    def of(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activation: str | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]. slots: of
+        adapters, see `LoraSite`; None: no token has one."""
         method = self.method
+        if slots is not None and self.lora is not None:
+            x = x if norm is None else norm(x)
+            out = method.multiply(x, method.operand, GemmCall(bias=method.added_bias))
+            return self.lora.add_to(out, x, slots, activation)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return method.multiply(x, method.operand, GemmCall(weight, eps, method.added_bias, activation=activation))
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
@@ -76,6 +100,8 @@ class ColumnParallelLinear(nn.Module):
         """`forward` with the outputs written to `out`."""
         residual, x = residual.settled(norm)
         self.method.apply_into(x, out)
+        if residual.by_row is not None and self.lora is not None:
+            self.lora.add_to(out, x, residual.by_row)
         return residual
 
 
@@ -90,10 +116,10 @@ class JoinedColumnParallelLinear(nn.Module):
 
     def forward(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
         residual, x = residual.settled(norm)
-        return residual, self.of(x)
+        return residual, self.of(x, residual.by_row)
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.of(x) for part in self._parts], dim=1)
+    def of(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([part.of(x, slots=slots) for part in self._parts], dim=1)
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
         return torch.cat([part.empty_outputs(num_tokens) for part in self._parts], dim=1)
@@ -116,7 +142,7 @@ def column_parallel(
     return parts[0] if len(parts) == 1 else JoinedColumnParallelLinear(parts)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(AdaptedLinear):
     """A linear layer whose input is split over the ranks; the ranks' partial sums are all-reduced."""
 
     def __init__(self, input_size: int, output_size: int, name: str, bias: bool, layer_context: LayerContext) -> None:
@@ -136,10 +162,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, residual: Residual, x: torch.Tensor, norms: SublayerNorms) -> Residual:
         """The residual stream, which is settled, plus x [num_tokens, local inputs] @ weight.T summed over the ranks."""
-        return residual.plus(lambda added_to: self.part(x, added_to), norms)
+        return residual.plus(lambda added_to: self.part(x, added_to, residual.by_row), norms)
 
-    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
+    def part(self, x: torch.Tensor, added_to: torch.Tensor | None, slots: torch.Tensor | None = None) -> torch.Tensor:
         """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
-        rank's partial sum of x @ weight.T."""
+        rank's partial sum of x @ weight.T. slots: of adapters, as of `ColumnParallelLinear`."""
         method = self.method
-        return method.multiply(x, method.operand, GemmCall(bias=method.added_bias, residual=added_to))
+        out = method.multiply(x, method.operand, GemmCall(bias=method.added_bias, residual=added_to))
+        return out if slots is None or self.lora is None else self.lora.add_to(out, x, slots)

@@ -39,9 +39,10 @@ class DenseMLP(nn.Module):
         residual, up = self.up_proj(residual, norms.before, activation=self.fused_activation)
         return self.down_proj(residual, self.activated(up), norms)
 
-    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
-        """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
-        return self.down_proj.part(self.activated(self.up_proj.of(x, activation=self.fused_activation)), added_to)
+    def part(self, x: torch.Tensor, added_to: torch.Tensor | None, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x). slots: of adapters."""
+        up = self.up_proj.of(x, activation=self.fused_activation, slots=slots)
+        return self.down_proj.part(self.activated(up), added_to, slots)
 
     def activated(self, up: torch.Tensor) -> torch.Tensor:
         """What is left to do with the outputs of `up_proj`."""

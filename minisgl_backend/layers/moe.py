@@ -49,12 +49,14 @@ class SharedExpert(nn.Module):
         self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", False, inner)
         self.gate = TokenGate(hidden_size, layer_context.at("shared_expert_gate")) if config.shared_gate else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
-        gated = self.gate_up_proj.of(x, activation=self._activation)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP. slots: of adapters."""
+        gated = self.gate_up_proj.of(x, activation=self._activation, slots=slots)
         if self.gate is None:
-            return self.down_proj.part(gated, residual)
-        out = self.down_proj.part(gated, None) * self.gate(x)
+            return self.down_proj.part(gated, residual, slots)
+        out = self.down_proj.part(gated, None, slots) * self.gate(x)
         return out if residual is None else out + residual
 
 
@@ -111,14 +113,20 @@ class MoeMLP(nn.Module):
             return residual.become(self.experts.apply_weights(x, call))
         if self._tp.size == 1 and self._norms:
             residual, x, unapplied = residual.before_gemm(norm)
-            return residual.plus(lambda added_to: self.part(x, added_to, unapplied), norms)
+            return residual.plus(lambda added_to: self.part(x, added_to, norm=unapplied), norms)
         residual, x = residual.settled(norm)
-        return residual.plus(lambda added_to: self.part(x, added_to), norms)
+        return residual.plus(lambda added_to: self.part(x, added_to, residual.by_row), norms)
 
-    def part(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm | None = None) -> torch.Tensor:
+    def part(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        slots: torch.Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> torch.Tensor:
         """x, residual [num_tokens, hidden_size] -> residual + this rank's partial sum of each token's experts.
 
-        norm: applied to x, which may be the residual, first.
+        slots: of adapters, which only the shared expert has. norm: applied to x, which may be the residual, first.
         """
         if self._routes:
             router, (weight, eps) = self.router.method, (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -129,4 +137,4 @@ class MoeMLP(nn.Module):
             if self._scales_input:
                 scaled, picked = x * picked.weights.to(x.dtype), Picked(picked.ids, torch.ones_like(picked.weights))
             out = self.experts.apply_weights(scaled, MixtureCall(picked, residual=residual))
-        return out if self.shared_expert is None else self.shared_expert(x, out)
+        return out if self.shared_expert is None else self.shared_expert(x, out, slots)

@@ -70,8 +70,8 @@ class ModelConfig(DecoderConfig):
         folder = Path(model_dir)
         if (folder / "adapter_config.json").exists():
             raise ConfigError(
-                f"{folder} holds a LoRA adapter (adapter_config.json), which is not served; "
-                "merge it into its base model and serve the result"
+                f"{folder} holds a LoRA adapter (adapter_config.json), which is no model; serve its base model with "
+                f"--adapters NAME={folder}"
             )
         config = read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"

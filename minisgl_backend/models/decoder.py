@@ -89,7 +89,8 @@ class DecoderLayer(nn.Module):
         mixed = mixer.mix(projected, tokens, ctx)
         if logits_indices is not None:
             mixed, settled = mixed[logits_indices], (join(settled).at(logits_indices),)
-        if self.mlp.takes_o_proj(len(mixed)):
+        # A deferred o_proj is multiplied by a kernel that knows no adapters.
+        if tokens.by_row is None and self.mlp.takes_o_proj(len(mixed)):
             return (join(settled).deferring(mixed, mixer.o_proj.method),)
         if self._tp.size == 1:
             return (mixer.o_proj(settled[0], mixed, self._mixer_norms),)
@@ -128,7 +129,7 @@ class ParallelDecoderLayer(DecoderLayer):
     ) -> MicroBatches:
         settled, normed = zip(*[one.settled(self.input_norm) for one in micro_batches], strict=True)
         residual, x = join(settled), normed[0] if len(normed) == 1 else torch.cat(normed)
-        mixed = self.mixer.mix(self.mixer.qkv_proj.of(x), tokens, ctx)
+        mixed = self.mixer.mix(self.mixer.qkv_proj.of(x, slots=tokens.by_row), tokens, ctx)
         if logits_indices is not None:
             mixed, x, residual = mixed[logits_indices], x[logits_indices], residual.at(logits_indices)
         sizes = self._tp.micro_batches(len(x))
@@ -137,8 +138,10 @@ class ParallelDecoderLayer(DecoderLayer):
         return tuple([self._plus_both(*one) for one in parts])
 
     def _plus_both(self, residual: Residual, x: torch.Tensor, mixed: torch.Tensor) -> Residual:
-        o_proj, mlp = self.mixer.o_proj, self.mlp
-        return residual.plus(lambda added_to: mlp.part(x, o_proj.part(mixed, added_to)), self._mixer_norms)
+        o_proj, mlp, slots = self.mixer.o_proj, self.mlp, residual.by_row
+        return residual.plus(
+            lambda added_to: mlp.part(x, o_proj.part(mixed, added_to, slots), slots), self._mixer_norms
+        )
 
 
 def decoder_layer(layer: LayerConfig, hidden_size: int, layer_context: LayerContext) -> DecoderLayer:

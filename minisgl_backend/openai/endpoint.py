@@ -102,7 +102,7 @@ class Endpoint:
             is_guided=body.is_guided and body.thinking_budget is None,
             forced=body.must_call,
         )
-        sampling, tail = {**body.sampling(), **await self.model.thinking(body)}, ""
+        sampling, tail = {**body.sampling(), **await self.model.options(body)}, ""
         if answer_format.needs_special_tokens:
             sampling["skip_special_tokens"] = False
         if body.must_call:

@@ -8,7 +8,7 @@ from typing import Any
 
 from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.requests.base import Sampling
+from minisgl_backend.openai.requests.base import Named, Sampling
 from minisgl_backend.openai.triton import ModelInfo, TritonServer
 from minisgl_backend.parsers.parts import ReasoningParser, ToolParser
 from minisgl_backend.parsers.strict import StrictCall, structural_tag
@@ -49,27 +49,44 @@ class ServedModel:
     async def resolve(self, name: str | None) -> str:
         """The model name for answers. Raises ApiError for another model's name."""
         names = await self.names()
-        if name is None or name in names:
+        if name is None or name in names or await self._adapter(name):
             return name or names[0]
-        allowed = ", ".join(names)
+        allowed = ", ".join((*names, *(await self.info()).adapters))
         message = f"model is {name[:200]!r}, which is not served here; allowed: {allowed}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     async def cards(self) -> list[dict[str, Any]]:
         """The entries of /v1/models."""
-        info = await self.info()
+        info, names = await self.info(), await self.names()
+        roots: list[tuple[str, str, str | None]] = [(name, info.model, None) for name in names]
+        roots += [(name, folder, names[0]) for name, folder in info.adapters.items() if name not in names]
         return [
             {
                 "id": name,
                 "object": "model",
                 "created": self._created,
                 "owned_by": "minisgl-backend",
-                "root": info.model,
-                "parent": None,
+                "root": root,
+                "parent": parent,
                 "max_model_len": info.max_model_len,
             }
-            for name in await self.names()
+            for name, root, parent in roots
         ]
+
+    async def adapter_fields(self, body: Named) -> dict[str, str]:
+        """The field of a request whose model is an adapter, once `resolve` has passed."""
+        adapter = await self._adapter(body.model)
+        return {"lora_name": adapter} if adapter else {}
+
+    async def _adapter(self, name: str | None) -> str:
+        """The adapter that a model's name stands for: its own, or behind the model's (`base:adapter`, as in SGLang).
+        "": the model itself, or none that is served."""
+        names = await self.names()
+        if name is None or name in names:
+            return ""
+        adapters = (await self.info()).adapters
+        base, _, behind = name.rpartition(":")
+        return name if name in adapters else behind if behind in adapters and base in names else ""
 
     async def answer_format(
         self,
@@ -100,15 +117,15 @@ class ServedModel:
             return AnswerFormat(None, row, functions or {}, is_guided=is_guided, apart=apart)
         return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided, apart=apart)
 
-    async def thinking(self, body: Sampling) -> dict[str, Any]:
-        """Sampling options of a request that limits the reasoning.
+    async def options(self, body: Sampling) -> dict[str, Any]:
+        """Sampling options of a request that names an adapter or limits the reasoning.
 
         For models without known reasoning, budgets of APIs that treat them as hints have no effect and are dropped.
         """
-        budget = body.thinking_budget
+        budget, adapter = body.thinking_budget, await self.adapter_fields(body)
         if budget is None or (body.thinking_token_budget is None and await self._reasoning() is None):
-            return {}
-        return {"thinking_token_budget": budget, "reasoning_parser": self._settings.reasoning_parser}
+            return adapter
+        return {**adapter, "thinking_token_budget": budget, "reasoning_parser": self._settings.reasoning_parser}
 
     async def _calls(self, *, forced: bool) -> Format | None:
         kind = self._settings.tool_call_parser

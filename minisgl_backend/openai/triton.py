@@ -67,6 +67,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     chat_template: str
     added_tokens: list[str]
     tokenizer: dict[str, Any] = {}  # with the keys of tokenizer_config.json
+    adapters: dict[str, str] = {}  # folders by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from minisgl_backend.runner.plan_arrays import (
     sampled_of_prompt,
 )
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
+from minisgl_backend.runner.row_adapters import RowAdapters
 from minisgl_backend.runner.row_images import NO_IMAGES
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import Staging
@@ -49,9 +50,10 @@ class BatchBuilder:
         sampling: SamplingRows,
         states: StateTables | None = None,
         vectors: Vectors | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
-        """states: of a model with states; vectors: of a model that sees."""
-        self._vectors = vectors
+        """states: of a model with states; vectors: of a model that sees; adapters: where rows may have some."""
+        self._vectors, self._adapters = vectors, adapters
         self._table = table
         self._states = states
         self._sampling = sampling
@@ -92,6 +94,8 @@ class BatchBuilder:
             plan = self._in_kernel_pages(plan)
         if plan.num_proposed:
             return self._build_proposing(plan, graph_sizes)
+        if self._adapters is not None:
+            self._adapters.admit(plan)
         for admitted in plan.admitted:
             try:
                 self._sampling.admit(admitted)
@@ -119,18 +123,24 @@ class BatchBuilder:
         prefill = prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
         needs = self._sampling.metadata_of(plan, sampled[0])
+        adapts = self._adapters is not None and self._adapters.are_in(plan)
+        if adapts and self._adapters is not None and not self._adapters.captured:
+            graph_sizes = ()
         size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
         decisions = StepDecisions(
             graph_size=size,
             resamples=size > 0 and needs.extended,
             sampling_graph=needs.sampling_graph if size in sampling_sizes else 0,
             prompt_logprobs=needs.prompt_logprobs,
+            adapts=adapts,
         )
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
 
     def _serves_prompt(self, plan: StepPlan) -> bool:
         """Whether the captured pass of a single prompt may serve the plan."""
         if not self._prompts.serves(plan) or plan.prefill[0].pools:
+            return False
+        if self._adapters is not None and self._adapters.has(plan.prefill[0].row):
             return False
         return self._vectors is None or self._vectors.rows.is_plain(plan.prefill[0].row)
 
@@ -159,6 +169,8 @@ class BatchBuilder:
         images = NO_IMAGES if self._vectors is None else self._vectors.rows.build(plan)
         if self._splits_pages and len(plan.page_ids):
             plan = self._in_kernel_pages(plan)
+        if self._adapters is not None:
+            self._adapters.admit(plan)
         if decisions.prompt_size:
             return replace_fields(self._stage_prompt(plan, decisions, NOTHING, ()), images=images)
         prefill = prefill_arrays(plan) if plan.prefill else None
@@ -185,6 +197,8 @@ class BatchBuilder:
             "admitted_params": params_of(admitted, self._sampling.vocab_size),
             "admitted_tokens": admitted.token_ids,
         }
+        if self._adapters is not None:
+            arrays |= self._adapters.arrays(plan)
         return HostBatch(
             plan=plan,
             staged=self.staging.fill(NO_INT32, NO_INT32, arrays | needs.arrays),
@@ -208,6 +222,8 @@ class BatchBuilder:
         arrays = _update_arrays(plan, self._sampling.vocab_size, self._table.max_rows)
         if self._states is not None and not plan.num_proposed:
             arrays |= self._states.arrays(plan)
+        if self._adapters is not None:
+            arrays |= self._adapters.arrays(plan)
         checked_rows: tuple[int, ...] = ()
         pooled: tuple[PooledChunk, ...] = ()
         if prefill is not None:
@@ -253,6 +269,8 @@ class BatchBuilder:
         arrays = self.staging.upload(host.staged)
         if self._states is not None:
             self._states.apply(host.plan.step, arrays)
+        if self._adapters is not None:
+            self._adapters.apply(arrays)
         self._apply(host, arrays)
         prefill = host.prefill
         batch = len(host.decode_rows)
@@ -293,6 +311,8 @@ class BatchBuilder:
         self._table.admit(admitted.row, pages, arrays["admitted_tokens"], arrays["admitted_params"])
         if self._vectors is not None:
             self._vectors.admit_plain(admitted.row)
+        if self._adapters is not None:
+            self._adapters.apply(arrays)
         self._reset_sampling(host)
         return StepTensors(
             plan=host.plan,

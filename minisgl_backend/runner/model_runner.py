@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
@@ -33,6 +34,7 @@ from minisgl_backend.runner.model_pass import Model, ModelPass
 from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_adapters import RowAdapters
 from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.runner.states import StateTables
@@ -52,6 +54,7 @@ class Captures:
     pieces: PiecewiseRunner | None = None  # of the forward pass; they serve steps with a prefill part that fit
     longest_prefill: int | None = None  # tokens up to which GEMMs are measured, and those of the sizes of `graphs`
     proposer_graphs: GraphRunner | None = None  # of the proposer's passes
+    adapter_graphs: GraphRunner | None = None  # as `graphs` and of its sizes, for steps whose rows have adapters
 
 
 class ModelRunner:
@@ -68,10 +71,12 @@ class ModelRunner:
         proposer: DeviceProposer | None = None,
         states: StatePool | None = None,
         vectors: Vectors | None = None,
+        adapters: tuple[ServedAdapter, ...] = (),
         captures: Captures = Captures(),
     ) -> None:
         """Chooses kernels, then captures: the runner is complete once it is constructed. The layers of `proposer`
-        follow the model's in the pool. states: of a model with states; vectors: of a model that sees."""
+        follow the model's in the pool. states: of a model with states; vectors: of a model that sees; adapters: those
+        that rows may have."""
         table, sampling = rows.table, rows.sampling
         graphs, pieces, longest_prefill = captures.graphs, captures.pieces, captures.longest_prefill
         self._model = model
@@ -88,12 +93,18 @@ class ModelRunner:
             self._states = StateTables(states, kernels, table.max_rows, table.device)
         self._vectors = vectors
         self._shifts = None if vectors is None else vectors.shifts
-        self._builder = BatchBuilder(table, sampling, self._states, vectors)
+        self.adapters = adapters
+        self._adapters = None
+        if adapters:
+            captured = captures.adapter_graphs is not None
+            self._adapters = RowAdapters(table.max_rows, table.device, captured=captured)
+        self._builder = BatchBuilder(table, sampling, self._states, vectors, self._adapters)
         self._sampler = rows.sampler
         self._pass = ModelPass(model, attention, table)
         self._masks = MaskStaging(table.max_rows, sampling.vocab_size, table.device)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
+        self._adapter_graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
         self._proposer = proposer
         self._aux_states = no_aux_states if proposer is None else proposer.aux_states
@@ -110,6 +121,12 @@ class ModelRunner:
                 steps = DecodeSteps(plain, warm_up, self._decode_extended, parts)
                 graphs.capture(steps, self._builder, attention)
                 self._graphs = graphs
+            if (adapted := captures.adapter_graphs) is not None:
+                plain, warm_up = (
+                    partial(self._decode_plain, is_warm_up=is_first, adapts=True) for is_first in (False, True)
+                )
+                adapted.capture(DecodeSteps(plain, warm_up, self._decode_extended), self._builder, attention)
+                self._adapter_graphs = adapted
             if pieces is not None:
                 pieces.capture(model.forward, attention, self._builder.prompt_tensors, self._aux_states)
                 self._pieces = pieces
@@ -149,8 +166,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the captured graphs. They may hold collectives, so this comes before the process group is destroyed."""
         captured: list[GraphRunner | PiecewiseRunner | DeviceProposer | None]
-        captured = [self._graphs, self._pieces, self._proposer]
-        self._graphs = self._pieces = None
+        captured = [self._graphs, self._adapter_graphs, self._pieces, self._proposer]
+        self._graphs = self._adapter_graphs = self._pieces = None
         for one in captured:
             if one is not None:
                 one.close()
@@ -184,8 +201,8 @@ class ModelRunner:
             self._pool.clear(step.cleared_pages)
         if host.plan.num_proposed:
             return ProposerBatch(step)
-        if step.decisions.graph_size and step.decode is not None and self._graphs is not None:
-            self._graphs.plan_replay(step.decode)
+        if step.decisions.graph_size and step.decode is not None:
+            self._graphs_of(step.decisions).plan_replay(step.decode)
             return Batch(step, None)
         if step.prefill is None and step.decode is None:
             return Batch(step, None)
@@ -244,6 +261,8 @@ class ModelRunner:
         tokens, slots = self._pass.input(rows, positions, self._shifts if step.prefill is None else None)
         if vectors is not None and step.prefill is not None:
             tokens = vectors.shown(tokens, step.images, step.given_rows, step.rope_positions)
+        if self._adapters is not None and step.decisions.adapts:
+            tokens = self._adapters.given(tokens, rows)
         if self._pieces is None or plan.prefill is None or not self._pieces.serves(tokens):
             return self._hidden_states(rows, tokens, slots, plan, logits_indices=logits_indices)
         hidden = self._pieces.run(tokens, slots, plan)
@@ -334,26 +353,35 @@ class ModelRunner:
             packed = self._sampler.logprobs(logits, inputs.logprob_indices, token_ids[0], inputs.top_logprobs)
         return Sampled(token_ids, packed)
 
+    def _graphs_of(self, decisions: StepDecisions) -> GraphRunner:
+        found = self._adapter_graphs if decisions.adapts else self._graphs
+        assert found is not None, "a graph size comes from the graph runner"
+        return found
+
     def _replay(self, step: StepTensors) -> Computed:
-        assert self._graphs is not None, "a graph size comes from the graph runner"
         self._reader.protect_outputs()
-        outputs = self._graphs.replay(step.decisions.graph_size, has_drafts=step.drafts is not None)
+        outputs = self._graphs_of(step.decisions).replay(step.decisions.graph_size, has_drafts=step.drafts is not None)
         return Computed(step, outputs.logits[: step.num_sampled], outputs.token_ids)
 
     def _replay_sampling(self, step: StepTensors, masks: GrammarMasks | None) -> None:
-        assert self._graphs is not None, "a sampling graph comes from the graph runner"
         if masks is not None and len(masks[0]):
             self._masks.upload(step.decisions.graph_size, *masks)
         elif step.decisions.sampling_graph & layout.GRAMMAR:
             self._masks.clear()  # the graph reads them
-        self._graphs.replay_sampling(step.decisions.graph_size, step.decisions.sampling_graph)
+        self._graphs_of(step.decisions).replay_sampling(step.decisions.graph_size, step.decisions.sampling_graph)
 
-    def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> DecodeOutputs:
+    def _decode_plain(
+        self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False, adapts: bool = False
+    ) -> DecodeOutputs:
         """The whole decode step, as captured: from the token table back into the token table."""
-        return self._decode_sampled(decode, self._decode_logits(decode, plan, is_warm_up))
+        return self._decode_sampled(decode, self._decode_logits(decode, plan, is_warm_up, adapts))
 
-    def _decode_logits(self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False) -> torch.Tensor:
+    def _decode_logits(
+        self, decode: DecodeInputs, plan: PairPlan, is_warm_up: bool = False, adapts: bool = False
+    ) -> torch.Tensor:
         tokens, slots = self._pass.input(decode.rows, decode.kv_lens - 1, self._shifts)
+        if self._adapters is not None and adapts:
+            tokens = self._adapters.given(tokens, decode.rows)
         hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
         return self._model.decode_logits(hidden)
 

@@ -118,7 +118,7 @@ class Admitter:
         running, tokens, kv = self._running, sequence.token_ids, self._running.kv
         # The last token is always computed, since its hidden state is needed.
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
-        match = kv.match(sequence.cache_ids(usable), sequence.params.cache_salt)
+        match = kv.match(sequence.cache_ids(usable), sequence.salt)
         cached = match.num_pages * self._limits.page_size
         end = chunk_end(sequence, cached, budget, builder, self._limits.chunk_multiple)
         if sequence.contents and running.images is not None:

@@ -10,8 +10,10 @@ from collections.abc import Collection
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
+from minisgl_backend.cache.salt import prefix_salt
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, Request, check_prompt
+from minisgl_backend.scheduler.adapters import AdapterBook
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Sequence, with_seed_of
 
@@ -26,9 +28,11 @@ class Arrivals:
         self._max_length = max_length
         self._seeds = random.Random(seed)
         self._count = 0
+        self._adapters = AdapterBook(limits.adapters)
 
     def prompt_of(self, request: Request) -> Int32Array:
-        """The prompt's tokens, int32 [num_tokens]. Raises InvalidRequestError for a prompt that can never run."""
+        """The prompt's tokens, int32 [num_tokens]. Raises InvalidRequestError for a request that can never run."""
+        self._adapters.find(request.params.lora_name)
         if len(request.token_ids) % 4:
             raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
@@ -41,7 +45,7 @@ class Arrivals:
     def sequences_of(self, request: Request, token_ids: Int32Array, tenant: int, num_admissions: int) -> list[Sequence]:
         """A sequence for each answer of a request with this prompt. `num_admissions`: admissions of all sequences so
         far."""
-        params = request.params
+        params, adapter = request.params, self._adapters.find(request.params.lora_name)
         seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
         arrival, self._count = self._count, self._count + 1
         return [
@@ -56,6 +60,8 @@ class Arrivals:
                 pooling=request.pooling,
                 tenant=tenant,
                 contents=request.contents,
+                adapter=adapter.slot,
+                salt=prefix_salt(params.cache_salt, adapter.digest),
                 stable_len=request.stable_len or len(token_ids),
                 borders=request.borders,
             )

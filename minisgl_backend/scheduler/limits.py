@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.kv.kinds import FULL, CacheKind
 from minisgl_backend.step import Backlog, EncoderLimits, StepTimes
 
@@ -39,4 +40,5 @@ class SchedulerLimits:
     most_draft_entries: int = 0  # per step with drafts: rows and drafts together
     longest_drafted: int | None = None  # sequence length up to which a draft model proposes; None: no limit
     encoder: EncoderLimits | None = None  # None: the model takes no images
+    adapters: tuple[ServedAdapter, ...] = ()
     sparse_step_sizes: tuple[int, ...] = ()  # ascending; steps between the first and the last are cut to one of them

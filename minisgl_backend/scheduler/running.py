@@ -106,7 +106,7 @@ class RunningSet:
         if self.kv.states is not None:
             source, slot = self.kv.states.slots_of(row)
             sequence.keep_states(states_to_keep(sequence, match, self.kv.page_size))
-        more = pooling, source, slot, sequence.contents
+        more = pooling, source, slot, sequence.contents, sequence.adapter
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, *more))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:

@@ -251,7 +251,7 @@ class Scheduler:
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         ids = sequence.cache_ids(sequence.token_ids[:-1])
-        return self._running.kv.cached_tokens(ids, sequence.params.cache_salt)
+        return self._running.kv.cached_tokens(ids, sequence.salt)
 
     def _note_admissions(self, plan: StepPlan) -> None:
         now = self._clock()

@@ -47,6 +47,8 @@ class Sequence:
     pooling: PoolingParams | None = None  # not None: the sequence ends with its prompt, which becomes a vector
     tenant: int = 0  # the tenant's number, where shares are fair
     contents: tuple[Content, ...] = ()  # images and the like in its prompt
+    adapter: int = 0  # the slot of its adapter; 0: it has none
+    salt: bytes = b""  # of its prefix (`cache.salt`)
     stable_len: int = 0  # leading tokens that a later prompt is likely to have, and
     borders: tuple[int, ...] = ()  # of parts that others have, too (`Request`)
 

@@ -63,6 +63,7 @@ _JSON_FIELDS = {
     "mm_processor_kwargs": "json",
     "media_io_kwargs": "json",
     "tenant": "str",
+    "lora_name": "str",
     "spaces_between_special_tokens": "bool",
 }
 
@@ -72,6 +73,7 @@ _ONLY_TENSORS = frozenset(
 ) - {
     "early_stopping",
     "return_stop_reason",
+    "lora_name",
 }
 
 # Request parameters of Triton itself, of HTTP front ends or for the client's own bookkeeping.

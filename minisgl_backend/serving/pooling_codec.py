@@ -44,6 +44,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     most_tokens: int | None = None  # of a prompt: longer ones are truncated
     priority: int = 0
     cache_salt: str | None = None
+    lora_name: str | None = None
     tenant: str = ""
     suffixes: list[str] = []  # appended to each rendered chat; []: none
     template: dict[str, Any] = {}  # arguments of the chat template
@@ -97,7 +98,7 @@ class PoolingCodec:
             raise InvalidRequestError(f"priority is {request.priority}; allowed: 0 to {MAX_PRIORITY}")
         if len(request.tenant) > MAX_TENANT_NAME or not (request.tenant.isascii() and request.tenant.isprintable()):
             raise InvalidRequestError(f"tenant is {shown(request.tenant)}; allowed: {MAX_TENANT_NAME} ASCII characters")
-        params = msgspec.structs.replace(NO_SAMPLING, cache_salt=request.cache_salt)
+        params = msgspec.structs.replace(NO_SAMPLING, cache_salt=request.cache_salt, lora_name=request.lora_name)
         params.validate()
         prompts, poolings, way = self._prompts(request)
         ids = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)

@@ -81,9 +81,9 @@ SAMPLING_INPUTS = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), "this server has no prompt tuning"),
     Tensor("prompt_vocab_size", "INT32", (1,), "this server has no prompt tuning"),
     Tensor("prompt_table_extra_id", "UINT64", (1,), "this server has no prompt tuning"),
-    Tensor("lora_task_id", "UINT64", (1,), "this server has no LoRA"),
-    Tensor("lora_weights", "FP16", (-1, -1), "this server has no LoRA"),
-    Tensor("lora_config", "INT32", (-1, 3), "this server has no LoRA"),
+    Tensor("lora_task_id", "UINT64", (1,), "name an adapter of the server by lora_name"),
+    Tensor("lora_weights", "FP16", (-1, -1), "name an adapter of the server by lora_name"),
+    Tensor("lora_config", "INT32", (-1, 3), "name an adapter of the server by lora_name"),
     Tensor("num_draft_tokens", "INT32", (1,), "drafts are this server's own; see speculative_config"),
     Tensor("use_draft_logits", "BOOL", (1,), "drafts are this server's own; see speculative_config"),
 )
@@ -130,7 +130,7 @@ EMBEDDING_INPUTS = (
     Tensor("pooling_request", "STRING"),  # JSON: all of these and more, in the format of serving.pooling_codec
 )
 # TensorRT-LLM's names on its model of the LLM API; most are aliases of inputs above.
-_NO_LORA = "this server has no LoRA"
+_NO_LORA = "name an adapter of the server by lora_name"
 LLMAPI_INPUTS = (
     Tensor("sampling_param_best_of", "INT32"),
     Tensor("sampling_param_temperature", "FP32"),
@@ -146,7 +146,7 @@ LLMAPI_INPUTS = (
     Tensor("return_stop_reason", "BOOL"),
     Tensor("image_url", "STRING", (-1,), "send images as `image` to the models `ensemble` or `vllm_model`"),
     Tensor("lora_id", "UINT64", (1,), _NO_LORA),
-    Tensor("lora_name", "STRING", (1,), _NO_LORA),
+    Tensor("lora_name", "STRING"),
     Tensor("lora_path", "STRING", (1,), _NO_LORA),
     Tensor("lora_ckpt_source", "STRING", (1,), _NO_LORA),
 )

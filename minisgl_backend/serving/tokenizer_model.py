@@ -84,6 +84,7 @@ class TritonPythonModel:
             "chat_template": tokenizer.chat_template,
             "added_tokens": tokenizer.added_tokens,
             "tokenizer": tokenizer.info(),
+            "adapters": config.adapter_folders,
         }
 
     def execute(self, requests: list[Any]) -> list[Any] | None:

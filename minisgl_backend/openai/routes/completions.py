@@ -27,7 +27,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
             name = await endpoint.model.resolve(body.model)
             header = Header(f"cmpl-{context.request_id}", int(time.time()), name)
             echoes = [await _echo(triton, prompt, body) for prompt in prompts] if body.echo else None
-            sampling, names = {**body.sampling(), **await endpoint.model.thinking(body)}, body.names()
+            sampling, names = {**body.sampling(), **await endpoint.model.options(body)}, body.names()
             figures = body.wants_figures
             generations = [triton.start(prompt, sampling, context, names, figures=figures) for prompt in prompts]
             return CompletionAnswer(body, generations, header, echoes), generations

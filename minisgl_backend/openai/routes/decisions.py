@@ -23,7 +23,8 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         name = await endpoint.admit(body.model)
         context = context_of(request, body)
         questions = [LetteredQuestion(question) for question in body.questions]
-        found = await endpoint.vectors(request, to_fields(body, questions), context, _NAMES)
+        fields = {**to_fields(body, questions), **await endpoint.model.adapter_fields(body)}
+        found = await endpoint.vectors(request, fields, context, _NAMES)
         answer = {
             "id": f"decision-{context.request_id}",
             "object": "decision",

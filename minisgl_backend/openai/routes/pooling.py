@@ -73,7 +73,8 @@ async def _vectors(endpoint: Endpoint, request: Request, body: _Body) -> tuple[s
     """(the model's name, the request's id, the answer). Raises ApiError, ClientLeft."""
     name = await endpoint.admit(body.model)
     context = context_of(request, body)
-    return name, context.request_id, await endpoint.vectors(request, body.to_fields(), context, body.names())
+    fields = {**body.to_fields(), **await endpoint.model.adapter_fields(body)}
+    return name, context.request_id, await endpoint.vectors(request, fields, context, body.names())
 
 
 def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:

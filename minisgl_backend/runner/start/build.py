@@ -102,7 +102,11 @@ def _build(
         step_bytes += states.num_bytes
     num_pages = tp.minimum(choose_num_pages(runtime, parts.spec, parts.places, start.free_at_start, step_bytes))
     graphs, captured_pieces = _captures(sizes, pieces, start, progress)
-    captures = Captures(graphs, captured_pieces, runtime.max_prefill_length, _proposer_graphs(sizes, runtime))
+    adapted = None
+    if parts.adapters and (device.type == "cuda" or runtime.eager_graphs):  # on a CPU torch adds what adapters do
+        adapted = _captures(sizes, (), start, StartProgress())[0]
+    own = _proposer_graphs(sizes, runtime)
+    captures = Captures(graphs, captured_pieces, runtime.max_prefill_length, own, adapted)
     runner = parts.runner(num_pages, captures, states)
     progress.phase_ended("choice of kernels and graphs")
     if device.type == "cuda" or runtime.eager_graphs:

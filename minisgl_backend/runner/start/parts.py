@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
@@ -24,6 +25,7 @@ from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.start.adapters import load_adapters
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
 from minisgl_backend.runner.start.encoder import make_vectors
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
@@ -100,6 +102,7 @@ class Parts:
     rows: RowState
     proposer: DeviceProposer | None
     vectors: Vectors | None = None  # of a model that sees
+    adapters: tuple[ServedAdapter, ...] = ()
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:
@@ -129,6 +132,7 @@ class Parts:
             tp=self.start.tp,
             proposer=self.proposer,
             vectors=self.vectors,
+            adapters=self.adapters,
             states=None if states is None else states.pool(start.runtime, self.spec.device),
             captures=captures,
         )
@@ -138,6 +142,7 @@ def load_parts(start: Start) -> Parts:
     """Builds them in their order, which follows memory use: weights first."""
     runtime, device = start.runtime, start.device
     model = load_attribute(BUILDERS[start.model.implementation])(start.model, runtime.model_dir, start.load)
+    adapters = load_adapters(runtime, start.model, model, device)
     spec = target_spec(runtime, start.model, device)
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)
     table = RowTable(
@@ -152,7 +157,14 @@ def load_parts(start: Start) -> Parts:
     proposer = _proposer(start, model, rows)
     vectors = make_vectors(start.runtime, start.model, model, start.tp, device) if sees(start) else None
     return Parts(
-        start=start, model=model, spec=spec, attention=attention, rows=rows, proposer=proposer, vectors=vectors
+        start=start,
+        model=model,
+        spec=spec,
+        attention=attention,
+        rows=rows,
+        proposer=proposer,
+        vectors=vectors,
+        adapters=adapters,
     )
 
 

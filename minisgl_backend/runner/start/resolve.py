@@ -57,6 +57,10 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
+    if config.adapters and model.implementation != "native":
+        raise ConfigError(
+            f"adapters is {config.adapters!r}; allowed for {model.architecture}, which runs on transformers' code: none"
+        )
     dtype, on_gpu = _dtype(config, model, device), device.kind == "cuda"
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     needs = attention_needs(

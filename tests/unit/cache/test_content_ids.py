@@ -61,7 +61,7 @@ def test_pages_are_shared_as_far_as_contents_are_equal() -> None:
     assert cached == [28, 8, 28]
     two = (CAT, Content(start=24, length=4, digest=b"dog"))
     assert manager.cached_tokens(content_ids(PROMPT, two)) == 24
-    assert manager.cached_tokens(content_ids(PROMPT, (CAT,)), "salt") == 0
+    assert manager.cached_tokens(content_ids(PROMPT, (CAT,)), b"salt") == 0
     manager.check([])
 
 

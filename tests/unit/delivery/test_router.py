@@ -134,10 +134,10 @@ def test_what_a_core_cannot_hold_is_forgotten_ends_first() -> None:
 
 def test_prompts_of_another_salt_are_others() -> None:
     router, text = make(2), prompt(1, 8 * BLOCK_TOKENS)
-    assert router.assign(1, 1, text, cache_salt="a") == 0
-    assert router.assign(2, 1, text, cache_salt="b") == 1
-    assert router.assign(3, 1, text, cache_salt="a") == 0
-    assert router.assign(4, 1, text, cache_salt="b") == 1
+    assert router.assign(1, 1, text, salt="a") == 0
+    assert router.assign(2, 1, text, salt="b") == 1
+    assert router.assign(3, 1, text, salt="a") == 0
+    assert router.assign(4, 1, text, salt="b") == 1
 
 
 @pytest.mark.parametrize(("page_size", "block"), [(1, BLOCK_TOKENS), (64, 64), (128, 128)])

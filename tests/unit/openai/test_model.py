@@ -24,16 +24,40 @@ class Server:
     def __init__(self, name: str | None) -> None:
         self.name = name
         self.asked = 0
+        self.adapters: dict[str, str] = {}
 
     async def model_info(self) -> ModelInfo:
         self.asked += 1
         if self.name is None:
             raise ApiError(503, "the server does not answer")
-        return ModelInfo(model=self.name, max_model_len=4096, vocab_size=1000, chat_template="", added_tokens=[])
+        return ModelInfo(
+            model=self.name,
+            max_model_len=4096,
+            vocab_size=1000,
+            chat_template="",
+            added_tokens=[],
+            adapters=self.adapters,
+        )
 
 
 def resolve(model: ServedModel, name: str | None = None) -> str:
     return asyncio.run(model.resolve(name))
+
+
+def test_an_adapter_is_a_model_with_a_parent() -> None:
+    server: Any = Server("base")
+    server.adapters = {"sql": "/adapters/sql", "base:v2": "/adapters/v2"}
+    model = ServedModel(server, EndpointSettings(port=0))
+    named = {None: {}, "base": {}, "sql": {"lora_name": "sql"}, "base:sql": {"lora_name": "sql"}}
+    for name, fields in {**named, "base:v2": {"lora_name": "base:v2"}}.items():
+        assert resolve(model, name) == (name or "base")
+        assert asyncio.run(model.adapter_fields(ChatRequest.model_construct(model=name))) == fields
+    for wrong in ("other", "other:sql", "base:", ":sql", "base:other"):
+        with pytest.raises(ApiError, match="which is not served here; allowed: base, sql, base:v2"):
+            resolve(model, wrong)
+    cards = asyncio.run(model.cards())
+    found = [(card["id"], card["root"], card["parent"]) for card in cards]
+    assert found == [("base", "base", None), ("sql", "/adapters/sql", "base"), ("base:v2", "/adapters/v2", "base")]
 
 
 def test_a_server_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:

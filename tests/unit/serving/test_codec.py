@@ -144,10 +144,14 @@ def test_return_logprobs_decides_where_vllm_is_spoken(codec: RequestCodec) -> No
     assert not codec.decode(tensors(vllm_text_input="hello"), {"logprobs": 2})[1].options.logprobs
 
 
-def test_lora_is_refused_by_name(codec: RequestCodec) -> None:
-    for values, parameters in (({"sampling_parameters": '{"lora_name": "x"}'}, {}), ({}, {"lora_name": "x"})):
-        with pytest.raises(InvalidRequestError, match="lora_name is not served: this server has no LoRA"):
-            decode(codec, parameters, **values)
+def test_an_adapter_is_named_as_in_vllm_backend(codec: RequestCodec) -> None:
+    named: list[tuple[dict[str, Any], dict[str, Any]]]
+    named = [({"sampling_parameters": '{"lora_name": "x"}'}, {}), ({}, {"lora_name": "x"}), ({"lora_name": "x"}, {})]
+    for values, parameters in named:
+        assert decode(codec, parameters, **values).params.lora_name == "x"
+    assert decode(codec).params.lora_name is None
+    with pytest.raises(InvalidRequestError, match="lora_task_id is not served: name an adapter of the server by"):
+        decode(codec, {"lora_task_id": 1})
 
 
 def test_a_list_that_is_too_long_names_the_one_limit(codec: RequestCodec) -> None:

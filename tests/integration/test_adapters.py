@@ -1,0 +1,118 @@
+"""Adapters through the whole engine: tokens are those of merged weights, in mixed batches, under captured graphs, on
+two ranks, with n, preemption and cached prefixes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend import LLM
+from minisgl_backend.environment import Environment
+from minisgl_backend.errors import ConfigError, InvalidRequestError
+from tests.adapter_folders import factors, merge, save_adapter, save_for
+from tests.gauge.harness import expect_short_answers
+from tests.parity.checkpoints import reference_model, save_checkpoint
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+OPTIONS: dict[str, Any] = {"num_pages": 64, "page_size": 4, "dtype": "float32", "max_running_requests": 8}
+
+
+class Served:
+    def __init__(self, folder: Path) -> None:
+        self.base = folder / "base"
+        save_checkpoint("qwen3-tied-sharded", self.base)
+        model = reference_model(self.base)
+        self.folders = {
+            "all": save_for(folder / "all", model, "_proj$"),
+            "few": save_for(folder / "few", model, "(k|down)_proj$", rank=7, seed=2, use_rslora=True),
+        }
+        self.models = {None: model}
+        for name, adapter in self.folders.items():
+            self.models[name] = reference_model(self.base)
+            merge(self.models[name], adapter)
+
+    def llm(self, eager_graphs: bool = False, **options: Any) -> LLM:
+        environment = Environment(
+            overlap=True, log_level="WARNING", flashinfer_tensor_cores=None, eager_graphs=eager_graphs
+        )
+        adapters = ",".join(f"{name}={folder}" for name, folder in self.folders.items())
+        return LLM(str(self.base), environment=environment, adapters=adapters, **OPTIONS | options)
+
+    @torch.no_grad()
+    def greedy(self, name: str | None, prompt: list[int], count: int = GREEDY["max_tokens"]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.models[name](torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("adapters"))
+
+
+def prompts(count: int) -> list[list[int]]:
+    dice = random.Random(count)
+    return [[dice.randrange(256) for _ in range(3 + 4 * index % 17)] for index in range(count)]
+
+
+def params(name: str | None) -> dict[str, Any]:
+    return GREEDY if name is None else {**GREEDY, "lora_name": name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eager_graphs": True, "cuda_graph_max_tokens": 64},
+        {"tp": 2, "eager_graphs": True},
+        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}', "eager_graphs": True},
+        {"num_pages": 70, "page_size": 1},  # some are preempted
+    ],
+    ids=["plain", "graphs", "tp", "drafts", "preemption"],
+)
+def test_tokens_are_those_of_merged_weights(served: Served, options: dict[str, Any]) -> None:
+    asked = list(zip(prompts(10), itertools.cycle([None, "all", "few", "all"]), strict=False))
+    with served.llm(**options) as llm:
+        expect_short_answers(llm)
+        found = llm.generate([prompt for prompt, _ in asked], [params(name) for _, name in asked])
+        assert llm.stats.pages_leased == 0
+        assert "num_pages" not in options or llm.stats.total_preempted > 0
+    for (prompt, name), answer in zip(asked, found, strict=True):
+        tokens = answer.completions[0].token_ids  # some end early
+        assert tokens == served.greedy(name, prompt)[: len(tokens)], name
+
+
+def test_prefixes_are_shared_within_an_adapter_alone(served: Served) -> None:
+    prompt = list(range(30, 50))
+    with served.llm() as llm:
+        for name in (None, "all", "few"):
+            for cached in (0, 16):
+                (answer,) = llm.generate([prompt], params(name))
+                assert (answer.num_cached_tokens, answer.completions[0].token_ids) == (
+                    cached,
+                    served.greedy(name, prompt),
+                )
+        (several,) = llm.generate([prompt], {**params("all"), "n": 3, "cache_salt": "other"})
+        assert several.num_cached_tokens == 0
+        assert [one.token_ids for one in several.completions] == [served.greedy("all", prompt)] * 3
+
+
+def test_a_name_that_is_not_served_is_refused(served: Served) -> None:
+    with served.llm() as llm, pytest.raises(InvalidRequestError, match=r"lora_name is 'none'.*allowed: all, few"):
+        llm.generate([[1, 2]], lora_name="none")
+    with LLM(str(served.base), **OPTIONS) as llm, pytest.raises(InvalidRequestError, match="adapters are off"):
+        llm.generate([[1, 2]], lora_name="all")
+
+
+def test_an_adapter_that_cannot_be_served_ends_the_start(served: Served, tmp_path: Path) -> None:
+    wrong = save_adapter(tmp_path / "wrong", factors("model.layers.0.self_attn.q_proj"))
+    with pytest.raises(ConfigError, match="it is of another base"):
+        LLM(str(served.base), adapters=f"wrong={wrong}", **OPTIONS)
+    with pytest.raises(ConfigError, match=r"allowed for .*, which runs on transformers' code: none"):
+        LLM(str(served.base), model_impl="transformers", adapters=f"wrong={wrong}", **OPTIONS)

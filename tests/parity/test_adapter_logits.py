@@ -1,0 +1,132 @@
+"""Logits with adapters equal those of transformers with the adapter in its weights, and PEFT's for every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.adapters.slots import AdapterSlots
+from minisgl_backend.adapters.tensors import AdapterTensors
+from minisgl_backend.errors import ConfigError
+from tests.adapter_folders import factors, merge, save_adapter, save_for
+from tests.parity.checkpoints import reference_model, save_checkpoint
+from tests.parity.paged import PagedModel
+
+PROMPTS = {0: [5, 9, 77, 3, 8], 1: [11] * 7, 2: list(range(40, 51)), 3: [2, 3]}
+PROJECTIONS = r"\.((q|k|v|o|qkv|gate|up|down|gate_up|q_a|q_b)_proj|kv_a_proj_with_mqa|in_proj_(qkv|z|a|b)|out_proj)$"
+FAMILIES = {
+    "qwen3-tied-sharded": PROJECTIONS,
+    "phi3": PROJECTIONS,  # q, k and v in one tensor, as gate and up are
+    "cohere": PROJECTIONS,  # attention and MLP in parallel
+    "gemma3": PROJECTIONS,  # norms behind sublayers
+    "gpt_oss": PROJECTIONS,  # a mixture: attention alone
+    "qwen2_moe": r"self_attn|shared_expert\.",
+    "deepseek_v3": r"self_attn\.(?!kv_b)|shared_experts",  # latents
+    "qwen3_5": PROJECTIONS,  # states
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all-linear": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\..*": 2},
+        "alpha_pattern": {"down_proj": 3, "layers.0.self_attn.o_proj": 1},
+    },
+    "rslora-with-a-pattern": {"use_rslora": True, "rank_pattern": {"^model.layers.0.self_attn.q_proj": 3}},
+    "keys-and-values": {"target_modules": ["k_proj", "v_proj"]},
+    "one-layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    "regular-expression": {"target_modules": r".*\.[12]\.self_attn\.(q|o)_proj"},
+    "excluded": {"exclude_modules": ["q_proj"]},
+    "rank-1": {"r": 1, "lora_alpha": 0.5},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+}
+
+
+def with_adapters(paged: PagedModel, folders: Sequence[Path], num_slots: int = 3) -> AdapterSlots:
+    """In slots 1, 2 ..."""
+    names = paged.model.config.tensor_names
+    slots = AdapterSlots(paged.model, names, num_slots, dtype=torch.float32, device=torch.device("cpu"))
+    read = [AdapterTensors.read(folder) for folder in folders]
+    slots.attach(read)
+    for slot, adapter in enumerate(read, 1):
+        slots.fill(slot, adapter)
+    return slots
+
+
+def logits(paged: PagedModel, prompts: dict[int, list[int]], slots: Sequence[int]) -> dict[int, torch.Tensor]:
+    counts = torch.tensor([len(prompt) for prompt in prompts.values()])
+    by_row = torch.tensor(slots, dtype=torch.int32).repeat_interleave(counts)
+    return paged.step(prompts, {}, change=lambda tokens: tokens._replace(by_row=by_row))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_a_mixed_batch_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path / "base")
+    base = reference_model(tmp_path / "base")
+    first = save_for(tmp_path / "first", base, FAMILIES[name])
+    second = save_for(tmp_path / "second", base, r"(o_proj|out_proj)$", rank=7, seed=2, use_rslora=True)
+    paged = PagedModel(tmp_path / "base", page_size=4, max_rows=12)
+    with_adapters(paged, [first, second])
+    slots = [1, 0, 2, 1]
+    found = logits(paged, PROMPTS, slots)
+    merged = {0: base, 1: reference_model(tmp_path / "base"), 2: reference_model(tmp_path / "base")}
+    merge(merged[1], first)
+    merge(merged[2], second)
+    for (row, prompt), slot in zip(PROMPTS.items(), slots, strict=True):
+        with torch.no_grad():
+            expected = merged[slot](torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+        alone = logits(paged, {row + 4: prompt}, [slot])[row + 4]
+        torch.testing.assert_close(found[row], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_peft(variant: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    save_checkpoint("qwen3-tied-sharded", tmp_path / "base")
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **VARIANTS[variant]}
+    model = peft.get_peft_model(reference_model(tmp_path / "base"), peft.LoraConfig(**options)).eval()
+    torch.manual_seed(len(variant))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    paged = PagedModel(tmp_path / "base", page_size=4)
+    with_adapters(paged, [tmp_path / "adapter"])
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[2]])).logits[0]
+    torch.testing.assert_close(logits(paged, {0: PROMPTS[2]}, [1])[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_slot_is_filled_anew_and_unused_ones_are_not_read(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "base")
+    base = reference_model(tmp_path / "base")
+    folders = [save_for(tmp_path / str(seed), base, PROJECTIONS, seed=seed) for seed in (1, 2)]
+    folders.append(save_for(tmp_path / "few", base, "q_proj", rank=2))
+    paged = PagedModel(tmp_path / "base", page_size=4)
+    slots = with_adapters(paged, folders)
+    expected = logits(paged, {0: PROMPTS[0]}, [3])[0]
+    few = AdapterTensors.read(folders[2])
+    slots.fill(1, few)
+    for layer in paged.model.modules():
+        if getattr(layer, "lora", None) is not None:
+            layer.lora.factors.a[1].fill_(torch.nan)
+    assert torch.equal(logits(paged, {1: PROMPTS[0]}, [1])[1], expected)
+
+
+def test_modules_of_another_base_are_refused(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "base")
+    paged = PagedModel(tmp_path / "base", page_size=4)
+    wrong = {
+        "is of another base": factors("model.layers.0.self_attn.q_proj"),
+        r"layers\.99\.self_attn\.q_proj is no linear layer": factors("model.layers.99.self_attn.q_proj"),
+        r"model\.visual\.blocks\.0\.attn\.qkv is no linear layer": factors("model.visual.blocks.0.attn.qkv"),
+        "allowed: down_proj, gate_proj, k_proj": factors("model.layers.0.mlp.gate"),
+    }
+    for words, tensors in wrong.items():
+        with pytest.raises(ConfigError, match=words):
+            with_adapters(paged, [save_adapter(tmp_path / "wrong", tensors)])
