@@ -200,7 +200,7 @@ def rewrite(
             one, other = write(name, tensor)
             stored.update(one)
             same.update(other)
-    left_out = [name.removesuffix(".weight") for name in stored if name.split(".")[-2] in LEFT_OUT]
+    left_out = [name.removesuffix(".weight") for name in stored if name.split(".")[-2:][0] in LEFT_OUT]
     if left_out:
         config = {**config, **_leaving_out(left_out, config["quant_method"])}
     described = json.loads((source / "config.json").read_text())
