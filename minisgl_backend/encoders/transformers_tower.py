@@ -64,7 +64,7 @@ def _packed(model: Any, tiles: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def _patches(model: Any, tiles: torch.Tensor, grid: Grid) -> Any:
-    """GLM-4.1V's, of one tile: in blocks of merged patches, each frame of a pair the same."""
+    """GLM-4.1V's and later ones, of one tile: in blocks of merged patches, each frame of a pair the same."""
     config = model.config.vision_config
     side, merge = config.patch_size, config.spatial_merge_size
     _, rows, columns = grid
@@ -76,7 +76,9 @@ def _patches(model: Any, tiles: torch.Tensor, grid: Grid) -> Any:
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "glm46v": Family("Glm46VModel", "language_model", _patches),
         "glm4v": Family("Glm4vModel", "language_model", _patches),
+        "glm4v_moe": Family("Glm4vMoeModel", "language_model", _patches),
         "idefics3": Family("Idefics3Model", "text_model", _one_sample),
         "internvl": Family("InternVLModel", "language_model", _by_tile),
         "llava": Family("LlavaModel", "language_model", _llava),

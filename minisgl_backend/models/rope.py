@@ -75,7 +75,9 @@ def read_rope(
 def axes_of(sections: Any, mrope: MRope, num_pairs: int) -> tuple[int, ...]:
     """RopeConfig.axes: `sections` says how many pairs each axis has, None: as many as the family's class gives it.
     (): they are not all there are, so that images cannot be placed."""
-    sections = _SECTIONS[mrope] if sections is None else sections
+    if sections is None:  # as many as the classes have, whose pairs are 64, or 32 of a part of the head (GLM-4.1V)
+        halves = 2 if mrope == "in sections" and num_pairs == 32 else 1
+        sections = [one // halves for one in _SECTIONS[mrope]]
     if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(one, int) for one in sections):
         refuse("mrope_section", sections, "a list of three numbers of pairs")
     if mrope == "in sections":

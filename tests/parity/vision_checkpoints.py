@@ -53,6 +53,8 @@ _SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
 _SQUARE = {**_SIGLIP, "image_size": 24, "patch_size": 4}
 _CLIP_TOWER = {**_SQUARE, "model_type": "clip_vision_model"}
 _ANYRES, _PINPOINTS = {"image_size": 16}, {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+_GLM_ROPE = {"rope_parameters": {**_rope(1, 1, 2)["rope_parameters"], "partial_rotary_factor": 0.5}}
+_GLM_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}
 TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other families
     "llava": Family(
         "LlavaForConditionalGeneration",
@@ -121,7 +123,19 @@ TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other fam
     "glm4v": Family(
         "Glm4vForConditionalGeneration",
         {**_QWEN, "depth": 3, "image_size": 24},
-        {"rope_parameters": {**_rope(1, 1, 2)["rope_parameters"], "partial_rotary_factor": 0.5}},
+        _GLM_ROPE,
+        mean_std=_CLIP,
+    ),
+    "glm4v_moe": Family(
+        "Glm4vMoeForConditionalGeneration",
+        {**_QWEN, "depth": 3, "image_size": 24},
+        {**_GLM_ROPE, **_GLM_MOE},
+        mean_std=_CLIP,
+    ),
+    "glm46v": Family(
+        "Glm46VForConditionalGeneration",
+        {**_QWEN, "depth": 3, "image_size": 24, "model_type": "glm4v_vision"},
+        {"model_type": "glm4v_text", **_GLM_ROPE},
         mean_std=_CLIP,
     ),
 }
@@ -228,7 +242,9 @@ _INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {
     "smolvlm": _tiled_inputs,
     "llava_next": _anyres_inputs,
     "llava_onevision": _anyres_inputs,
+    "glm46v": _qwen_inputs,
     "glm4v": _qwen_inputs,
+    "glm4v_moe": _qwen_inputs,
 }
 
 

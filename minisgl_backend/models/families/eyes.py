@@ -59,7 +59,9 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _WHOLE = ("pixtral", "glm4v_vision")  # an image of any size is one tile
 _TOWER_OF: Mapping[Any, str] = MappingProxyType(  # whatever type vision_config names
     {
+        "glm46v": "glm4v_vision",
         "glm4v": "glm4v_vision",
+        "glm4v_moe": "glm4v_vision",
         "idefics3": "idefics3_vision",
         "internvl": "internvl_vision",
         "smolvlm": "smolvlm_vision",
