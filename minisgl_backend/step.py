@@ -48,13 +48,14 @@ def vectors_key(content: Content, cache_salt: str | None) -> bytes:
 
 
 class EncodeSlice(msgspec.Struct, frozen=True, array_like=True):
-    """Some of the encoder's layers for one image. Slices of an image follow one another, over several steps."""
+    """Some units of the encoder's work for one image, of `EncoderLimits.num_units`: parts of layers, one behind the
+    other. Slices of an image follow one another, over several steps."""
 
     row: int  # whose request asks for it
     key: bytes  # of the vectors
     content: Content
-    first_layer: int  # 0: with what comes before the layers
-    last_layer: int  # the one behind the slice; the encoder's number of layers: with what comes behind them
+    first: int  # unit; 0: with what comes before the layers
+    last: int  # the one behind the slice; all of them: with what comes behind the layers
     rank: int = 0  # the tensor-parallel rank that computes it
 
 
@@ -220,6 +221,11 @@ class Backlog:
     most_prefill_length: int  # upper limit, for queues so long that the budget grows with them
 
 
+def num_parts(num_patches: int, part_patches: int) -> int:
+    """That a layer of an encoder is cut into, for an image of so many patches; part_patches: of `EncoderLimits`."""
+    return max(1, -(-num_patches // part_patches)) if part_patches else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderLimits:
     """What the scheduler knows of the encoder of images. Costs are in prompt tokens that take as long."""
@@ -231,8 +237,17 @@ class EncoderLimits:
     patch_area: int  # pixels
     patch_cost: float  # of a patch in one layer
     pair_cost: float  # of a patch that attends to another one in one layer
+    part_patches: int = 0  # a layer of a larger image is cut into parts of so many patches; 0: it is not
     num_ranks: int = 1
     bidirectional: bool = False  # an image's tokens see each other: no chunk ends among them
+
+    def num_patches(self, content: Content) -> int:
+        tiles, height, width, _ = content.shape
+        return tiles * height * width // self.patch_area
+
+    def num_units(self, content: Content) -> int:
+        """That an image is encoded in, of about the same cost."""
+        return self.num_layers * num_parts(self.num_patches(content), self.part_patches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,4 +377,12 @@ class StepStats:
     states_cached: int = 0  # kept only by the prefix cache, evictable
     states_owned: int = 0  # held by sequences
     total_state_misses: int = 0  # prompt tokens that the prefix cache had pages of, but no state behind them
+    # of a model that sees
+    encoder_cache_bytes: int = 0  # for vectors
+    encoder_used_bytes: int = 0  # by images that are held or being encoded
+    total_encoder_hits: int = 0  # images of prompts whose vectors were held
+    total_encoder_misses: int = 0  # that had to be encoded
+    total_encoder_evictions: int = 0
+    total_encoder_patches: int = 0  # encoded
+    total_image_tokens: int = 0  # prompt tokens of started sequences that are images'
     speculation: DraftStats = DraftStats()

@@ -244,8 +244,8 @@ class FakeRunner:
             assert self.encoded.pop(key, None) is not None, "what is freed was there"
         for one in plan.encode:
             assert self._encoder is not None
-            assert self.encoded.get(one.key, 0) == one.first_layer < one.last_layer <= self._encoder.num_layers
-            self.encoded[one.key] = one.last_layer
+            assert self.encoded.get(one.key, 0) == one.first < one.last <= self._encoder.num_units(one.content)
+            self.encoded[one.key] = one.last
 
     def _look(self, chunk: PrefillChunk) -> None:
         if self._encoder is None:
@@ -253,7 +253,7 @@ class FakeRunner:
         for content in self._contents.get(chunk.row, ()):
             if content.start < chunk.end and content.end > chunk.start:
                 key = vectors_key(content, self._params[chunk.row].cache_salt)
-                assert self.encoded.get(key) == self._encoder.num_layers, "a chunk runs without its vectors"
+                assert self.encoded.get(key) == self._encoder.num_units(content), "a chunk runs without its vectors"
                 inside = content.start < chunk.end < content.end
                 assert not (self._encoder.bidirectional and inside), "a chunk ends where tokens see later ones"
 

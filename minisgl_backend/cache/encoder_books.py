@@ -13,21 +13,25 @@ class _Entry:
 
     num_bytes: int  # counted now
     vector_bytes: int  # when it is held
-    layers: int = 0  # computed by all steps planned so far
+    units: int  # of work
+    done: int = 0  # of these, by all steps planned so far
     owners: set[int] = field(default_factory=set)  # that pin it
     touched: int = -1  # the last step that encodes it
     rank: int = 0  # that encodes it
 
+    @property
+    def is_held(self) -> bool:
+        return self.done == self.units
+
 
 class EncoderBooks:
-    """Keys are those of `step.vectors_key`. An entry is being encoded, or held once all layers are planned; what no
+    """Keys are those of `step.vectors_key`. An entry is being encoded, or held once all units are planned; what no
     owner pins is dropped when room is needed, the least recently used first. The runner follows the plans: what is
     counted here is what it has."""
 
-    def __init__(self, capacity: int, num_layers: int, num_ranks: int = 1) -> None:
+    def __init__(self, capacity: int, num_ranks: int = 1) -> None:
         """capacity: bytes. Images are dealt to the ranks in turns."""
         self.capacity = capacity
-        self._num_layers = num_layers
         self._num_ranks = num_ranks
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self._freed: list[bytes] = []  # for the next plan
@@ -35,21 +39,22 @@ class EncoderBooks:
         self.hits = self.misses = self.evictions = 0
 
     def is_held(self, key: bytes) -> bool:
-        """Whether all its layers are planned."""
+        """Whether all its units are planned."""
         entry = self._entries.get(key)
-        return entry is not None and entry.layers == self._num_layers
+        return entry is not None and entry.is_held
 
-    def layers_of(self, key: bytes) -> int:
-        """How many of its layers are planned; 0 where it has not begun."""
+    def done_of(self, key: bytes) -> int:
+        """How many of its units are planned; 0 where it has not begun."""
         entry = self._entries.get(key)
-        return 0 if entry is None else entry.layers
+        return 0 if entry is None else entry.done
 
     def rank_of(self, key: bytes) -> int:
         """The tensor-parallel rank that encodes one that has begun."""
         return self._entries[key].rank
 
-    def begin(self, key: bytes, state_bytes: int, vector_bytes: int, step: int) -> bool:
-        """Makes room for an image, unless it has begun; False: there is none while others are pinned."""
+    def begin(self, key: bytes, units: int, state_bytes: int, vector_bytes: int, step: int) -> bool:
+        """Makes room for an image of so many units of work, unless it has begun; False: there is none while others are
+        pinned."""
         if key in self._entries:
             return True
         needed = max(state_bytes, vector_bytes)
@@ -64,16 +69,16 @@ class EncoderBooks:
                 break
             self.evictions += 1
             self.drop(one)
-        self._entries[key] = _Entry(needed, vector_bytes, rank=self.misses % self._num_ranks)
+        self._entries[key] = _Entry(needed, vector_bytes, units, rank=self.misses % self._num_ranks)
         self.used += needed
         self.misses += 1
         return True
 
-    def advance(self, key: bytes, layers: int, step: int) -> None:
-        """This step computes its layers up to `layers`."""
+    def advance(self, key: bytes, done: int, step: int) -> None:
+        """This step computes its units up to `done`."""
         entry = self._entries[key]
-        entry.layers, entry.touched = layers, step
-        if layers == self._num_layers:
+        entry.done, entry.touched = done, step
+        if entry.is_held:
             self.used += entry.vector_bytes - entry.num_bytes
             entry.num_bytes = entry.vector_bytes
 
@@ -81,7 +86,7 @@ class EncoderBooks:
         """It stays until this owner, a sequence's uid, unpins it."""
         entry = self._entries[key]
         if owner not in entry.owners:
-            self.hits += entry.layers == self._num_layers
+            self.hits += entry.is_held
             entry.owners.add(owner)
         self._entries.move_to_end(key)
 
@@ -110,5 +115,5 @@ class EncoderBooks:
         assert self.used == sum(entry.num_bytes for entry in self._entries.values()), "bytes are counted otherwise"
         for entry in self._entries.values():
             assert entry.owners <= owners, "one that is gone pins vectors"
-            expected = entry.vector_bytes if entry.layers == self._num_layers else entry.num_bytes
+            expected = entry.vector_bytes if entry.is_held else entry.num_bytes
             assert entry.num_bytes == expected, "a held image counts as one that is being encoded"

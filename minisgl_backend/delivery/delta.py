@@ -30,6 +30,7 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     first_token_ns: int
     last_token_ns: int
     cached_tokens: int  # prompt tokens that the prefix cache supplied
+    image_tokens: int  # prompt tokens that are images'
     reused_pages: int
     total_pages: int
     draft_tokens: int  # verified for its sequences

@@ -107,7 +107,8 @@ def _add_llmapi_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
 
 
 def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
-    arrays["num_cached_tokens"] = ints([metrics.cached_tokens])
+    images = [metrics.image_tokens] if metrics.image_tokens else []
+    arrays["num_cached_tokens"] = ints([metrics.cached_tokens, *images])
     reused = min(metrics.reused_pages, metrics.total_pages)
     arrays["kv_cache_reused_blocks"] = ints([reused])
     arrays["kv_cache_alloc_new_blocks"] = ints([metrics.total_pages - reused])

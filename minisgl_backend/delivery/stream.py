@@ -123,6 +123,7 @@ class Stream:
             first_token_ns=self._first_token_ns,
             last_token_ns=time.time_ns(),
             cached_tokens=self._reused_tokens,
+            image_tokens=sum(content.length for content in self.spec.contents),
             reused_pages=self._reused_tokens // page_size,
             total_pages=-(-tokens // page_size),
             draft_tokens=sum(sequence._draft_tokens for sequence in self.sequences),

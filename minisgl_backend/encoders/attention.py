@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from minisgl_backend.arrays import Int64Array
 from minisgl_backend.kernels.upload import to_device
 
 _FEW = 64  # patches of segments whose queries are taken together in tiles of as many; of longer ones in twice as many
+
+_LONG = 2048  # patches of a segment from which on torch's kernels (cuDNN's on Hopper) are faster: 380 TFLOP/s to 260
 
 
 class Run(NamedTuple):
@@ -39,29 +41,49 @@ def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
 class Segments:
     """Patches one after the other, of which each sees its own segment. For all layers of a pass."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, *, fused: bool) -> None:
-        """fused: for the kernel of a GPU, else for torch's."""
-        self.runs = runs_of(lengths)
-        self._tiles: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        if fused:
-            tile = _FEW if max(lengths) <= _FEW else 2 * _FEW
-            bounds = np.cumsum([0, *lengths], dtype=np.int32)
-            counts = -(-np.asarray(lengths) // tile)  # of tiles
-            segments = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-            within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-            tiles = np.stack([segments, bounds[segments] + within * tile]).astype(np.int32)
-            self._tiles = to_device(bounds, device), to_device(tiles, device), tile
+    def __init__(self, lengths: Sequence[int], device: torch.device, *, part: int, fused: bool) -> None:
+        """part: patches that are asked for together, or a multiple of it. fused: the kernel of a GPU serves them, where
+        segments are many or short."""
+        self._runs = runs_of(lengths)
+        self._starts: Int64Array = np.empty(0, dtype=np.int64)  # of tiles
+        self._tiles: Any = None
+        if fused and max(lengths) < _LONG:
+            from minisgl_backend.kernels.attention.segments import Tiles
 
-    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv [num_patches, 3, num_heads, head_dim] -> [num_patches, num_heads * head_dim]."""
+            size = _FEW if max(lengths) <= _FEW else 2 * _FEW
+            bounds = np.cumsum([0, *lengths])
+            cuts = np.union1d(bounds, np.arange(0, bounds[-1], part))  # that no tile has inside
+            counts = -(-np.diff(cuts) // size)
+            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            self._starts = np.repeat(cuts[:-1], counts) + within * size
+            stops = np.minimum(self._starts + size, np.repeat(cuts[1:], counts))
+            segments = np.searchsorted(bounds, self._starts, side="right") - 1
+            places = np.stack([segments, self._starts, stops], axis=1).astype(np.int32)
+            self._tiles = Tiles(to_device(bounds.astype(np.int32), device), to_device(places, device), size)
+
+    def attend(self, qkv: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Of the patches `first` to `last` - 1: qkv [num_patches, 3, num_heads, head_dim] -> [last - first, num_heads *
+        head_dim]."""
         if self._tiles is not None:
             from minisgl_backend.kernels.attention.segments import segment_attention
 
-            return segment_attention(qkv, *self._tiles)
+            begin, end = np.searchsorted(self._starts, (first, last)).tolist()
+            return segment_attention(qkv, self._tiles._replace(places=self._tiles.places[begin:end]), first, last)
         parts = []
-        for begin, count, length in self.runs:
-            q, k, v = qkv[begin : begin + count * length].unflatten(0, (count, length)).permute(2, 0, 3, 1, 4)
-            parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
+        for begin, count, length in self._runs:
+            low, high = max(first - begin, 0), min(last - begin, count * length)
+            while low < high:
+                segment, inside = divmod(low, length)
+                whole = (high - low) // length if not inside else 0
+                q, k, v = (
+                    qkv[begin + segment * length :][: max(whole, 1) * length]
+                    .unflatten(0, (-1, length))
+                    .permute(2, 0, 3, 1, 4)
+                )
+                stop = length if whole else min(length, inside + high - low)
+                found = F.scaled_dot_product_attention(q[:, :, inside:stop], k, v)
+                parts.append(found.transpose(1, 2).flatten(2).flatten(0, 1))
+                low += whole * length or stop - inside
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

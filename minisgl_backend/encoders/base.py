@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def run(self, state: State, first: int, last: int) -> None:
-        """Layers `first` to `last` - 1."""
+        """Units `first` to `last` - 1: layers, where a layer is not cut into parts (`step.num_parts`)."""
 
     @abstractmethod
     def finish(self, state: State) -> torch.Tensor:
@@ -35,6 +36,13 @@ class Encoder(nn.Module, ABC):
 
     def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         """All of it at once."""
-        state = self.begin(pixels, grid)
-        self.run(state, 0, self.config.num_layers)
-        return self.finish(state)
+        return self.encode_all([(pixels, grid)])[0]
+
+    def encode_all(self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]) -> list[torch.Tensor]:
+        """Each image's vectors, from its pixels and grid; all in one call where the encoder can."""
+        found = []
+        for pixels, grid in images:
+            state = self.begin(pixels, grid)
+            self.run(state, 0, self.config.num_layers)
+            found.append(self.finish(state))
+        return found

@@ -36,9 +36,6 @@ class Pixtral(Transformer):
         embedded: torch.Tensor = self.before(self.patches(pixels, merge))
         return embedded
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> TransformerState:
-        return self.start(pixels, self.config.merge)
-
     def finish(self, state: TransformerState) -> torch.Tensor:
         # The merging layer's inputs go by channel first, as torch's unfold has them.
         blocks = self.norm(state.hidden).unflatten(0, (-1, self.config.merge**2)).transpose(1, 2).flatten(1)

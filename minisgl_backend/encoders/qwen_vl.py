@@ -76,9 +76,6 @@ class QwenVision(Transformer):
     def embed(self, pixels: torch.Tensor, merge: int) -> torch.Tensor:
         return self.patches(pixels, merge)
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> TransformerState:
-        return self.start(pixels, self.config.merge, self._table(pixels.shape[1], pixels.shape[2]))
-
     def plane(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         merged: torch.Tensor = self.plane_mergers[number](hidden)
         return merged
@@ -89,14 +86,12 @@ class QwenVision(Transformer):
             merged = torch.empty_like(merged).index_copy_(0, state.order, merged)
         return torch.cat([merged, *state.planes], dim=1) if state.planes else merged
 
-    def _table(self, height: int, width: int) -> torch.Tensor | None:
-        """Learned positions, interpolated to the image's grid so that corners meet; [num_patches, hidden_size] in
-        blocks."""
+    def table(self, rows: int, columns: int) -> torch.Tensor | None:
+        """Interpolated to the image's grid so that corners meet."""
         if self.positions is None:
             return None
         config, weight = self.config, self.positions.weight
         side, merge = int(config.num_positions**0.5), config.merge
-        rows, columns = height // config.patch_size, width // config.patch_size
         grid = weight.view(side, side, -1)
         top, bottom, down = _between(rows, side, weight.device)
         left, right, across = _between(columns, side, weight.device)

@@ -20,6 +20,7 @@ class PooledSiglip(Transformer):
     """Every tile has the same size; `merge` by `merge` patches are averaged."""
 
     config: SiglipConfig
+    in_blocks = False
 
     def __init__(self, config: SiglipConfig, context: LayerContext) -> None:
         tower, projector, size = context.at("vision_tower"), context.at("projector"), config.hidden_size
@@ -35,8 +36,8 @@ class PooledSiglip(Transformer):
     def embed(self, pixels: torch.Tensor, merge: int) -> torch.Tensor:
         return self.patches(pixels, merge)
 
-    def begin(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> TransformerState:
-        return self.start(pixels, 1, self.positions.weight)
+    def table(self, rows: int, columns: int) -> torch.Tensor:
+        return self.positions.weight
 
     def finish(self, state: TransformerState) -> torch.Tensor:
         rows, columns = state.grid

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from minisgl_backend.arrays import Int64Array
 from minisgl_backend.encoders.attention import Segments, rotate, windows
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.parts import ACTIVATIONS, ALIGNED, GATES, Linear, PatchEmbedding, Table, norm
 from minisgl_backend.kernels.candidate import on_gpu
+from minisgl_backend.kernels.upload import to_device
 from minisgl_backend.layers.encoder_config import TransformerConfig
 from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.step import num_parts
 
 _MLP_ROWS = 16384  # that are in an MLP at once: bounds what its intermediate values take
 _PADDED = 64  # what an MLP's size becomes a multiple of where it is none of ALIGNED
@@ -39,6 +43,8 @@ class TransformerState:
     grid: tuple[int, int]  # patches of the first one: rows and columns
     whole: Segments
     within: Segments  # of layers with windows
+    qkv: torch.Tensor  # [num_patches, 3, num_heads, head_dim]: of the next layer, rotated
+    later: torch.Tensor | None = None  # of the layer behind that one, of the patches that are through
     cos: torch.Tensor | None = None  # float32 [num_patches, head_dim / 2]
     sin: torch.Tensor | None = None
     order: torch.Tensor | None = None  # int64 [num_blocks]: of blocks, where windows have changed it
@@ -63,16 +69,19 @@ class Block(nn.Module):
         self._fused = fuses(context)
         self._gate = GATES.get(config.activation) if self._fused else None
 
-    def forward(self, state: TransformerState, segments: Segments) -> None:
-        hidden = state.hidden
-        qkv = self.qkv(self.norm1(hidden)).unflatten(-1, (3, self._heads, -1))
+    def project(self, state: TransformerState, first: int, last: int) -> torch.Tensor:
+        """Queries, keys and values, rotated, of the patches `first` to `last` - 1."""
+        qkv = self.qkv(self.norm1(state.hidden[first:last])).unflatten(-1, (3, self._heads, -1))
         if state.cos is not None and state.sin is not None:
-            self._rotate(qkv, state.cos, state.sin)
-        hidden = hidden + self.o_proj(segments.attend(qkv))
-        del qkv
+            self._rotate(qkv, state.cos[first:last], state.sin[first:last])
+        return qkv
+
+    def forward(self, state: TransformerState, segments: Segments, first: int, last: int) -> None:
+        """Of the patches `first` to `last` - 1, in place."""
+        hidden = state.hidden[first:last]
+        hidden += self.o_proj(segments.attend(state.qkv, first, last))
         for rows in hidden.split(_MLP_ROWS):
             rows += self._mlp(self.norm2(rows))
-        state.hidden = hidden
 
     def align(self) -> None:
         """Pads the MLP with zeros where its size is none of ALIGNED."""
@@ -112,6 +121,7 @@ class Transformer(Encoder):
     """Subclasses have the embedding of patches, and what turns patches into vectors."""
 
     config: TransformerConfig
+    in_blocks = True  # patches are kept in blocks of `config.merge` by as many, those of one vector
 
     def __init__(self, config: TransformerConfig, names: Names, layers: str, context: LayerContext) -> None:
         """layers: what the names of all layers begin with."""
@@ -135,36 +145,76 @@ class Transformer(Encoder):
             if isinstance(module, (Block, PatchEmbedding)):
                 module.align()
 
-    def start(self, pixels: torch.Tensor, merge: int, table: torch.Tensor | None = None) -> TransformerState:
-        """`begin` of patches in blocks of `merge` by `merge`. table: of learned positions, [num_patches,
-        hidden_size] in the order of the patches."""
-        config = self.config
-        tiles, height, width, _ = pixels.shape
-        rows, columns = height // config.patch_size, width // config.patch_size
-        hidden = self.embed(pixels, merge)
-        if table is not None:
-            hidden = hidden + table.repeat(tiles, 1)
-        whole = Segments([rows * columns] * tiles, hidden.device, fused=self._fused)
-        state = TransformerState(hidden, (rows, columns), whole, whole)
-        places = _places(rows, columns, merge, hidden.device)
+    def table(self, rows: int, columns: int) -> torch.Tensor | None:
+        """Learned positions of a tile's patches, [rows * columns, hidden_size] in their order; None: there are none."""
+        return None
+
+    def begin(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> TransformerState:
+        return self._begin([pixels])
+
+    def encode_all(self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]) -> list[torch.Tensor]:
+        state = self._begin([pixels for pixels, _ in images])
+        for layer in range(self.config.num_layers):
+            self._run(state, layer, 0, len(state.hidden))
+        area = (self.config.patch_size * self.config.merge) ** 2
+        return list(self.finish(state).split([pixels[..., 0].numel() // area for pixels, _ in images]))
+
+    def _begin(self, images: Sequence[torch.Tensor]) -> TransformerState:
+        config, side = self.config, self.config.patch_size
+        merge = config.merge if self.in_blocks else 1
+        grids = [(pixels.shape[1] // side, pixels.shape[2] // side) for pixels in images]
+        embedded, places, lengths = [], [], []
+        for pixels, (rows, columns) in zip(images, grids, strict=True):
+            one, table = self.embed(pixels, merge), self.table(rows, columns)
+            embedded.append(one if table is None else one + table.repeat(len(pixels), 1))
+            places.append(_places(rows, columns, merge).repeat(len(pixels), 1))
+            lengths += [rows * columns] * len(pixels)
+        hidden, place = embedded[0] if len(embedded) == 1 else torch.cat(embedded), torch.cat(places)
+        whole = within = self._segments(lengths, hidden.device)
+        order = None
         if config.window is not None:
-            block = merge * merge
-            order, counts = windows(rows // merge, columns // merge, config.window // merge)
-            state.order = torch.from_numpy(order).to(hidden.device)
-            state.within = Segments([block * count for count in counts], hidden.device, fused=self._fused)
-            state.hidden = hidden.unflatten(0, (-1, block))[state.order].flatten(0, 1)
-            places = places.unflatten(0, (-1, block))[state.order].flatten(0, 1)
+            by_window, counts = _windows(grids, merge, config.window // merge)
+            order, block = to_device(by_window, hidden.device), merge * merge
+            hidden = hidden.unflatten(0, (-1, block))[order].flatten(0, 1)
+            place = place.unflatten(0, (-1, block))[torch.from_numpy(by_window)].flatten(0, 1)
+            within = self._segments([block * count for count in counts], hidden.device)
+        state = TransformerState(hidden, grids[0], whole, within, hidden, order=order)
         if config.rope_theta is not None:
-            state.cos, state.sin = self._angles(config.rope_theta, places)
+            state.cos, state.sin = self._angles(config.rope_theta, to_device(place.numpy(), hidden.device))
+        state.qkv = self._block(0).project(state, 0, len(hidden))
         return state
 
+    def _segments(self, lengths: Sequence[int], device: torch.device) -> Segments:
+        return Segments(lengths, device, part=self.config.part_patches, fused=self._fused)
+
     def run(self, state: TransformerState, first: int, last: int) -> None:
-        config = self.config
-        for index in range(first, last):
-            sees_all = config.window is None or index in config.full_layers
-            self.layers[index](state, state.whole if sees_all else state.within)
-            if index in config.plane_layers:
-                state.planes.append(self.plane(config.plane_layers.index(index), state.hidden))
+        config, size = self.config, len(state.hidden)
+        parts = num_parts(size, config.part_patches)
+        while first < last:
+            layer, part = divmod(first, parts)
+            stop = min(parts, part + last - first)
+            self._run(state, layer, part * config.part_patches, min(size, stop * config.part_patches))
+            first += stop - part
+
+    def _run(self, state: TransformerState, layer: int, first: int, last: int) -> None:
+        """Patches `first` to `last` - 1 through a layer, and their projection in the next one."""
+        config, size = self.config, len(state.hidden)
+        sees_all = config.window is None or layer in config.full_layers
+        self._block(layer).forward(state, state.whole if sees_all else state.within, first, last)
+        if layer + 1 < config.num_layers:
+            qkv = self._block(layer + 1).project(state, first, last)
+            if last - first == size:
+                state.qkv = qkv
+            else:
+                state.later = torch.empty_like(state.qkv) if state.later is None else state.later
+                state.later[first:last] = qkv
+                if last == size:
+                    state.qkv, state.later = state.later, state.qkv
+        if last == size and layer in config.plane_layers:
+            state.planes.append(self.plane(config.plane_layers.index(layer), state.hidden))
+
+    def _block(self, layer: int) -> Block:
+        return self.layers[layer]  # type: ignore[return-value]  # of a ModuleList
 
     def _angles(self, theta: float, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [num_patches, head_dim / 2]: half of the pairs turn by the row, half by the
@@ -181,11 +231,24 @@ class Transformer(Encoder):
         return angles.cos(), angles.sin()
 
 
-def _places(rows: int, columns: int, merge: int, device: torch.device) -> torch.Tensor:
+def _windows(grids: Sequence[tuple[int, int]], merge: int, side: int) -> tuple[Int64Array, list[int]]:
+    """`attention.windows` of images that follow one another, in blocks."""
+    orders: list[Int64Array] = []
+    counts: list[int] = []
+    before = 0
+    for rows, columns in grids:
+        order, sizes = windows(rows // merge, columns // merge, side)
+        orders.append(order + before)
+        counts += sizes
+        before += len(order)
+    return np.concatenate(orders), counts
+
+
+def _places(rows: int, columns: int, merge: int) -> torch.Tensor:
     """Row and column of each patch, int64 [num_patches, 2], in blocks."""
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     places = torch.stack([row, column], dim=-1).view(rows // merge, merge, columns // merge, merge, 2)
-    return places.transpose(1, 2).reshape(-1, 2).to(device)
+    return places.transpose(1, 2).reshape(-1, 2)
 
 
 __all__ = ["Names", "Table", "Transformer", "TransformerState"]

@@ -24,6 +24,7 @@ class EncoderConfig(ABC):
     """Sizes that scheduler and runner ask for, of any encoder. Subclasses have those that its module needs."""
 
     module: ClassVar[str]  # MODULE:CLASS of the `encoders.base.Encoder` that runs it
+    part_patches: ClassVar[int] = 0  # a layer of a larger image is computed in parts of so many patches; 0: it is not
 
     out_size: int  # of a vector: the decoder's hidden size
     hidden_size: int
@@ -60,6 +61,8 @@ class EncoderConfig(ABC):
 class TransformerConfig(EncoderConfig):
     """A vision transformer (Dosovitskiy et al., 2021), before what turns its patches into vectors."""
 
+    part_patches: ClassVar[int] = 2048  # about a millisecond, in attention to 47,000
+
     intermediate_size: int
     num_heads: int
     activation: str  # of its MLPs; in transformers' words
@@ -81,7 +84,8 @@ class TransformerConfig(EncoderConfig):
 
     def state_size(self, item_bytes: int) -> int:
         angles = 0 if self.rope_theta is None else 4 * self.head_dim
-        return super().state_size(item_bytes) + angles
+        # Queries, keys and values of a layer, and of the next one.
+        return super().state_size(item_bytes) + angles + 2 * 3 * self.hidden_size * item_bytes
 
     def operations(self) -> tuple[int, int]:
         mlp = (3 if self.gated else 2) * self.intermediate_size

@@ -44,5 +44,5 @@ class ModelInput(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is token ids and positions alone."""
-        return self.rotation is None and self.given is None and self.by_row is None
+        """Whether it is token ids and positions alone, of which the rotation may have others."""
+        return (self.rotation is None or not self.rotation.tables) and self.given is None and self.by_row is None

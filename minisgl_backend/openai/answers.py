@@ -109,6 +109,8 @@ def usage(*generations: Generation, reasoning: int | None = None) -> dict[str, A
     cached = [one.num_cached_tokens for one in generations]
     if None not in cached:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(filter(None, cached))}
+        if images := sum(one.num_image_tokens for one in generations):
+            counts["prompt_tokens_details"]["image_tokens"] = images
     if reasoning is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counts

@@ -150,6 +150,7 @@ class Generation(ServerCall):
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens: int | None = None  # of the prompt; set at the end, if metrics were requested
+        self.num_image_tokens = 0  # of the prompt, known with these
         self.prompt_logprobs: Sequence[Position] = ()
         self.perf_metrics: dict[str, int] = {}
 
@@ -191,7 +192,8 @@ class Generation(ServerCall):
             elif name == "num_input_tokens":
                 self.num_prompt_tokens = int.from_bytes(value, "little")
             elif name == "num_cached_tokens":
-                self.num_cached_tokens = int.from_bytes(value, "little")
+                self.num_cached_tokens, *images = struct.unpack(f"<{len(value) // 4}i", value)
+                self.num_image_tokens = sum(images)
             elif name == "sequence_index":
                 index = int.from_bytes(value, "little")
             elif name == "logprobs":

@@ -128,7 +128,8 @@ class ModelRunner:
                 adapted.capture(DecodeSteps(plain, warm_up, self._decode_extended), self._builder, attention)
                 self._adapter_graphs = adapted
             if pieces is not None:
-                pieces.capture(model.forward, attention, self._builder.prompt_tensors, self._aux_states)
+                inputs, turned = self._builder.prompt_tensors, self._shifts is not None
+                pieces.capture(model.forward, attention, inputs, self._aux_states, turned=turned)
                 self._pieces = pieces
 
     @property

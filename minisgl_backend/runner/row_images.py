@@ -11,7 +11,7 @@ from minisgl_backend.arrays import Int32Array, UInt8Array
 from minisgl_backend.request import Content
 from minisgl_backend.runner.image_positions import positions_of, shift_of
 from minisgl_backend.runner.plan_arrays import PrefillHost
-from minisgl_backend.step import EncodeSlice, RowError, StepPlan, vectors_key
+from minisgl_backend.step import EncoderLimits, EncodeSlice, RowError, StepPlan, vectors_key
 
 OpenPixels = Callable[[str, tuple[int, int, int, int]], UInt8Array]
 """The pixels of a segment, uint8 [tiles, height, width, 3], by its name and shape."""
@@ -46,13 +46,15 @@ NO_IMAGES = StepImages()
 class RowImages:
     """Of one rank. Every step passes through `build`, and so does each further attempt at it."""
 
-    def __init__(self, max_rows: int, *, num_layers: int, merge: int, has_axes: bool, open_pixels: OpenPixels) -> None:
+    def __init__(
+        self, max_rows: int, limits: EncoderLimits, *, merge: int, has_axes: bool, open_pixels: OpenPixels
+    ) -> None:
         """`merge`: patches along a vector's side; `has_axes`: the model's rotation has tokens on several axes."""
-        self._num_layers, self._merge, self._has_axes = num_layers, merge, has_axes
+        self._limits, self._merge, self._has_axes = limits, merge, has_axes
         self._open_pixels = open_pixels
         self._contents: dict[int, tuple[Content, ...]] = {}  # by row
         self._keys: dict[int, tuple[bytes, ...]] = {}
-        self._layers: dict[bytes, int] = {}  # of images, by the steps built so far
+        self._done: dict[bytes, int] = {}  # units of images, by the steps built so far
         self._shifts: Int32Array = np.zeros(max_rows, dtype=np.int32)  # of decoding rows
         self._shifted: set[int] = set()  # rows that ever had one, which the device may still have
 
@@ -62,16 +64,16 @@ class RowImages:
         for admitted in plan.admitted:
             self._admit(admitted.row, admitted.contents, admitted.params.cache_salt)
         for key in plan.freed_vectors:
-            self._layers.pop(key, None)
-        layers, pixels = dict(self._layers), {}
+            self._done.pop(key, None)
+        done, pixels = dict(self._done), {}
         for one in plan.encode:
-            if layers.get(one.key, 0) < one.first_layer:
+            if done.get(one.key, 0) < one.first:
                 raise RowError(one.row, ValueError("an image's encoding was interrupted"))
-            if one.first_layer == 0:
+            if one.first == 0:
                 pixels[one.key] = self._pixels_of(one)
-            layers[one.key] = max(layers.get(one.key, 0), one.last_layer)
-        gathered = tuple(self._gather(plan, layers)) if self._contents else ()
-        self._layers = layers
+            done[one.key] = max(done.get(one.key, 0), one.last)
+        gathered = tuple(self._gather(plan, done)) if self._contents else ()
+        self._done = done
         if not (plan.freed_vectors or plan.encode or gathered):
             return NO_IMAGES
         return StepImages(plan.freed_vectors, plan.encode, pixels, gathered)
@@ -110,6 +112,10 @@ class RowImages:
         """Whether the device may know a shift of the row."""
         return row in self._shifted
 
+    def ends(self, one: EncodeSlice) -> bool:
+        """Whether an image's vectors are complete with this slice."""
+        return one.last == self._limits.num_units(one.content)
+
     def is_plain(self, row: int) -> bool:
         """Whether a row has no image, so that a pass of its prompt may know nothing of them."""
         return row not in self._contents and not self._shifts[row]
@@ -140,13 +146,13 @@ class RowImages:
         for row, keys in self._keys.items():
             yield from (content for content, own in zip(self._contents[row], keys, strict=True) if own == key)
 
-    def _gather(self, plan: StepPlan, layers: dict[bytes, int]) -> Sequence[Gathered]:
+    def _gather(self, plan: StepPlan, done: dict[bytes, int]) -> Sequence[Gathered]:
         found = []
         for chunk in plan.prefill:
             for content, key in zip(self._contents.get(chunk.row, ()), self._keys.get(chunk.row, ()), strict=False):
                 if content.start >= chunk.end or content.end <= chunk.start:
                     continue
-                if layers.get(key) != self._num_layers:
+                if done.get(key) != self._limits.num_units(content):
                     raise RowError(chunk.row, ValueError("an image's vectors are missing"))
                 before = 0
                 for start, end in content.vector_runs():

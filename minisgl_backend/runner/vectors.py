@@ -32,7 +32,7 @@ class Vectors:
         has_axes = any(table.axes is not None for table in self._tables)
         # Where the rotation has a decoding row's token: int32 [max_rows], added to the true position; None: there.
         self.shifts = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_axes else None
-        self._states: dict[bytes, tuple[State, int]] = {}  # with the layers computed
+        self._states: dict[bytes, tuple[State, int]] = {}  # with the units computed
         self._held: dict[bytes, torch.Tensor] = {}  # [num_vectors, width]
 
     @property
@@ -64,6 +64,7 @@ class Vectors:
         for key in images.freed:
             self._states.pop(key, None)
             self._held.pop(key, None)
+        self._encode_whole([one for one in images.encode if one.first == 0 and self.rows.ends(one)], images)
         for one in images.encode:
             self._run(one, images.pixels.get(one.key))
 
@@ -90,8 +91,20 @@ class Vectors:
             given = GivenVectors(given_rows.long(), vectors, tuple(behind))
         return tokens._replace(rotation=rotation, given=given)
 
+    def _encode_whole(self, slices: Sequence[EncodeSlice], images: StepImages) -> None:
+        """What is encoded from its beginning to its end by this rank, in one call: small images leave most of a GPU
+        idle one by one. What fails is tried again alone."""
+        own = {one.key: one for one in slices if one.rank == self._tp.rank and one.key not in self._held}
+        if len(own) < 2:
+            return
+        try:
+            pixels = [(self._uploaded(images.pixels[key]), one.content.grid) for key, one in own.items()]
+            self._held |= zip(own, self._encoder.encode_all(pixels), strict=True)
+        except Exception:
+            log.exception("%d images cannot be encoded together", len(own))
+
     def _run(self, one: EncodeSlice, pixels: UInt8Array | None) -> None:
-        is_last = one.last_layer == self._encoder.config.num_layers
+        is_last = self.rows.ends(one)
         if one.rank == self._tp.rank and one.key not in self._held:
             self._try(one, lambda: self._slice(one, pixels, is_last))
         if not is_last:
@@ -108,13 +121,13 @@ class Vectors:
         self._states.pop(one.key, None)
 
     def _slice(self, one: EncodeSlice, pixels: UInt8Array | None, is_last: bool) -> None:
-        if one.first_layer == 0:
+        if one.first == 0:
             assert pixels is not None, "an image that begins has its pixels"
             self._states[one.key] = self._encoder.begin(self._uploaded(pixels), one.content.grid), 0
         state, done = self._states[one.key]
-        if done < one.last_layer:  # else an earlier attempt at the step has computed it
-            self._encoder.run(state, done, one.last_layer)
-            self._states[one.key] = state, one.last_layer
+        if done < one.last:  # else an earlier attempt at the step has computed it
+            self._encoder.run(state, done, one.last)
+            self._states[one.key] = state, one.last
         if is_last:
             self._held[one.key] = self._encoder.finish(state)
 

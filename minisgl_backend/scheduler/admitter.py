@@ -140,6 +140,8 @@ class Admitter:
         if not sequence.resumed and sequence.reports_prompt:  # pages shared with siblings are not counted as cache hits
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
+            if running.images is not None:
+                running.images.note_start(sequence)
             self.state_misses += max(match.known_pages - match.num_pages, 0) * self._limits.page_size
         spent = 0
         if sequence.contents and running.images is not None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from minisgl_backend.cache.encoder_books import EncoderBooks
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import Content
+from minisgl_backend.scheduler.image_share import ImageShare
 from minisgl_backend.scheduler.sequence import Sequence
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
-from minisgl_backend.step import EncoderLimits, EncodeSlice, StepPlan, vectors_key
+from minisgl_backend.step import EncoderLimits, EncodeSlice, StepPlan, StepTimes, vectors_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,28 @@ class _Passed:
 class ImageBudget:
     """Owns the encoder's books. Costs are in prompt tokens, as budgets are."""
 
-    def __init__(self, limits: EncoderLimits) -> None:
-        self.limits = limits
-        self.books = EncoderBooks(limits.capacity, limits.num_layers, limits.num_ranks)
+    def __init__(self, limits: EncoderLimits, times: StepTimes | None = None) -> None:
+        self.limits, self.share = limits, ImageShare(times)
+        self.books = EncoderBooks(limits.capacity, limits.num_ranks)
         self._passed: list[_Passed] = []
+        self._patches = self._tokens = 0  # since the start: encoded, and of started prompts
+
+    def stats(self) -> dict[str, int]:
+        """By the names of `StepStats`."""
+        books = self.books
+        return {
+            "encoder_cache_bytes": books.capacity,
+            "encoder_used_bytes": books.used,
+            "total_encoder_hits": books.hits,
+            "total_encoder_misses": books.misses,
+            "total_encoder_evictions": books.evictions,
+            "total_encoder_patches": self._patches,
+            "total_image_tokens": self._tokens,
+        }
+
+    def note_start(self, sequence: Sequence) -> None:
+        """Its prompt counts from now on."""
+        self._tokens += sum(content.length for content in sequence.contents)
 
     def check_request(self, contents: tuple[Content, ...]) -> None:
         """Raises InvalidRequestError for an image whose vectors can never be kept."""
@@ -61,6 +80,13 @@ class ImageBudget:
         """Where the chunk from `start`, to `end` at most, of a sequence that has this row, or gets it now, ends by the
         vectors that are there; and what of `budget` encoding takes in this step. Encodes the first missing images on
         the way."""
+        end, spent = self._reach(sequence, row, start, end, self.share.prompt_tokens(budget), builder, step)
+        self.share.spend(spent, end - start)
+        return end, spent
+
+    def _reach(
+        self, sequence: Sequence, row: int, start: int, end: int, budget: int, builder: StepPlanBuilder, step: int
+    ) -> tuple[int, int]:
         at, spent = start, 0
         for content in self._within(sequence, start, end):
             room = start + budget - spent
@@ -68,7 +94,9 @@ class ImageBudget:
                 return max(at, room), spent
             at = max(at, content.start)
             key = vectors_key(content, sequence.params.cache_salt)
-            spent += self._encode(sequence, row, content, room - at, builder, step)
+            spent += self._encode(
+                sequence, row, content, min(room - at, self.share.encoding(budget) - spent), builder, step
+            )
             if not self.books.is_held(key):
                 return at, spent
             self.books.pin(key, sequence.uid)
@@ -110,25 +138,27 @@ class ImageBudget:
     def _encode(
         self, sequence: Sequence, row: int, content: Content, budget: int, builder: StepPlanBuilder, step: int
     ) -> int:
-        """Plans as many layers of an image as fit; one at least in a step without others. Returns their cost."""
+        """Plans what fits of an image's encoding; one unit at least in a step without others. Returns the cost."""
         books, limits = self.books, self.limits
         key = vectors_key(content, sequence.params.cache_salt)
         if books.is_held(key):
             return 0
-        first = books.layers_of(key)
-        tiles, height, width, _ = content.shape
-        patches = tiles * height * width // limits.patch_area
-        in_tile = patches // max(tiles, 1)
-        cost = patches * (limits.patch_cost + in_tile * limits.pair_cost)
-        count = min(limits.num_layers - first, int(budget / cost) if cost > 0 else limits.num_layers)
+        first, units = books.done_of(key), limits.num_units(content)
+        patches = limits.num_patches(content)
+        in_tile = patches // max(content.shape[0], 1)
+        layer = patches * (limits.patch_cost + in_tile * limits.pair_cost)
+        cost = layer * limits.num_layers / units
+        count = min(units - first, int(budget / cost) if cost > 0 else units)
         if count <= 0:
             if budget <= 0 or builder.num_encoding:
                 return 0
             count = 1
         vector_bytes = content.num_vectors * limits.vector_bytes
-        if not books.begin(key, patches * limits.state_bytes, vector_bytes, step):
+        if not books.begin(key, units, patches * limits.state_bytes, vector_bytes, step):
             return 0
         books.pin(key, sequence.uid)
+        if first == 0:
+            self._patches += patches
         builder.encode(EncodeSlice(row, key, content, first, first + count, books.rank_of(key)))
         books.advance(key, first + count, step)
         return int(count * cost) + 1

@@ -198,6 +198,8 @@ class Planner:
         """Chunked prefill: continues prompts that have begun, then admits, within the budget. `background`: True: only
         background requests, False: only others, None: all."""
         running = self._running
+        if running.images is not None:
+            running.images.share.begin(builder.num_decoding, is_limited=not self._prompts.in_backlog)
         for sequence in list(running.prefilling):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # it was preempted for an earlier prompt's pages

@@ -211,6 +211,7 @@ class Scheduler:
             total_failed=self._ended[FinishReason.ERROR],
             total_preempted=planner.preemption.num_preemptions,
             **self._state_stats(),
+            **({} if self._running.images is None else self._running.images.stats()),
             speculation=DraftStats() if self._drafting is None else self._drafting.stats(),
         )
 

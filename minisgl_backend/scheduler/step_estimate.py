@@ -55,6 +55,11 @@ class StepEstimate:
         """Whether enough steps without background requests have been."""
         return len(self._ratios) == REMEMBERED
 
+    @property
+    def token_s(self) -> float:
+        """Seconds of one more prompt token in a long step."""
+        return self._token_factor * self._prompts.slope
+
     def alone(self, rows: int, prompts: int) -> float:
         """Seconds of a step without background requests: `rows` decode, `prompts` prompt tokens are computed."""
         return self._factor * self._rows.seconds(rows) + self.prompt_part(prompts)

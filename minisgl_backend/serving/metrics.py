@@ -72,6 +72,20 @@ _STATE_MISSES = _Series(
     "Prompt tokens that the prefix cache had pages of, but no state behind them",
     "total_state_misses",
 )
+# Of models that see.
+_ENCODER = "minisgl_encoder_cache_bytes"
+_ENCODER_HELP = "Bytes of images' vectors: used, and what there is room for in total"
+_ENCODER_GAUGES = (
+    _Series(_ENCODER, _ENCODER_HELP, "encoder_used_bytes", (("state", "used"),)),
+    _Series(_ENCODER, _ENCODER_HELP, "encoder_cache_bytes", (("state", "total"),)),
+)
+_IMAGE_COUNTERS = (
+    _Series("minisgl_image_prompt_tokens_total", "Prompt tokens of images, of started sequences", "total_image_tokens"),
+    _Series("minisgl_encoder_patches_total", "Patches of images that were encoded", "total_encoder_patches"),
+    _Series("minisgl_encoder_cache_hits_total", "Images whose vectors were held", "total_encoder_hits"),
+    _Series("minisgl_encoder_cache_misses_total", "Images that had to be encoded", "total_encoder_misses"),
+    _Series("minisgl_encoder_cache_evictions_total", "Images dropped to make room", "total_encoder_evictions"),
+)
 _USAGE = _Series("minisgl_kv_cache_usage_ratio", "KV pages that sequences hold, of all; 0 to 1", "")
 _UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
 _INFO = _Series("minisgl_info", "1; what is served, in labels", "")
@@ -207,7 +221,7 @@ class _EngineMetrics:
             gauge.show(value)
         self._gauges = [(series.value, metrics.gauge(series)) for series in _GAUGES]
         self._counters = [(series.value, metrics.counter(series)) for series in _COUNTERS]
-        self._states: list[tuple[str, Any]] = []  # gauges; made for a model that has some
+        self._made: dict[str, Any] = {}  # gauges of what not every model has
         self._later: dict[str, _Counter] = {}  # counters of what not every engine has
         self._up, self._usage = metrics.gauge(_UP), metrics.gauge(_USAGE)
         self._tenants: dict[str, _TenantMetrics] = {}
@@ -220,13 +234,14 @@ class _EngineMetrics:
         figures = [None if stats is None else stats.values for stats in cores]
         for name, counter in self._counters:
             counter.follow(_values_of(name, figures))
-        for series in (*_DRAFT_COUNTERS, _STATE_MISSES):
+        for series in (*_DRAFT_COUNTERS, _STATE_MISSES, *_IMAGE_COUNTERS):
             self._count_later(series, figures)
-        if not self._states and any(values and values.get("states_total") for values in figures):
-            self._states = [(series.value, self._metrics.gauge(series)) for series in _STATE_GAUGES]
+        for name, gauges in (("states_total", _STATE_GAUGES), ("encoder_cache_bytes", _ENCODER_GAUGES)):
+            if gauges[0].value not in self._made and any(values and values.get(name) for values in figures):
+                self._made |= {series.value: self._metrics.gauge(series) for series in gauges}
         found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]
         self._cancellation.report([None if counts is None else (counts.counts, counts.sum) for counts in found])
-        for name, gauge in (*self._gauges, *self._states):
+        for name, gauge in (*self._gauges, *self._made.items()):
             values = [value for value in _values_of(name, figures) if value is not None]
             if values:
                 gauge.show(sum(values))

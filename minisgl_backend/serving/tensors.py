@@ -174,7 +174,8 @@ DETAIL_OUTPUTS = (
     Tensor("prompt_logprobs", "STRING", (1,)),  # JSON
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32", (-1,)),
-    Tensor("num_cached_tokens", "INT32"),  # prompt tokens that the prefix cache supplied; among a request's metrics
+    # Prompt tokens that the prefix cache supplied; with images, also those that are theirs. Among a request's metrics.
+    Tensor("num_cached_tokens", "INT32", (-1,)),
     Tensor("sequence_index", "INT32"),
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),

@@ -72,6 +72,7 @@ def test_images_through_every_door(stack: Stack) -> None:
     assert answer["status"] == 200, answer
     assert answer["choices"][0]["message"]["content"] == expected.text
     assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert 0 < answer["usage"]["prompt_tokens_details"]["image_tokens"] < len(expected.prompt_token_ids)
     image = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": one}} for one in BASE64]
     blocks = {"messages": [{"role": "user", "content": [image[0], {"type": "text", "text": "and"}, image[1]]}]}
     answer = stack.post("/v1/messages", {**blocks, **GREEDY})

@@ -92,7 +92,7 @@ def test_attention_within_segments(head_dim: int, lengths: list[int]) -> None:
 
     segments.rotate(qkv, angles.cos(), angles.sin())
     assert error(qkv, exact.cpu()) < 3e-3
-    found = Segments(lengths, GPU, fused=True).attend(qkv)
+    found = Segments(lengths, GPU, part=2048, fused=True).attend(qkv, 0, len(qkv))
     parts = [one.permute(1, 2, 0, 3) for one in qkv.float().split(lengths)]
     expected = torch.cat([F.scaled_dot_product_attention(*one).transpose(0, 1).flatten(1) for one in parts])
     assert error(found, expected.cpu()) < 5e-3

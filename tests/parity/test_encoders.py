@@ -11,6 +11,7 @@ import torch
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.step import num_parts
 from tests.parity.vision_checkpoints import FAMILIES, expected_vectors, pixels, save
 
 
@@ -34,6 +35,36 @@ def test_vectors_are_those_of_transformers(family: tuple[str, Any, Encoder]) -> 
         expected = expected_vectors(name, reference, image) * getattr(encoder.config, "scale", 1.0)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert found.shape == (FAMILIES[name].tokens(*size), encoder.config.width)
+
+
+@torch.inference_mode()
+def test_images_together(family: tuple[str, Any, Encoder]) -> None:
+    name, _, encoder = family
+    sizes = FAMILIES[name].sizes
+    images = [(pixels(*size, seed=3), FAMILIES[name].grid(*size)) for size in (*sizes, sizes[0])]
+    for found, one in zip(encoder.encode_all(images), images, strict=True):
+        torch.testing.assert_close(found, encoder.encode(*one), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_layers_in_parts(family: tuple[str, Any, Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of patches, as those of large images: cut anywhere between two parts."""
+    name, _, encoder = family
+    if not encoder.config.part_patches:
+        pytest.skip("its layers are not cut")
+    size = FAMILIES[name].sizes[0]
+    image, grid = pixels(*size, seed=1), FAMILIES[name].grid(*size)
+    whole = encoder.encode(image, grid)
+    monkeypatch.setattr(type(encoder.config), "part_patches", 12)
+    parts = num_parts(size[0] * size[1] // FAMILIES[name].patch ** 2, 12)
+    assert parts > 2
+    units, found = parts * encoder.config.num_layers, []
+    for step in (1, 2, parts + 1, units):
+        state = encoder.begin(image, grid)
+        for first in range(0, units, step):
+            encoder.run(state, first, min(units, first + step))
+        found.append(encoder.finish(state))
+        torch.testing.assert_close(found[-1], whole, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -70,6 +71,10 @@ def test_answers_are_those_of_transformers(case: Case) -> None:
         assert_same(prompt, case.said)
         books = engine.books
         assert (books.misses, books.evictions) == (2, 0), "an image is encoded once"
+        stats = engine.core._scheduler.stats()
+        in_prompt = sum(one.length for one in engine.request(case.prompt).contents)
+        assert stats.total_image_tokens == 6 * in_prompt
+        assert (stats.total_encoder_misses, stats.encoder_used_bytes) == (2, engine.held_bytes)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -167,9 +172,15 @@ def test_text_in_the_row_of_an_image(name: str, tmp_path: Path) -> None:
     """The rotation is at true positions again, also where a prompt's pass is captured whole."""
     model = save(name, tmp_path)
     save_tokenizer(tmp_path)
-    prompt: list[int | Image] = [5, Image(pixels(*FAMILIES[name].sizes[0])), 8]
+    prompt: list[int | Image] = [5, Image(pixels(*FAMILIES[name].sizes[0])), 8, 9, 10, 11, 12, 13]
     said, said_text = (reference(name, model, one) for one in (prompt, TEXT))
     graphs = {"MINISGL_EAGER_GRAPHS": "1"}
     with seeing(name, tmp_path, graphs, max_running_requests=1, cuda_graph_max_tokens=64) as engine:
         for wanted, asked in ((said, prompt), (said_text, TEXT), (said, prompt)):
             assert_same(engine.ask(engine.request(asked))[0], wanted)
+        # With the image in the prefix cache, what follows it goes in captured pieces, too.
+        pieces = engine.core._runner._pieces  # type: ignore[attr-defined]
+        assert pieces is not None
+        with mock.patch.object(pieces, "run", wraps=pieces.run) as run:
+            assert_same(engine.ask(engine.request(prompt))[0], said)
+        assert run.call_count == 1

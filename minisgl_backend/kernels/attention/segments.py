@@ -7,6 +7,8 @@ tensor cores would pad to 128: a head is computed as two parts, the largest powe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,40 +18,47 @@ from minisgl_backend.kernels.launch import next_power_of_2
 _LOG2_E = 1.4426950408889634
 
 
-def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, tiles: torch.Tensor, tile: int) -> torch.Tensor:
-    """qkv [num_tokens, 3, num_heads, head_dim], 16-bit floats; bounds: int32 [num_segments + 1], where segments begin.
+class Tiles(NamedTuple):
+    """Queries, in groups of which a program takes one each."""
 
-    tiles: int32 [2, num_tiles], of each tile of `tile` queries its segment and its first token. Returns [num_tokens,
-    num_heads * head_dim].
-    """
-    num_tokens, _, num_heads, head_dim = qkv.shape
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
-    first = next_power_of_2(head_dim + 1) // 2
-    rest = 0 if first == head_dim else max(16, next_power_of_2(head_dim - first))
-    _kernel[(tiles.shape[1], num_heads)](
-        qkv, out, bounds, tiles, tiles.shape[1], qkv.stride(0), head_dim**-0.5 * _LOG2_E,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, FIRST=first, REST=rest, QUERIES=tile, KEYS=64 if tile <= 64 else 128,
-        num_warps=4 if tile <= 64 else 8, num_stages=2,
+    bounds: torch.Tensor  # int32 [num_segments + 1], where segments begin
+    places: torch.Tensor  # int32 [num_tiles, 3]: of each its segment, its first token, and the one behind it
+    size: int  # tokens, at most
+
+
+def segment_attention(qkv: torch.Tensor, tiles: Tiles, first: int, last: int) -> torch.Tensor:
+    """qkv [num_tokens, 3, num_heads, head_dim], 16-bit floats; tiles: of the queries `first` to `last` - 1. Returns
+    [last - first, num_heads * head_dim]."""
+    _, _, num_heads, head_dim = qkv.shape
+    tile = tiles.size
+    out = torch.empty((last - first, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    most = next_power_of_2(head_dim + 1) // 2
+    rest = 0 if most == head_dim else max(16, next_power_of_2(head_dim - most))
+    _kernel[(len(tiles.places), num_heads)](
+        qkv, out, tiles.bounds, tiles.places, first, qkv.stride(0), head_dim**-0.5 * _LOG2_E,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, FIRST=most, REST=rest, QUERIES=tile, KEYS=64,
+        num_warps=4 if tile <= 64 else 8, num_stages=3,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["first_row"])
 def _kernel(
-    qkv_ptr, out_ptr, bounds_ptr, tiles_ptr, num_tiles, stride, scale_log2,
+    qkv_ptr, out_ptr, bounds_ptr, tiles_ptr, first_row, stride, scale_log2,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)  # tiles of one head follow each other: its keys and values stay in the L2 cache
     head = tl.program_id(1)
-    segment = tl.load(tiles_ptr + at)
-    start = tl.load(tiles_ptr + num_tiles + at)
+    segment = tl.load(tiles_ptr + 3 * at)
+    start = tl.load(tiles_ptr + 3 * at + 1)
+    stop = tl.load(tiles_ptr + 3 * at + 2)
     begin = tl.load(bounds_ptr + segment)
     end = tl.load(bounds_ptr + segment + 1)
     m = start + tl.arange(0, QUERIES)
     n = tl.arange(0, KEYS)
     d = tl.arange(0, FIRST)
-    m_ok = m[:, None] < end
+    m_ok = m[:, None] < stop
     q_row = qkv_ptr + m.to(tl.int64)[:, None] * stride + head * HEAD_DIM
     q = tl.load(q_row + d[None, :], mask=m_ok, other=0.0)
     k_head = qkv_ptr + (NUM_HEADS + head) * HEAD_DIM
@@ -60,32 +69,58 @@ def _kernel(
         e_ok = e[None, :] < HEAD_DIM
         q_rest = tl.load(q_row + e[None, :], mask=m_ok & e_ok, other=0.0)
         acc_rest = tl.zeros([QUERIES, REST], tl.float32)
+    else:
+        e, e_ok, q_rest, acc_rest = d, m_ok, q, acc  # not read
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    for key in tl.range(begin, end, KEYS):
-        n_ok = (key + n < end)[:, None]
-        rows = (key + n).to(tl.int64)[:, None] * stride
-        k = tl.load(k_head + rows + d[None, :], mask=n_ok, other=0.0)
-        scores = tl.dot(q, tl.trans(k))
-        if REST:
-            k_rest = tl.load(k_head + rows + e[None, :], mask=n_ok & e_ok, other=0.0)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores)
-        scores = tl.where((key + n < end)[None, :], scores * scale_log2, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        correction = tl.exp2(top - new_top)
-        total = total * correction + tl.sum(p, 1)
-        p = p.to(q.dtype)
-        v = tl.load(v_head + rows + d[None, :], mask=n_ok, other=0.0)
-        acc = tl.dot(p, v, acc * correction[:, None])
-        if REST:
-            v_rest = tl.load(v_head + rows + e[None, :], mask=n_ok & e_ok, other=0.0)
-            acc_rest = tl.dot(p, v_rest, acc_rest * correction[:, None])
-        top = new_top
-    out_row = out_ptr + (m.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
+    whole = begin + (end - begin) // KEYS * KEYS
+    for key in tl.range(begin, whole, KEYS):
+        acc, acc_rest, top, total = _attend_tile(
+            q, q_rest, k_head, v_head, key, end, stride, acc, acc_rest, top, total, scale_log2, d, e, e_ok, n, REST,
+            False,
+        )  # fmt: skip
+    if whole < end:
+        acc, acc_rest, top, total = _attend_tile(
+            q, q_rest, k_head, v_head, whole, end, stride, acc, acc_rest, top, total, scale_log2, d, e, e_ok, n, REST,
+            True,
+        )  # fmt: skip
+    out_row = out_ptr + ((m - first_row).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
     tl.store(out_row + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok)
     if REST:
         tl.store(out_row + e[None, :], (acc_rest / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok & e_ok)
+
+
+@triton.jit
+def _attend_tile(
+    q, q_rest, k_head, v_head, key, end, stride, acc, acc_rest, top, total, scale_log2, d, e, e_ok, n,
+    REST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax; MASKED: some of the tile's keys are behind `end`."""
+    rows = (key + n).to(tl.int64)[:, None] * stride
+    n_ok = (key + n < end)[:, None]
+    if MASKED:
+        k = tl.load(k_head + rows + d[None, :], mask=n_ok, other=0.0)
+        v = tl.load(v_head + rows + d[None, :], mask=n_ok, other=0.0)
+    else:
+        k = tl.load(k_head + rows + d[None, :])
+        v = tl.load(v_head + rows + d[None, :])
+    scores = tl.dot(q, tl.trans(k))
+    if REST:
+        rest_ok = (n_ok & e_ok) if MASKED else e_ok
+        k_rest = tl.load(k_head + rows + e[None, :], mask=rest_ok, other=0.0)
+        v_rest = tl.load(v_head + rows + e[None, :], mask=rest_ok, other=0.0)
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores)
+    if MASKED:
+        scores = tl.where((key + n < end)[None, :], scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - new_top[:, None])
+    correction = tl.exp2(top - new_top)
+    total = total * correction + tl.sum(p, 1)
+    p = p.to(q.dtype)
+    acc = tl.dot(p, v, acc * correction[:, None])
+    if REST:
+        acc_rest = tl.dot(p, v_rest, acc_rest * correction[:, None])
+    return acc, acc_rest, new_top, total
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

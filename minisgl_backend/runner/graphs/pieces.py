@@ -27,7 +27,7 @@ from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.attention.pass_attention import EagerPiece, PassAttention
 from minisgl_backend.layers.context import AuxStates, ForwardContext
-from minisgl_backend.layers.model_input import ModelInput
+from minisgl_backend.layers.model_input import ModelInput, Rotation
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.boundary import AttentionPiece, Boundary, Crossing
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
@@ -102,6 +102,7 @@ class PiecewiseRunner(ABC):
         self.sizes = sizes
         self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
+        self._turned = False  # see `capture`
 
     def capture(
         self,
@@ -109,12 +110,17 @@ class PiecewiseRunner(ABC):
         attention: AttentionPair,
         prompt_inputs: PromptInputs,
         aux_states: AuxStatesOf = no_aux_states,
+        *,
+        turned: bool = False,
     ) -> None:
         """Captures all sizes; called once, before anything runs. The largest comes first: the others reuse its memory.
+        turned: the rotation may have tokens elsewhere than at their positions, behind images.
         The outputs that `aux_states` requests are left in `aux`."""
         spec = attention.spec
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
-        shape = (2 + len(spec.cache_groups), self.sizes[-1])  # ids, positions, slots by cache group
+        self._turned = turned
+        # ids, positions, slots by cache group, and where the rotation has them
+        shape = (2 + len(spec.cache_groups) + turned, self.sizes[-1])
         self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self._boundary = Boundary(self.sizes[-1])
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
@@ -132,7 +138,10 @@ class PiecewiseRunner(ABC):
         return tuple(size for size in self.sizes if size >= MOST_FINE_TOKENS < self.sizes[-1])
 
     def serves(self, tokens: ModelInput) -> bool:
-        """Whether `run` takes them: a captured pass has no place for more than ids and positions."""
+        """Whether `run` takes them: a captured pass has no place for more than ids and positions, also of the rotation
+        where the model's may differ."""
+        if tokens.rotation is not None and not self._turned:
+            return False
         return tokens.is_plain and piece_size(len(tokens.token_ids), self.sizes) > 0
 
     def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan) -> torch.Tensor:
@@ -143,7 +152,10 @@ class PiecewiseRunner(ABC):
         """
         num_tokens = len(tokens.token_ids)
         size = piece_size(num_tokens, self.sizes)
-        torch.stack([tokens.token_ids, tokens.positions, *slots], out=self._inputs[:, :num_tokens])
+        rows = [tokens.token_ids, tokens.positions, *slots]
+        if self._turned:
+            rows.append(tokens.positions if tokens.rotation is None else tokens.rotation.positions)
+        torch.stack(rows, out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
         self._boundary.clear_outputs(num_tokens, size)  # NaN there would reach the padding page
         buffers = self._boundary.first(num_tokens)  # the others are padding
@@ -198,6 +210,7 @@ class PiecewiseRunner(ABC):
     def _pass(self, size: int, between: Between, is_warm_up: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, *slots = self._inputs[:, :size]
+        rotation = Rotation(slots.pop()) if self._turned else None
         context = ForwardContext(
             slots=tuple(slots),
             attention=PiecewiseAttention(self._attention, self._boundary, between),
@@ -205,7 +218,7 @@ class PiecewiseRunner(ABC):
             captured=True,
             aux=self._aux_of(size),
         )
-        self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions), context))
+        self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions, rotation), context))
 
     def _aux_of(self, size: int) -> AuxStates | None:
         return None if self.aux is None else replace(self.aux, out=self.aux.out[:size])

@@ -29,7 +29,9 @@ def make_vectors(
     runtime: RuntimeConfig, config: ModelConfig, model: Any, tp: TensorParallel, device: torch.device
 ) -> Vectors:
     """`model`: the decoder."""
+    limits = encoder_limits(runtime, config)
     assert config.encoder is not None, "it is asked for where there is one"
+    assert limits is not None, "it has an encoder"
     try:
         encoder = build_encoder(
             config.encoder,
@@ -44,7 +46,7 @@ def make_vectors(
     tables, max_rows = tuple(model.ropes), runtime.most_decode_entries + 1
     rows = RowImages(
         max_rows,
-        num_layers=config.encoder.num_layers,
+        limits,
         merge=config.encoder.merge,
         has_axes=any(table.axes is not None for table in tables),
         open_pixels=load_attribute(OPEN_PIXELS),
@@ -77,6 +79,7 @@ def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits
         patch_area=encoder.patch_size**2,
         patch_cost=per_patch / per_token,
         pair_cost=per_pair / per_token,
+        part_patches=encoder.part_patches,
         num_ranks=runtime.config.tp,
         bidirectional=encoder.bidirectional,
     )

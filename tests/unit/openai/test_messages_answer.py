@@ -19,7 +19,7 @@ from minisgl_backend.parsers.tool_calls import CallListParser, HermesParser
 class Said:
     """A generation that is known beforehand."""
 
-    num_prompt_tokens, num_output_tokens, num_cached_tokens = 1, 2, None
+    num_prompt_tokens, num_output_tokens, num_cached_tokens, num_image_tokens = 1, 2, None, 0
 
     def __init__(self, *texts: str, reason: str, has_special_tokens: bool = False) -> None:
         self._deltas = [Delta(0, text, 1, None, ()) for text in texts]

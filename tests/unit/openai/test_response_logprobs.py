@@ -23,7 +23,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "Hi"}}</tool_call>'
 class Said:
     """A generation that is known beforehand."""
 
-    num_prompt_tokens, num_output_tokens, num_cached_tokens = 1, 1, None
+    num_prompt_tokens, num_output_tokens, num_cached_tokens, num_image_tokens = 1, 1, None, 0
 
     def __init__(self, deltas: Sequence[Sequence[str]], texts: Sequence[str]) -> None:
         self._deltas = [

@@ -37,7 +37,7 @@ Step = tuple[float, str | ApiError]  # seconds that it takes, and what comes the
 class Slow:
     """A generation that takes its time."""
 
-    num_prompt_tokens, num_output_tokens, num_cached_tokens = 1, 2, None
+    num_prompt_tokens, num_output_tokens, num_cached_tokens, num_image_tokens = 1, 2, None, 0
     has_special_tokens = False
 
     def __init__(self, *steps: Step) -> None:

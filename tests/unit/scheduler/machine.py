@@ -160,8 +160,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (images := self.scheduler._running.images) is not None:
             books = images.books
             waiting = set(books._freed)
-            held = {key: layers for key, layers in self.runner.encoded.items() if key not in waiting}
-            assert held == {key: entry.layers for key, entry in books._entries.items()}
+            held = {key: done for key, done in self.runner.encoded.items() if key not in waiting}
+            assert held == {key: entry.done for key, entry in books._entries.items()}
             alone = len(books._entries) == 1
             assert books.used <= books.capacity or alone, "more than there is room for"
 

@@ -126,6 +126,22 @@ def test_slots_of_states_are_shown_of_models_that_have_some(reporter: Any, page:
     reporter.stop()
 
 
+def test_images_are_counted_of_models_that_see(reporter: Any, page: Page) -> None:
+    engine, stats = reporter._engine, stats_of(0, 0)
+    engine.report([stats])
+    assert not any("encoder" in family or "image" in family for family in page.families)
+    values = {"encoder_cache_bytes": 100.0, "encoder_used_bytes": 40.0, "total_encoder_misses": 3.0}
+    values |= {"total_image_tokens": 700.0, "total_encoder_hits": 0.0}
+    engine.report([msgspec.structs.replace(stats, values=stats.values | values)] * 2)
+    assert [page.values["minisgl_encoder_cache_bytes", state] for state in ("used", "total")] == [80, 200]
+    assert page.values["minisgl_encoder_cache_misses_total",] == 6
+    assert page.values["minisgl_image_prompt_tokens_total",] == 1400
+    assert "minisgl_encoder_cache_hits_total" not in page.families
+    del engine
+    reporter.start()
+    reporter.stop()
+
+
 def test_drafts_are_counted_by_position_from_the_first_on(reporter: Any, page: Page) -> None:
     engine = reporter._engine
 
