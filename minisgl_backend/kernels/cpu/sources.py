@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("kernels.cpp", "layers.cpp", "quantized.cpp", "replay.cpp"))
-_HEADERS = ("vector.h", "epilogue.h", "blocks.h", "formats.h", "integers.h")
+SOURCES = tuple(_FOLDER / name for name in ("kernels.cpp", "blocks.cpp", "layers.cpp", "quantized.cpp", "replay.cpp"))
+_HEADERS = (
+    "vector.h", "epilogue.h", "gemm.h", "panels.h", "block_formats.h", "blocks.h", "formats.h", "integers.h",
+)  # fmt: skip
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 PACKED = _FOLDER / "packed"  # builds that came in a wheel
 

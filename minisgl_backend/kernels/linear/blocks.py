@@ -12,7 +12,7 @@ from minisgl_backend.kernels.linear.call import WeightKind
 
 GROUP = 32  # numbers that share a scale in the smallest blocks; of activations, too
 BFLOAT16 = 30  # as ggml counts types
-_FIELDS = 4  # of struct Weight in kernels/cpu/kernels.cpp
+_FIELDS = 4  # of struct Weight in kernels/cpu/blocks.cpp
 
 
 @dataclass(frozen=True)
