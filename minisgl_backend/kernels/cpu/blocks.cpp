@@ -21,14 +21,14 @@ struct Weight {  // [rows, size], rows `row_bytes` apart
 // Rows [begin, end) of a weight times all rows of x, to sums[row * kBlock + n - begin].
 void plain_products(const Gemm& p, const Weight& weight, long begin, long end, float* sums) {
   float tile[4 * kTile];
-  const bf16* weights[4];
-  const long most = kWide ? p.rows > 6 ? 3 : 4 : p.rows > 1 ? 2 : 4;  // whose sums fit in registers
+  const bf16* weights[kMostRows];
+  const long most = rows_of_tile(p.rows);
   for (long n = begin, count; n < end; n += count) {
     count = std::min(most, end - n);
     for (long i = 0; i < count; i++) weights[i] = (const bf16*)((const char*)weight.data + (n + i) * weight.row_bytes);
     for (long row = 0, m; row < p.rows; row += m) {
       m = share_of(p.rows - row, kTile);
-      kDots[count - 1][m - 1](weights, p.x + row * p.size, p.size, count * weight.row_bytes / sizeof(bf16), tile);
+      dot_of(count, m)(weights, p.x + row * p.size, p.size, count * weight.row_bytes / sizeof(bf16), tile);
       for (long i = 0; i < count; i++)
         for (long r = 0; r < m; r++) sums[(row + r) * kBlock + n - begin + i] = tile[i * m + r];
     }

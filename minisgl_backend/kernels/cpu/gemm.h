@@ -11,7 +11,8 @@ namespace {
 
 constexpr bool kWide = kRegisters == 32;
 constexpr int kTile = kWide ? 8 : 3;  // rows of activations that share a pass over weights
-constexpr long kGranule = 12;   // outputs of a thread are a multiple: whole tiles of 1, 2, 3 and 4 rows of weights
+constexpr int kMostRows = kWide ? 8 : 4;  // rows of weights of a tile
+constexpr long kGranule = 24;  // outputs of a thread are a multiple: whole tiles
 constexpr long kBlock = 48;     // outputs whose sums are kept until what follows them is computed, 16 at a time
 constexpr long kRows = 64;      // rows of activations whose sums are kept at once
 
@@ -43,6 +44,15 @@ constexpr std::array<Dot, sizeof...(M)> dots(std::integer_sequence<int, M...>) {
 }
 using Rows = std::make_integer_sequence<int, kTile>;
 constexpr std::array<Dot, kTile> kDots[] = {dots<1>(Rows()), dots<2>(Rows()), dots<3>(Rows()), dots<4>(Rows())};
+template <int... R>
+constexpr std::array<Dot, sizeof...(R)> single_dots(std::integer_sequence<int, R...>) {
+  return {dot<R + 1, 1>...};
+}
+constexpr std::array<Dot, kMostRows> kSingleDots = single_dots(std::make_integer_sequence<int, kMostRows>());
+
+// Rows of weights whose sums with so many rows of activations fit in registers.
+inline long rows_of_tile(long rows) { return rows == 1 ? kMostRows : kWide ? rows > 6 ? 3 : 4 : 2; }
+inline Dot dot_of(long count, long rows) { return rows == 1 ? kSingleDots[count - 1] : kDots[count - 1][rows - 1]; }
 
 struct Gemm {
   const bf16 *x, *weight, *bias, *residual;

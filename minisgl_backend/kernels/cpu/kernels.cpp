@@ -17,13 +17,11 @@
 
 namespace {
 
-// The same, with the sums, for which there is room in between.
+// `finish` with the sums, for which there is room in between.
 void outputs_of(const Gemm& p, long begin, long end, float* sums) {
   float tile[4 * kTile];
-  const bf16* weights[4];
-  // Up to the number of weight rows whose sums fit in registers; a gate and its up are two.
-  const long per_output = p.activation ? 2 : 1;
-  const long most = (kWide ? p.rows > 6 ? 3 : 4 : p.rows > 1 ? 2 : 4) / per_output;
+  const bf16* weights[kMostRows];
+  const long per_output = p.activation ? 2 : 1, most = rows_of_tile(p.rows) / per_output;
   for (long n = begin, count; n < end; n += count) {
     count = std::min(most, end - n);
     for (long i = 0; i < count; i++) {
@@ -32,7 +30,7 @@ void outputs_of(const Gemm& p, long begin, long end, float* sums) {
     }
     for (long row = 0, m; row < p.rows; row += m) {
       m = share_of(p.rows - row, kTile);
-      kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, tile);
+      dot_of(count * per_output, m)(weights, p.x + row * p.size, p.size, count * p.size, tile);
       const float* next = tile;
       for (long part = 0; part < per_output; part++) {
         float* column = sums + (part * p.rows + row) * kBlock + n - begin;

@@ -46,6 +46,7 @@ class Recording(TorchDispatchMode):
         self._steps: list[Callable[[], object]] = []
         self._calls: list[_Call] = []  # since the last of `_steps`
         self._kept: list[object] = []  # what owns memory whose addresses are in calls
+        self._made: list[torch.Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -67,6 +68,15 @@ class Recording(TorchDispatchMode):
         """Computes the step again, on the thread's own: nothing else may compute meanwhile."""
         for step in self._steps:
             step()
+
+    def repeats(self, out: torch.Tensor) -> bool:
+        """Whether a replay computes `out` again, to the bit, if all that was made for it is lost: whether nothing that
+        it needs was computed elsewhere."""
+        expected = out.view(torch.uint8).clone()
+        for made in self._made:
+            ctypes.memset(made.untyped_storage().data_ptr(), 255, made.untyped_storage().nbytes())
+        self.replay()
+        return torch.equal(out.view(torch.uint8), expected)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         function(*arguments)
@@ -96,6 +106,8 @@ class Recording(TorchDispatchMode):
         out = function(*args, **kwargs)
         self._kept.append((args, kwargs, out))
         name, outputs, inputs = function._schema.name, tree_leaves(out), tree_leaves((args, kwargs))
+        if name in _ALLOCATIONS:
+            self._made.append(out)
         if self.refusal is not None or name in _ALLOCATIONS:
             return out
         if _depends_on_numbers(function, inputs) or not all(isinstance(one, torch.Tensor) for one in outputs):
@@ -107,6 +119,7 @@ class Recording(TorchDispatchMode):
             self._steps.append(partial(function, *args, **kwargs))
         elif any(one.untyped_storage().data_ptr() not in of_inputs for one in outputs):  # others are views
             self._end_calls()
+            self._made += outputs
             self._steps.append(partial(_compute_into, outputs, partial(function, *args, **kwargs)))
         return out
 

@@ -54,10 +54,10 @@ class RecordedGraphRunner(GraphRunner):
         assert library is not None, "steps without its kernels are not recorded"
         with Recording(library) as recording:
             logits = self._parts.logits(self._decode, plan)
-        if recording.refusal is None:
+        if recording.refusal is None and recording.repeats(logits):
             self._recorded[size] = recording, logits
         else:
-            log.info("decode steps are not recorded: %s", recording.refusal)
+            log.info("decode steps are not recorded: %s", recording.refusal or "they do not repeat themselves")
             self._refuses = True
         return logits
 

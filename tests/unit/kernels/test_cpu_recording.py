@@ -58,6 +58,8 @@ def test_a_replay_computes_what_python_does(name: str, ops: CpuOps) -> None:
     recording, out = recorded(ops, step, x)
     assert recording.refusal is None
     assert torch.equal(out, step(x))
+    with torch.inference_mode():
+        assert recording.repeats(out)
     for _ in range(3):
         x.normal_()
         with torch.inference_mode():
@@ -87,6 +89,19 @@ def test_what_python_decides_is_refused(name: str, ops: CpuOps) -> None:
     assert torch.equal(out, REFUSED[name](x)) or name == "chance", "the step is computed all the same"
 
 
+def test_what_is_computed_unseen_is_noticed(ops: CpuOps) -> None:
+    unseen, x = ops.library.minisgl_rms_norm, torch.randn(4, 64).bfloat16()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        unseen(0, x.data_ptr(), WEIGHT.data_ptr(), 1e-5, 4, 64, out.data_ptr())
+        return ops.rms_norm(out, WEIGHT, 1e-5)
+
+    recording, out = recorded(ops, step, x)
+    assert recording.refusal is None
+    assert not recording.repeats(out)
+
+
 def test_functions_are_left_as_they_were(ops: CpuOps) -> None:
     before, x = ops.library.minisgl_rms_norm, torch.randn(4, 64).bfloat16()
     with pytest.raises(ZeroDivisionError), Recording(ops.library):
@@ -105,6 +120,7 @@ def test_another_threads_calls_are_its_own(ops: CpuOps) -> None:
         return ops.rms_norm(x, WEIGHT, 1e-5)
 
     recording, _ = recorded(ops, step, x)
+    assert recording.refusal is None
     out.zero_()
     recording.replay()
     assert not out.any()
