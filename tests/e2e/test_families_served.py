@@ -66,11 +66,11 @@ def greedy(folder: Path) -> list[int]:
 
 
 @contextmanager
-def served(folder: Path, log: Path) -> Iterator[tuple[int, int]]:
+def served(folder: Path, log: Path, *options: str) -> Iterator[tuple[int, int]]:
     """The ports of gRPC and of OpenAI's API."""
     http, grpc, metrics, health, api = free_ports(5)
     command = [str(Path(sys.executable).with_name("minisgl")), "serve", str(folder), "--dtype", "float32"]
-    command += ["--max-seq-len-override", "256", "--num-pages", "64", "--page-size", "16"]
+    command += ["--max-seq-len-override", "256", "--num-pages", "64", "--page-size", "16", *options]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health), ("openai", api)):
         command += [f"--{name}-port", str(port)]
     with log.open("wb") as output:
