@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from minisgl_backend.adapters.tensors import AdapterTensors, Factors
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.lora.choose import choose_lora
+from minisgl_backend.kernels.lora.reference import LoraFactors, LoraLayout
 from minisgl_backend.layers.linear import AdaptedLinear
 from minisgl_backend.layers.lora import LoraSite
 from minisgl_backend.weights.loader import TensorReads, plan_reads
@@ -28,14 +30,22 @@ class _Place(NamedTuple):
 
 
 class AdapterSlots:
-    """Makes room beside the layers that adapters change, and fills it. Slots count from 1."""
+    """All factors of a slot are one piece of memory, in the order of the model's layers: an adapter is made ready once,
+    on the host, and put into a slot by one copy. Slots count from 1, adapters from 0."""
 
     def __init__(
-        self, model: nn.Module, names: TensorNames, num_slots: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: nn.Module,
+        names: TensorNames,
+        adapters: Sequence[AdapterTensors],
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """names: of the model's checkpoints; dtype: of the model."""
-        self.num_slots, self._names = num_slots, names
-        self._dtype, self._device = dtype, device
+        """Makes room beside each layer that one of the adapters changes. names: of the model's checkpoints; dtype: of
+        the model. Raises ConfigError where a module is no linear layer of this model, or its factors do not fit."""
+        self._names = names
         self._places: dict[str, _Place] = {}  # by the outputs' names here
         parts = []
         for layer in model.modules():
@@ -46,35 +56,60 @@ class AdapterSlots:
                 target = torch.empty(rows.stop - rows.start, 1, device="meta")
                 parts.append(output.part("weight", (output.size, 1), target))
         self._reads = _reads(parts, names)  # by the modules' names in checkpoints
+        self._kernels = choose_lora(device, dtype)
+        self._ranks = self._largest_ranks(adapters)
+        layouts = {layer: self._layout(layer) for layer in self._ranks}
+        size = sum(layout.size for layout in layouts.values())
+        self._slots = torch.zeros(num_slots, size, dtype=self._kernels.dtype, device=device)
+        for layer, factors in self._factors(layouts, self._slots).items():
+            layer.adapt(LoraSite(factors, self._kernels))
+        self._adapters = [self._ready(adapter, layouts) for adapter in adapters]
 
-    def attach(self, adapters: Iterable[AdapterTensors]) -> int:
-        """Makes room for them beside each layer that one of them changes. Returns its bytes. Raises ConfigError where a
-        module is no linear layer of this model, or its factors do not fit it."""
-        adapters, ranks = list(adapters), dict[AdaptedLinear, int]()
+    @property
+    def bytes_per_slot(self) -> int:
+        return self._slots[0].nbytes
+
+    def load(self, slot: int, adapter: int) -> None:
+        """The slot is this adapter's from now on, in stream order."""
+        self._slots[slot - 1].copy_(self._adapters[adapter], non_blocking=True)
+
+    def _largest_ranks(self, adapters: Sequence[AdapterTensors]) -> dict[AdaptedLinear, int]:
+        ranks: dict[AdaptedLinear, int] = {}
+        multiple = self._kernels.rank_multiple
         for adapter in adapters:
             for module, factors in adapter.by_module.items():
                 for read in self._read(adapter, module, factors).reads:
                     layer = self._place(read.part).layer
-                    ranks[layer] = max(ranks.get(layer, 0), len(factors.a))
-        for layer, rank in ranks.items():
-            spec, num_slots = layer.method.spec, self.num_slots
-            layer.adapt(LoraSite(spec, num_slots=num_slots, rank=rank, dtype=self._dtype, device=self._device))
-        return sum(layer.lora.factors.nbytes for layer in ranks if layer.lora is not None)
+                    ranks[layer] = max(ranks.get(layer, 0), -(-len(factors.a) // multiple) * multiple)
+        return ranks
 
-    def fill(self, slot: int, adapter: AdapterTensors) -> None:
-        """The slot is this adapter's from now on; for one of those that were attached."""
-        for place in self._places.values():
-            if place.layer.lora is not None and place.output == 0:
-                place.layer.lora.factors.clear(slot)
+    def _layout(self, layer: AdaptedLinear) -> LoraLayout:
+        spec = layer.method.spec
+        return LoraLayout(tuple(output.local for output in spec.outputs), spec.local_inputs, self._ranks[layer])
+
+    def _factors(
+        self, layouts: Mapping[AdaptedLinear, LoraLayout], memory: torch.Tensor
+    ) -> dict[AdaptedLinear, LoraFactors]:
+        """memory: [slots, numbers of a slot]."""
+        found, start = {}, 0
+        for layer, layout in layouts.items():
+            found[layer] = LoraFactors.within(memory[:, start : start + layout.size], layout)
+            start += layout.size
+        return found
+
+    def _ready(self, adapter: AdapterTensors, layouts: Mapping[AdaptedLinear, LoraLayout]) -> torch.Tensor:
+        """One slot's numbers, on the host."""
+        on_gpu = self._slots.device.type == "cuda"
+        memory = torch.zeros(1, self._slots.shape[1], dtype=self._slots.dtype, pin_memory=on_gpu)
+        factors_of = self._factors(layouts, memory)
         for module, factors in adapter.by_module.items():
             for read in self._read(adapter, module, factors).reads:
                 layer, output = self._place(read.part)
                 rows = factors.b[read.index[0]]
                 rows = read.part.ordered(rows if read.outputs is None else read.outputs.of(rows, 0))
-                assert layer.lora is not None, "it was attached"
-                layer.lora.factors.fill(
-                    slot, output, _local_inputs(factors.a, layer.method.spec), rows.float() * factors.scale
-                )
+                inputs = _local_inputs(factors.a, layer.method.spec)
+                factors_of[layer].fill(0, output, inputs, rows.float() * factors.scale)
+        return memory[0]
 
     def _place(self, part: WeightPart) -> _Place:
         return self._places[part.name.removesuffix(".weight")]

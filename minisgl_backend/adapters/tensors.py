@@ -124,5 +124,5 @@ def _digest(by_module: Mapping[str, Factors]) -> bytes:
     for module, (a, b, scale) in sorted(by_module.items()):
         digest.update(f"{module} {a.dtype} {tuple(a.shape)} {b.dtype} {tuple(b.shape)} {scale!r}\n".encode())
         for tensor in (a, b):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.digest()

@@ -48,12 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def with_adapters(paged: PagedModel, folders: Sequence[Path], num_slots: int = 3) -> AdapterSlots:
     """In slots 1, 2 ..."""
-    names = paged.model.config.tensor_names
-    slots = AdapterSlots(paged.model, names, num_slots, dtype=torch.float32, device=torch.device("cpu"))
-    read = [AdapterTensors.read(folder) for folder in folders]
-    slots.attach(read)
-    for slot, adapter in enumerate(read, 1):
-        slots.fill(slot, adapter)
+    names, read = paged.model.config.tensor_names, [AdapterTensors.read(folder) for folder in folders]
+    slots = AdapterSlots(paged.model, names, read, num_slots, dtype=torch.float32, device=torch.device("cpu"))
+    for adapter in range(len(read)):
+        slots.load(adapter + 1, adapter)
     return slots
 
 
@@ -110,8 +108,7 @@ def test_a_slot_is_filled_anew_and_unused_ones_are_not_read(tmp_path: Path) -> N
     paged = PagedModel(tmp_path / "base", page_size=4)
     slots = with_adapters(paged, folders)
     expected = logits(paged, {0: PROMPTS[0]}, [3])[0]
-    few = AdapterTensors.read(folders[2])
-    slots.fill(1, few)
+    slots.load(1, 2)
     for layer in paged.model.modules():
         if getattr(layer, "lora", None) is not None:
             layer.lora.factors.a[1].fill_(torch.nan)

@@ -33,21 +33,21 @@ def add_lora_gpu(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factor
     rank_block = next(size for size in (64, 32, 16) if rank % size == 0)
     precise = "ieee" if x.dtype == torch.float32 else "tf32"
     _shrink_kernel[(tiles, stored, all_ranks // rank_block)](
-        x, factors.a, slots, hidden, num_rows, x.stride(0),
+        x, factors.a, slots, hidden, num_rows, x.stride(0), factors.a.stride(0),
         SIZE_IN=size_in, ALL_RANKS=all_ranks, PART=cdiv(cdiv(size_in, num_parts), 64) * 64, INSIDE=inside,
         ROWS=TILE_ROWS, RANK_BLOCK=rank_block, TILE_IN=64, PRECISION=precise, num_warps=4,
     )  # fmt: skip
     tile_out = factors.tile_out
     _expand_kernel[(tiles, len(factors.tiles))](
-        hidden, factors.b, slots, out, factors.tiles, num_rows, out.stride(0),
-        SIZE_OUT=factors.b.shape[1], ALL_RANKS=all_ranks, RANK=rank, PARTS=stored,
+        hidden, factors.b, slots, out, factors.tiles, num_rows, out.stride(0), factors.b.stride(0),
+        ALL_RANKS=all_ranks, RANK=rank, PARTS=stored,
         ROWS=TILE_ROWS, RANK_BLOCK=rank_block, TILE_OUT=tile_out, PRECISION=precise, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, slots_ptr, hidden_ptr, num_rows, stride_x,
+    x_ptr, a_ptr, slots_ptr, hidden_ptr, num_rows, stride_x, stride_a,
     SIZE_IN: tl.constexpr, ALL_RANKS: tl.constexpr, PART: tl.constexpr, INSIDE: tl.constexpr,
     ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _shrink_kernel(
     slot = tl.max(slots, axis=0)
     while slot > 0:
         mine = slots == slot
-        a_rows = a_ptr + ((slot - 1).to(tl.int64) * ALL_RANKS + rank[None, :]) * SIZE_IN
+        a_rows = a_ptr + (slot - 1).to(tl.int64) * stride_a + rank[None, :] * SIZE_IN
         total = tl.zeros([ROWS, RANK_BLOCK], tl.float32)
         for inside in range(INSIDE):
             first = (part * INSIDE + inside) * PART
@@ -82,8 +82,8 @@ def _shrink_kernel(
 
 @triton.jit
 def _expand_kernel(
-    hidden_ptr, b_ptr, slots_ptr, out_ptr, tiles_ptr, num_rows, stride_out,
-    SIZE_OUT: tl.constexpr, ALL_RANKS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    hidden_ptr, b_ptr, slots_ptr, out_ptr, tiles_ptr, num_rows, stride_out, stride_b,
+    ALL_RANKS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out += B (sum of hidden's parts), in float32. tiles: see `LoraFactors`."""
@@ -102,7 +102,7 @@ def _expand_kernel(
             for part in range(PARTS):
                 address = (part * num_rows + rows)[:, None] * ALL_RANKS + (ranks + rank)[None, :]
                 hidden += tl.load(hidden_ptr + address, mask=mine[:, None], other=0.0)
-            b_rows = b_ptr + ((slot - 1).to(tl.int64) * SIZE_OUT + outputs[None, :]) * RANK
+            b_rows = b_ptr + (slot - 1).to(tl.int64) * stride_b + outputs[None, :] * RANK
             b = tl.load(b_rows + rank[:, None], mask=(outputs < end)[None, :], other=0.0)
             acc = tl.dot(hidden, b.to(tl.float32), acc, input_precision=PRECISION)
         out = out_ptr + rows.to(tl.int64)[:, None] * stride_out + outputs[None, :]

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
+_ALIGNMENT = 64  # numbers, of what a slot has of each weight
+
+
+@dataclass(frozen=True)
+class LoraLayout:
+    """What a slot has for one weight of a rank: A, then B."""
+
+    sizes: tuple[int, ...]  # of the weight's outputs
+    size_in: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Numbers, with what aligns the next weight's."""
+        numbers = self.rank * (len(self.sizes) * self.size_in + sum(self.sizes))
+        return -(-numbers // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +33,8 @@ class LoraFactors:
     Each output has a rank of its own range of `a`. Ranks below `rank` are filled up with zeros, and B has the scale.
     """
 
-    a: torch.Tensor  # [num_slots, outputs * rank, inputs]
-    b: torch.Tensor  # [num_slots, size of all outputs, rank]
+    a: torch.Tensor  # [num_slots, outputs * rank, inputs], each slot contiguous
+    b: torch.Tensor  # [num_slots, size of all outputs, rank], likewise
     ends: tuple[int, ...]  # the end of each output among the rows of b
     rank: int
     # int32 [num_tiles, 3]: tiles of up to `tile_out` rows of b: the first one, the one behind it, and their output.
@@ -25,35 +42,26 @@ class LoraFactors:
     tile_out: int = 64
 
     @classmethod
-    def empty(
-        cls, num_slots: int, sizes: Sequence[int], size_in: int, rank: int, dtype: torch.dtype, device: torch.device
-    ) -> LoraFactors:
-        """Of no adapter yet. sizes: of the outputs."""
-        ends, tiles = tuple(accumulate(sizes)), []
+    def within(cls, memory: torch.Tensor, layout: LoraLayout) -> LoraFactors:
+        """memory: [num_slots, layout.size]; rows may be apart."""
+        rank, ends, tiles = layout.rank, tuple(accumulate(layout.sizes)), []
         for output, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             tiles += [(row, min(row + cls.tile_out, end), output) for row in range(start, end, cls.tile_out)]
+        ranks = len(layout.sizes) * rank
+        of_a = ranks * layout.size_in
         return cls(
-            a=torch.zeros(num_slots, len(sizes) * rank, size_in, dtype=dtype, device=device),
-            b=torch.zeros(num_slots, ends[-1], rank, dtype=dtype, device=device),
+            a=memory[:, :of_a].unflatten(1, (ranks, layout.size_in)),
+            b=memory[:, of_a : of_a + ends[-1] * rank].unflatten(1, (ends[-1], rank)),
             ends=ends,
             rank=rank,
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+            tiles=torch.tensor(tiles, dtype=torch.int32, device=memory.device),
         )
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
-    def clear(self, slot: int) -> None:
-        """The slot adds nothing from now on."""
-        self.a[slot - 1].zero_()
-        self.b[slot - 1].zero_()
-
-    def fill(self, slot: int, output: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """One output's factors, in a slot that was cleared: a [its rank, inputs], b [its size, its rank]."""
+    def fill(self, index: int, output: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """One output's factors in a slot of zeros, by its index: a [its rank, inputs], b [its size, its rank]."""
         rank, first, start = len(a), output * self.rank, self.ends[output - 1] if output else 0
-        self.a[slot - 1, first : first + rank] = a.to(self.a.dtype)
-        self.b[slot - 1, start : self.ends[output], :rank] = b.to(self.b.dtype)
+        self.a[index, first : first + rank] = a.to(self.a.dtype)
+        self.b[index, start : self.ends[output], :rank] = b.to(self.b.dtype)
 
 
 # out [num_tokens, size of all outputs], changed in place; x [num_tokens, inputs]; slots int32 [num_tokens]

@@ -24,10 +24,9 @@ def load_adapters(
     if not folders:
         return ()
     read = {name: AdapterTensors.read(Path(folder)) for name, folder in folders.items()}
-    dtype = getattr(torch, runtime.dtype)
-    slots = AdapterSlots(model, config.tensor_names, len(read), dtype=dtype, device=device)
-    num_bytes = slots.attach(read.values())
-    for slot, adapter in enumerate(read.values(), 1):
-        slots.fill(slot, adapter)
-    log.info("%d adapters in %d MiB of slots: %s", len(read), num_bytes >> 20, ", ".join(read))
+    dtype, adapters = getattr(torch, runtime.dtype), [*read.values()]
+    slots = AdapterSlots(model, config.tensor_names, adapters, len(read), dtype=dtype, device=device)
+    for number in range(len(adapters)):
+        slots.load(number + 1, number)
+    log.info("%d adapters in slots of %d MiB: %s", len(read), slots.bytes_per_slot >> 20, ", ".join(read))
     return tuple(ServedAdapter(name, slot, one.digest) for slot, (name, one) in enumerate(read.items(), 1))

@@ -7,14 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from minisgl_backend.kernels.lora.reference import LoraFactors, add_lora
+from minisgl_backend.kernels.lora.reference import LoraFactors, LoraLayout, add_lora
 
 SIZES = [((48, 16, 16), 96, 16, 5), ((130,), 1100, 48, 33), ((16, 20), 1030, 16, 513)]
 
 
 def case(sizes: tuple[int, ...], size_in: int, rank: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(rows)
-    factors = LoraFactors.empty(3, sizes, size_in, rank, dtype, torch.device("cpu"))
+    layout = LoraLayout(sizes, size_in, rank)
+    factors = LoraFactors.within(torch.zeros(3, layout.size + 128, dtype=dtype)[:, 64 : 64 + layout.size], layout)
     factors.a.normal_(0, size_in**-0.5)
     factors.b.normal_()
     factors.a[2], factors.b[2] = torch.nan, torch.nan  # a slot that no row has
