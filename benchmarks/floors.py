@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,8 +37,11 @@ class Floors:
         weights: str = "plain",
         experts: str | None = None,
         kv_number_bytes: float = PLAIN_BYTES,
+        drawn: Mapping[int, float] | None = None,
     ) -> None:
-        """weights, experts: of `layer_costs.FORMATS`; None: experts have that of the other weights."""
+        """weights, experts: of `layer_costs.FORMATS`; None: experts have that of the other weights. drawn: the distinct
+        experts of a layer that so many tokens were seen to reach."""
+        self._drawn = drawn or {}
         self._config, self._limits = config, limits
         formats = FORMATS[weights], FORMATS[experts or weights]
         costs = [
@@ -51,10 +54,12 @@ class Floors:
         self._head = config.vocab_size * config.hidden_size
 
     def distinct_experts(self, tokens: int) -> float:
-        """How many experts of a layer `tokens` tokens reach together, if each picks its own uniformly; 0: no MoE."""
+        """How many experts of a layer `tokens` tokens reach together: as was seen, or with uniform picks; 0: no MoE."""
         moe = self._config.mixture
         if moe is None:
             return 0.0
+        if tokens in self._drawn:
+            return self._drawn[tokens]
         return float(moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens))
 
     def decode_bytes(self, contexts: Sequence[float]) -> float:

@@ -62,6 +62,7 @@ class Row:
     decode: tuple[tuple[int, int], ...] = DECODE  # batch, and tokens of context
     prefill: bool = True
     offline: bool = True
+    draws: bool = False  # experts are drawn uniformly, and counted
 
 
 _FEW_AND_MANY = ((1, DECODE_CONTEXT), (64, DECODE_CONTEXT))
@@ -78,12 +79,13 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "q14-blocks-cache": Row("qwen3-14b-fp8", "q14", _FP8_CACHE, "fp8-blocks"),
         "q14-awq": Row("qwen3-14b-awq", "q14", {}, "int4"),
         "q14-gptq": Row("qwen3-14b-gptq", "q14", {}, "int4"),
+        "q14-gguf": Row("qwen3-14b-gguf", "q14", {"dummy_weights": False}, "q4_k"),
         "q30": Row("qwen3-30b-a3b", None, _EQUAL_PAGES),
         "q30-blocks": Row("qwen3-30b-a3b-fp8", "q30", {}, "fp8-blocks"),
         "q30-blocks-cache": Row("qwen3-30b-a3b-fp8", "q30", {**_EQUAL_PAGES, **_FP8_CACHE}, "fp8-blocks"),
-        "gpt-oss": Row("gpt-oss-20b", offline=False),
-        "gpt-oss-mxfp4": Row("gpt-oss-20b-mxfp4", "gpt-oss", {}, "plain", "mxfp4", offline=False),
-        "gpt-oss-120b-mxfp4": Row("gpt-oss-120b-mxfp4", None, {}, "plain", "mxfp4", offline=False),
+        "gpt-oss": Row("gpt-oss-20b", offline=False, draws=True),
+        "gpt-oss-mxfp4": Row("gpt-oss-20b-mxfp4", "gpt-oss", {}, "plain", "mxfp4", offline=False, draws=True),
+        "gpt-oss-120b-mxfp4": Row("gpt-oss-120b-mxfp4", None, {}, "plain", "mxfp4", offline=False, draws=True),
         "deepseek-v2-lite": Row("deepseek-v2-lite", decode=(*DECODE, (64, 16_000)), offline=False),
         "gemma-3-12b": Row("gemma-3-12b", offline=False),
         "qwen3.5-9b-text": Row("qwen3.5-9b-text", decode=(*DECODE, (256, DECODE_CONTEXT)), offline=False),
@@ -101,8 +103,10 @@ def measure(row: Row, tp: int = 1) -> dict[str, Any]:
     tp: GPUs of the engine."""
     import torch
 
+    from benchmarks.drawn_experts import draw_uniformly, recorded
     from benchmarks.limits import Limits
-    from benchmarks.model_shapes import make_folder
+    from benchmarks.model_shapes import IN_BLOCKS, make_folder
+    from benchmarks.random_blocks import file_bytes
     from minisgl_backend.models.config import ModelConfig
 
     limits = Limits.measured(torch.device("cuda"))
@@ -110,14 +114,25 @@ def measure(row: Row, tp: int = 1) -> dict[str, Any]:
     welcome = driver.engine.welcome
     results: dict[str, Any] = {"engine": welcome.description, "start_s": round(driver.start_seconds, 1)}
     results["pages"] = welcome.num_pages
+    model = driver.core._runner._model
+    if row.model in IN_BLOCKS:
+        loaded = sum(one.nbytes for one in model.parameters())
+        results["memory_over_file"] = round(loaded / file_bytes(make_folder(row.model, MODELS)), 3)
+    if row.draws:
+        draw_uniformly(model)
     for batch, context in row.decode:
         results |= _decode_row(driver, decode_name(batch, context), batch, context)
     if row.prefill:
         results["prefill_tok_s"] = _prefill(driver, PROMPT, NUM_PROMPTS)
     if row.offline:
         results["offline_tok_s"] = _offline(driver)
+    if row.draws:
+        with recorded([batch for batch, _ in row.decode]) as drawn:
+            _prefill(driver, PROMPT - 1, NUM_PROMPTS // 4)  # other tokens than those that are cached
+        results["distinct_experts"] = drawn.distinct
     driver.close()
-    known = floors(row, ModelConfig.load(make_folder(row.model, MODELS)), limits.times(tp))
+    found = results.get("distinct_experts")
+    known = floors(row, ModelConfig.load(make_folder(row.model, MODELS)), limits.times(tp), found)
     return results | {f"floor_{name}": known[name] for name in results if name in known}
 
 
@@ -126,12 +141,12 @@ def decode_name(batch: int, context: int) -> str:
     return f"bs{batch}_ms" if context == DECODE_CONTEXT else f"bs{batch}_{context}_ms"
 
 
-def floors(row: Row, config: ModelConfig, limits: Limits) -> dict[str, float]:
-    """Of all that a row measures, by its names. config: of its model, by a native family."""
+def floors(row: Row, config: ModelConfig, limits: Limits, drawn: Mapping[int, float] | None = None) -> dict[str, float]:
+    """Of all that a row measures, by its names. config: of its model, by a native family. drawn: see `Floors`."""
     from benchmarks.floors import Floors
 
     cache_bytes = 1.0 if "kv_cache_dtype" in row.options else 2.0
-    card = Floors(config, limits, weights=row.weights, experts=row.experts, kv_number_bytes=cache_bytes)
+    card = Floors(config, limits, weights=row.weights, experts=row.experts, kv_number_bytes=cache_bytes, drawn=drawn)
     found = {decode_name(batch, context): card.decode_ms(batch, context) for batch, context in row.decode}
     if row.prefill:
         found["prefill_tok_s"] = card.prefill_tok_s(PROMPT)

@@ -40,6 +40,7 @@ FORMATS: Mapping[str, FormatCost] = MappingProxyType(
         "fp8": FormatCost(number_bytes=1, output_bytes=4, rate=2.0),  # float32 scales of outputs
         "fp8-blocks": FormatCost(number_bytes=1, group=128 * 128, group_bytes=4, rate=2.0),
         "int4": FormatCost(number_bytes=0.5, group=128, group_bytes=2.5),  # scale in 16 bits, zero point in 4
+        "q4_k": FormatCost(number_bytes=0.5, group=256, group_bytes=16),  # GGUF's, with 6-bit scales and minima of 32
         "mxfp4": FormatCost(number_bytes=0.5, group=32, group_bytes=1),  # scale of 8 bits
     }
 )

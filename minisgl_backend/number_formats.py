@@ -71,9 +71,9 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             readers={"mxfp4": "minisgl_backend.weights.schemes.mxfp4:read_mxfp4"},
         ),
         "gguf": WeightFormat(  # of GGUF files, where `weights.schemes.gguf` says so
-            title="GGUF's blocks as they lie in the file (Q4_0 to Q8_0, Q4_K to Q6_K), on CPUs",
+            title="GGUF's blocks (on CPUs Q4_0 to Q8_0 and Q4_K to Q6_K, on GPUs Q4_0, Q4_K, Q8_0)",
             factory="minisgl_backend.weights.gguf:GGUFFactory",
-            capability=(99, 9),
+            capability=(8, 0),
             vocabulary=True,
         ),
     }

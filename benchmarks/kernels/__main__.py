@@ -1,6 +1,7 @@
 """Kernels alone on one GPU: decode attention and small-batch GEMMs against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,kv8,latents,linear,shards,moe,sampling,chain,states] [--json]
+    python -m benchmarks.kernels
+        [--only attention,kv8,latents,linear,int4,blocks,shards,moe,sampling,chain,states] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -14,6 +15,7 @@ import json
 from benchmarks.kernels.attention import bench_attention, bench_kv8
 from benchmarks.kernels.chain import bench_chain
 from benchmarks.kernels.gemms import bench_linear, bench_moe, bench_shards
+from benchmarks.kernels.int4 import bench_blocks, bench_int4
 from benchmarks.kernels.latents import bench_latents
 from benchmarks.kernels.sampling import bench_sampling
 from benchmarks.kernels.states import bench_states
@@ -41,6 +43,10 @@ def main() -> None:
         bench_latents(results, options.tune, timer)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
+    if "int4" in parts:
+        bench_int4(results, options.tune, timer)
+    if "blocks" in parts:
+        bench_blocks(results, timer)
     if "shards" in parts:
         bench_shards(results)
     if "moe" in parts:

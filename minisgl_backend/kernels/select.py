@@ -9,10 +9,13 @@ import torch
 from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.gguf.packed import PACKED
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.moe.mixtures import MixtureKernels
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.number_formats import GGUF_BLOCKS, WEIGHT_FORMATS
 
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
@@ -29,9 +32,18 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
-def serves_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether GEMMs there are made with GGUF's blocks as they lie in files. dtype: of the model."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and cpu_library() is not None
+def block_types(device: torch.device, dtype: torch.dtype, is_mixture: bool = False) -> tuple[str, ...]:
+    """The types of GGUF's blocks with which GEMMs there are made: on a CPU as they lie in files, on a GPU laid out
+    anew. dtype, is_mixture (of experts): of the model."""
+    if dtype != torch.bfloat16:
+        return ()
+    if device.type == "cpu":
+        return () if cpu_library() is None else tuple(GGUF_BLOCKS)
+    if not torch.cuda.is_available():  # a GPU that is asked about by name
+        return ()
+    facts = DeviceFacts.of(device)
+    serves = on_gpu(facts) and facts.capability is not None and facts.capability >= WEIGHT_FORMATS["gguf"].capability
+    return PACKED if serves and not is_mixture else ()
 
 
 class DeviceKernels:

@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.needs import AttentionNeeds, Scores
-from minisgl_backend.kernels.select import select_kernels, select_ops, serves_blocks
+from minisgl_backend.kernels.select import block_types, select_kernels, select_ops
 from minisgl_backend.kv.grouping import group_layers
 from minisgl_backend.kv.groups import MOST_GROUPS
 from minisgl_backend.kv.kinds import kind_of
@@ -42,8 +42,9 @@ def build_model(config: ModelConfig, model_dir: str | Path, load: LoadConfig) ->
     says.
     """
     formats = config.quantization.with_option(load.quantization)
-    if not load.dummy_weights and load.ops is None and serves_blocks(load.device, load.dtype):
-        formats = with_blocks(formats, Path(model_dir))
+    if not load.dummy_weights and load.ops is None:
+        types = block_types(load.device, load.dtype, config.mixture is not None)
+        formats = with_blocks(formats, Path(model_dir), types)
     layer_context = layer_context_of(config, formats, load)
     checkpoint = None if load.dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):

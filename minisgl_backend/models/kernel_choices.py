@@ -20,9 +20,10 @@ from minisgl_backend.kernels.candidate import PLAIN, Chooser, Key
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import BARE, GemmCall, LinearKey
-from minisgl_backend.kernels.linear.choose import LinearChooser, layouts_on
+from minisgl_backend.kernels.linear.choose import LinearChooser
 from minisgl_backend.kernels.linear.int4.reference import Int4Weight
 from minisgl_backend.kernels.linear.int4.repacked import fitting_layouts
+from minisgl_backend.kernels.linear.int4.served import layouts_on
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.choose import ExpertsKey

@@ -1,4 +1,4 @@
-"""The format `gguf`: weights in the blocks of a GGUF file, as they lie there and mapped.
+"""The format `gguf`: weights in the blocks of a GGUF file; here on a CPU, as they lie there and mapped.
 
 A tensor that is in no blocks of GGUF_BLOCKS, or whose blocks tensor parallelism would cut, is in bfloat16.
 """
@@ -22,6 +22,7 @@ from minisgl_backend.number_formats import GGUF_BLOCKS
 from minisgl_backend.process.memory import in_words
 from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec, experts_part
 from minisgl_backend.weights.experts.plain import PlainExpertsMethod
+from minisgl_backend.weights.gguf_packed import PackedLinearMethod
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import StoredRows, WeightPart
 from minisgl_backend.weights.plain import PlainLinearMethod, linear_part
@@ -157,6 +158,9 @@ class GGUFFactory(MethodFactory):
     def linear(self, spec: LinearSpec) -> LinearMethod:
         if spec.local_inputs % GROUP:  # no blocks have such rows
             return PlainLinearMethod(spec, self.kernels.plain, self.dtype, self.device)
+        if self.kernels.on_gpu:
+            self.kernels.gemms.scratch  # noqa: B018  made before anything is captured
+            return PackedLinearMethod(spec, self.gemms, self.dtype, self.device)
         return BlockLinearMethod(spec, self.gemms, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
@@ -169,8 +173,8 @@ def log_kept(model: nn.Module) -> None:
     """Says how much of a model's weights lies in blocks of which type, and how much does not."""
     total: Counter[str] = Counter()
     for module in model.modules():
-        if isinstance(module, (BlockLinearMethod, BlockExpertsMethod)):
+        if isinstance(module, (BlockLinearMethod, BlockExpertsMethod, PackedLinearMethod)):
             total.update(module.kept_bytes)
     if total:
         kinds = ", ".join(f"{kind or 'bfloat16'} {in_words(size)}" for kind, size in sorted(total.items()))
-        log.info("weights that are served as they lie in the file, which is mapped, and others: %s", kinds)
+        log.info("weights in blocks of the file (on a CPU as they lie there, mapped), and others: %s", kinds)

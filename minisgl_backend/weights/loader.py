@@ -54,7 +54,7 @@ class Read:
         """Gives the part what the file has of it, as it lies there; False: it has no such rows, or cuts them."""
         take = None if self.transposed else self.part.keep
         rows = None if take is None else source.stored_rows(self.index)
-        if take is None or rows is None:
+        if take is None or rows is None or rows.type not in self.part.keep_types:
             return False
         data = rows.data if self.outputs is None else self.outputs.of(rows.data, 0)
         take(StoredRows(rows.type, self.part.ordered(data)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
+
+from minisgl_backend.number_formats import GGUF_BLOCKS
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -50,6 +52,7 @@ class WeightPart:
     # Receives the part in place of `target`, which is then on no device: as it lies in the file, where that has it in
     # rows of GGUF_BLOCKS, else its numbers.
     keep: Callable[..., None] | None = None  # StoredRows or a tensor, and of experts each one's number, as `expert`
+    keep_types: Collection[str] = tuple(GGUF_BLOCKS)  # of blocks that it takes so
     optional: bool = False  # where the file has no such tensor, the target keeps what it has
 
     @property

@@ -10,9 +10,9 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.choose import MACHETE_ROWS, MARLIN_ROWS
 from minisgl_backend.kernels.linear.int4.reference import Int4Weight, dequantize
 from minisgl_backend.kernels.linear.int4.repacked import LAYOUTS, layout_of
+from minisgl_backend.kernels.linear.int4.served import MACHETE_ROWS, MARLIN_ROWS
 from minisgl_backend.kernels.linear.kernels import GemmDevice, LinearKernels
 from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 from minisgl_backend.kernels.linear.libraries.marlin import Marlin
@@ -63,6 +63,30 @@ def test_linear(rows: int, kind: str, group: int, zeros: bool, dtype: torch.dtyp
     assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.parametrize("cut", [(64, 8, 2, 3), (128, 16, 4, 3), (256, 64, 8, 2), (128, 128, 8, 2)])
+@pytest.mark.parametrize(("group", "zeros", "gated"), [(128, True, True), (32, False, False), (64, True, False)])
+def test_tiles_cut_between_programs(cut: tuple[int, int, int, int], group: int, zeros: bool, gated: bool) -> None:
+    """Whole tiles, parts of one and of several; the same bits each time."""
+    from minisgl_backend.kernels.linear.int4 import many_rows
+
+    torch.manual_seed(group)
+    tile, tile_rows, warps, stages = cut
+    device = kernels().device
+    for rows, programs in ((tile_rows, 7), (3, 132), (tile_rows + 1, 33)):
+        weight = random_weight(1088, 2048, group=group, zeros=zeros, dtype=BF16, device="cuda")
+        x = torch.randn(rows, 2048, device="cuda").to(BF16)
+        residual = None if gated else torch.randn(rows, 1088, device="cuda").to(BF16)
+        call = GemmCall(residual=residual, activation="silu" if gated else None)
+        shape = many_rows.ManyShape(tile, tile_rows, warps, stages, 2)
+        expected = LinearKernels("int4", GemmDevice(TorchOps())).linear(
+            x.float(), weight, call._replace(residual=None if residual is None else residual.float())
+        )
+        found = [many_rows.linear(x, weight, device.workspace, call, shape, programs) for _ in range(4)]
+        assert relative(found[0], expected) < 1e-2
+        assert all(torch.equal(found[0], other) for other in found[1:])
+    assert int(device.workspace.counters.abs().sum()) == 0
+
+
 def test_numbers_are_exact() -> None:
     """Each of the 16 at each place of a block, with each zero point: x picks one input."""
     from minisgl_backend.kernels.linear.int4.dequantized import dequantize_rows
@@ -72,8 +96,7 @@ def test_numbers_are_exact() -> None:
         weight = random_weight(256, block, group=block, zeros=True, dtype=BF16, device="cuda", plane=plane)
         weight.scales.fill_(1.0)
         expected = dequantize(weight, torch.bfloat16)
-        scratch = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-        assert torch.equal(dequantize_rows(weight, slice(0, 256), torch.bfloat16, scratch), expected)
+        assert torch.equal(dequantize_rows(weight, slice(0, 256), torch.empty_like(expected)), expected)
         one = torch.eye(block, device="cuda", dtype=torch.bfloat16)
         for rows in (8, 16, 64):
             for start in range(0, block, rows):

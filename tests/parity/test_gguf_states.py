@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.select import serves_blocks
+from minisgl_backend.kernels.select import block_types
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.weights.gguf import BlockLinearMethod
@@ -235,7 +235,7 @@ def test_what_is_not_served_is_refused_by_name(name: str, key: str, value: Any, 
         find_model_dir(str(converted(name, tmp_path / "model", **{key: value})))
 
 
-@pytest.mark.skipif(not serves_blocks(torch.device("cpu"), torch.bfloat16), reason="this CPU has no kernels for blocks")
+@pytest.mark.skipif(not block_types(torch.device("cpu"), torch.bfloat16), reason="this CPU has no kernels for blocks")
 @pytest.mark.parametrize(
     "name", ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("lfm2", "qwen3_5"))]
 )

@@ -27,7 +27,7 @@ CARD = Limits(bytes_per_s=3.1e12, flop_per_s=700e12)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_have_options_that_there_are_a_base_before_them_and_floors(name: str) -> None:
     row = ROWS[name]
-    EngineConfig(model="folder", dummy_weights=True, **row.options)
+    EngineConfig(model="folder", **{"dummy_weights": True, **row.options})
     assert row.base is None or list(ROWS).index(row.base) < list(ROWS).index(name)
     config: dict[str, Any] = {key: value for key, value in SHAPES[row.model].items() if key != "quantization_config"}
     found = floors(row, ModelConfig.from_dicts(config, {}), CARD)

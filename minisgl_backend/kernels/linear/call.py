@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
+
 
 class GemmCall(NamedTuple):
     """epilogue(norm(x) @ weight.T): x [num_tokens, size_in] -> [num_tokens, size_out].
@@ -75,3 +77,9 @@ class LinearKey(NamedTuple):
 
 
 BARE = GemmCall()  # x @ weight.T
+
+
+def representative_rows(rows: int) -> int:
+    """The next power of two, within MEASURED_ROWS."""
+    least, most = MEASURED_ROWS
+    return min(max(least, 1 << (rows - 1).bit_length()), most)

@@ -11,16 +11,16 @@ Which rows are `close`, so that they are measured against each other at start (m
   For the row `cublaslt`, algorithms are measured and not kernels (tuned.py).
 - FP8 and 4 bits, few rows: none, for the same reason, and since they read a half or a quarter of the other kernels'
   bytes.
-- FP8 with 33 rows or more, 4-bit gated weights with 65 to 256, other weights with Marlin and 129 to 256, INT8: the
-  kernels of libraries and ours that the device has. Where ours lost by far on Hopper (`fp8_many_rows`), it is not
-  measured: each shape would have to be compiled first.
+- FP8 with 33 rows or more, 4-bit gated weights with 65 to 256 before Hopper, other weights with Marlin and 129 to 256,
+  4 bits with Machete or Marlin beside `int4_many_rows`, INT8: the kernels of libraries and ours that the device has.
+  Where ours lost by far on Hopper (`fp8_many_rows`), it is not measured: each shape would have to be compiled first.
 - 4 bits, Machete: its tiles, since the one that its library takes was slower by half for some shapes; from 257 rows on
   also dequantizing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
@@ -39,7 +39,19 @@ from minisgl_backend.kernels.candidate import (
     on_gpu,
 )
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, TORCH_BLOCKS, DeviceFacts
-from minisgl_backend.kernels.linear.call import LinearKey
+from minisgl_backend.kernels.linear.call import LinearKey, representative_rows
+from minisgl_backend.kernels.linear.int4.served import (
+    blocks_few,
+    int4_dequantized_close,
+    int4_few,
+    int4_gated,
+    int4_many,
+    int4_many_close,
+    machete,
+    machete_rival,
+    marlin,
+    marlin_close,
+)
 from minisgl_backend.kernels.linear.libraries import machete_tiles
 from minisgl_backend.kernels.linear.libraries.machete_tiles import TILES
 from minisgl_backend.kernels.linear.plain.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
@@ -56,23 +68,10 @@ FP8_CLOSE_ROWS = 32  # above this, the kernels of libraries may be as fast as ou
 FP8_ROWWISE = (9, 0)  # least capability for which torch has an FP8 GEMM with a scale for each row
 FP8_BLOCK = (128, 128)  # outputs and inputs of a block in torch's block-scaled GEMM on Hopper
 FP8_ALIGNMENT = 16  # sizes of torch's `_scaled_mm` are multiples of it
-INT4_FEW_ROWS = 64  # up to this, 4-bit weights are dequantized in registers; above it, once in memory
-INT4_GATED_ROWS = 256  # likewise for gated weights, which are the largest
-# Kernels of vLLM with their own weight layout, the faster one first: least and greatest capability of each.
-LAYOUTS: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
-    {"machete": ((9, 0), (9, 0)), "marlin": ((8, 0), (99, 9))}
-)
-MARLIN_ROWS = range(17, 257)  # row counts for which it was faster on an H100; at 512 dequantizing is
-MARLIN_CLOSE_ROWS = 128  # above this, dequantizing may be as fast
-# On an H100 it was faster from 17 rows up to all that were tried, 512, where dequantizing took 1.5 of its time and
-# cuBLAS with 16-bit weights 0.9. So the two should break even near 3,000.
-MACHETE_ROWS = range(17, 2049)
-MACHETE_CLOSE_ROWS = range(257, 4097)
 INT8_ALIGNMENT = 8  # weight sizes of cuBLAS' integer GEMM are multiples of it
 SGL_ALIGNMENT = 16  # likewise for sgl-kernel's 8-bit GEMMs
 # Least and greatest capability for which sgl-kernel has them.
 SGL_FP8, SGL_FP8_BLOCKS, SGL_INT8 = ((8, 9), (12, 9)), ((9, 0), (9, 0)), ((8, 0), (9, 0))
-MEASURED_ROWS = (16, 8192)  # contenders are measured for powers of two in this range
 _TORCH = "everything else: cuBLAS or oneDNN"
 CPU_ROWS = 64  # largest for kernels.cpp with AVX-512 BF16: with more, torch's oneDNN is as fast, and faster with AMX
 CPU_ACTIVATIONS = (None, "silu", "gelu_tanh", "swiglu_oai")  # that its epilogues have
@@ -186,52 +185,6 @@ def _has_sgl(key: LinearKey, facts: DeviceFacts, least: tuple[int, int], most: t
     return "sgl_kernel" in facts.libraries and fits and key.dtype.itemsize == 2 and key.is_aligned(SGL_ALIGNMENT)
 
 
-def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
-    return 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
-
-
-def _int4_gated(key: LinearKey, facts: DeviceFacts) -> bool:
-    # Not where a library is faster anyway: our kernel would be compiled for this many rows just to be measured.
-    no_library = "vllm" not in facts.libraries or key.repacked is None
-    return bool(key.activation) and INT4_FEW_ROWS < key.rows <= INT4_GATED_ROWS and no_library
-
-
-def _marlin(key: LinearKey, facts: DeviceFacts) -> bool:
-    return key.rows in MARLIN_ROWS and _has_second(key, facts, "marlin")
-
-
-def _marlin_close(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _marlin(key, facts) and key.rows > MARLIN_CLOSE_ROWS
-
-
-def _int4_many_close(key: LinearKey, facts: DeviceFacts) -> bool:
-    machete = key.rows in MACHETE_CLOSE_ROWS and _has_second(key, facts, "machete")
-    return _int4_gated(key, facts) or _marlin_close(key, facts) or machete
-
-
-def layouts_on(facts: DeviceFacts) -> tuple[str, ...]:
-    """Those of LAYOUTS whose kernels run on this device and may be installed, the faster one first."""
-    if "vllm" not in facts.libraries or facts.capability is None:
-        return ()
-    return tuple(name for name, (least, most) in LAYOUTS.items() if least <= facts.capability <= most)
-
-
-def _has_second(key: LinearKey, facts: DeviceFacts, layout: str) -> bool:
-    return key.repacked == layout and "vllm" in facts.libraries
-
-
-def _machete(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
-    serves = _has_second(key, facts, "machete") and key.rows in MACHETE_ROWS
-    return serves and machete_tiles.first_tile(key.rows, key.size_out, key.size_in) == tile
-
-
-def _machete_rival(key: LinearKey, facts: DeviceFacts, tile: str) -> bool:
-    if not _has_second(key, facts, "machete"):
-        return False
-    contends = key.rows in MACHETE_ROWS or key.rows in MACHETE_CLOSE_ROWS
-    return contends and tile in machete_tiles.contenders(representative_rows(key.rows))
-
-
 def is_int8_aligned(size_out: int, size_in: int) -> bool:
     """Whether cuBLAS' integer GEMM supports weights of this size."""
     return size_out % INT8_ALIGNMENT == 0 and size_in % INT8_ALIGNMENT == 0
@@ -341,20 +294,24 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8.reference:linear", on=not_on_gpu),
         ),
         "int4": (
-            *(_tile(tile, "Hopper: vLLM's, where memory has room for its layout too", _machete) for tile in TILES),
+            *(_tile(tile, "Hopper: vLLM's, where memory has room for its layout too", machete) for tile in TILES),
             _Row(
-                "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", _marlin,
-                close=_marlin_close, run=f"{_HERE}.int4.dequantized:run_repacked", arguments=("marlin",),
+                "marlin", "some tens of rows: vLLM's, where memory has room for its layout of the weight too", marlin,
+                close=marlin_close, run=f"{_HERE}.int4.dequantized:run_repacked", arguments=("marlin",),
             ),
             _Row(
-                "int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few,
-                close=_int4_gated, run=f"{_HERE}.int4.few_rows:run",
+                "int4_many_rows", "Hopper: as operands in registers, work cut evenly between programs", int4_many,
+                close=int4_many_close, run=f"{_HERE}.int4.many_rows:run",
+            ),
+            _Row(
+                "int4_few_rows", "bound by weights' bytes: they become operands in registers", int4_few,
+                close=int4_gated, run=f"{_HERE}.int4.few_rows:run",
             ),
             _Row(
                 "int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", always,
-                close=_int4_many_close, run=f"{_HERE}.int4.dequantized:run",
+                close=int4_dequantized_close, run=f"{_HERE}.int4.dequantized:run",
             ),
-            *(_tile(tile, "another tile", _machete_rival) for tile in TILES),
+            *(_tile(tile, "another tile", machete_rival) for tile in TILES),
             _cpu("activations in 16 bits, sums in integers", _for_cpu),
             _Row("torch", "the weight is dequantized", always, run=f"{_HERE}.int4.reference:linear", on=not_on_gpu),
         ),
@@ -362,6 +319,13 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row(
                 "cpu_blocks", "blocks as they lie in the file: norm, activation and residual inside", always,
                 run="minisgl_backend.kernels.cpu.blocks:linear", on=on_cpu,
+            ),
+            _Row(
+                "gguf_few_rows", "blocks become operands in registers", blocks_few, run=f"{_HERE}.gguf.gpu:run",
+            ),
+            _Row(
+                "gguf_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", always,
+                run=f"{_HERE}.gguf.gpu:run_dequantized",
             ),
             _Row("torch", "blocks become float32", always, run=f"{_HERE}.blocks_reference:linear", on=not_on_cpu),
         ),
@@ -407,9 +371,3 @@ class LinearChooser(Chooser[LinearKey]):
 def representative(key: LinearKey) -> LinearKey:
     """The key whose measurement decides for this one: its rows are rounded up to `representative_rows`."""
     return key._replace(rows=representative_rows(key.rows))
-
-
-def representative_rows(rows: int) -> int:
-    """The next power of two, within MEASURED_ROWS."""
-    least, most = MEASURED_ROWS
-    return min(max(least, 1 << (rows - 1).bit_length()), most)

@@ -17,7 +17,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.select import serves_blocks
+from minisgl_backend.kernels.select import block_types
 from minisgl_backend.kv.groups import room_in
 from minisgl_backend.kv.pool import LayerPlace, bytes_per_page, max_pages, places_after
 from minisgl_backend.models.config import ModelConfig
@@ -149,8 +149,10 @@ def _repacked(runtime: RuntimeConfig, model: ModelConfig, room: int) -> int:
 def weight_formats(runtime: RuntimeConfig, model: ModelConfig) -> QuantizationConfig:
     """Number formats of a model's weights here: what its files and options say, and what the device makes of them."""
     formats = model.quantization.with_option(runtime.config.quantization)
-    is_kept = serves_blocks(torch.device(runtime.device), getattr(torch, runtime.dtype))
-    return with_blocks(formats, Path(runtime.model_dir)) if is_kept and not runtime.config.dummy_weights else formats
+    if runtime.config.dummy_weights:
+        return formats
+    types = block_types(torch.device(runtime.device), getattr(torch, runtime.dtype), model.mixture is not None)
+    return with_blocks(formats, Path(runtime.model_dir), types)
 
 
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,16 +25,16 @@ class BlockScheme:
         return f"GGUF's blocks as they lie in the file ({', '.join(self.kept)}){rest}"
 
 
-def with_blocks(formats: QuantizationConfig, folder: Path) -> QuantizationConfig:
-    """`formats`, which the folder and options say, on a device that multiplies blocks as they lie."""
-    if formats.rules or not (folder / INDEX).is_file():
+def with_blocks(formats: QuantizationConfig, folder: Path, served: Collection[str] = GGUF_BLOCKS) -> QuantizationConfig:
+    """`formats`, which the folder and options say, on a device that multiplies blocks of the types `served`."""
+    if not served or formats.rules or not (folder / INDEX).is_file():
         return formats
     types = {
         tensor.type
         for tensor in GGUFIndex.load(folder / INDEX).tensors
         if len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16")
     }
-    kept = tuple(sorted(types & set(GGUF_BLOCKS)))
+    kept = tuple(sorted(types.intersection(served)))
     if not kept:
         return formats
     others = tuple(sorted(types.difference(kept)))

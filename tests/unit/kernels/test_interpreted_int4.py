@@ -27,6 +27,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels.linear.int4 import few_rows as linear_int4
+from minisgl_backend.kernels.linear.int4 import many_rows
 from minisgl_backend.kernels.linear.int4.dequantized import dequantize_rows
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import int4 as moe_int4
@@ -76,9 +77,30 @@ def test_linear(case: tuple[int, int, bool, int, dict[str, Any], str]) -> None:
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("case", list(LINEAR.values())[:4], ids=list(LINEAR)[:4])
+@pytest.mark.parametrize(("programs", "count"), [(3, 2), (7, 4)])
+def test_tiles_cut_between_programs(
+    programs: int, count: int, case: tuple[int, int, bool, int, dict[str, Any], str]
+) -> None:
+    """Whole tiles, parts of one, and of several."""
+    size_in, group, zeros, rows, _, epilogue = case
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, size_in), random_weight(100, size_in, group=group, zeros=zeros)
+    call = GemmCall(
+        bias=torch.randn(100) if epilogue == "bias" else None,
+        residual=torch.randn(rows, 100) if epilogue == "residual" else None,
+        activation="silu" if epilogue == "gated" else None,
+    )
+    workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
+    shape = many_rows.ManyShape(32, 16, 4, 2, count, least=1)
+    found = many_rows.linear(x, weight, workspace, call, shape, programs)
+    assert relative(found, LinearKernels("int4", GemmDevice(TorchOps())).linear(x, weight, call)) < 1e-5
+    assert int(workspace.counters.abs().sum()) == 0
+
+
 def test_rows_are_dequantized() -> None:
     weight = random_weight(70, 300, group=32, zeros=True)
-    found = dequantize_rows(weight, slice(32, 70), torch.float32, torch.empty(1 << 18, dtype=torch.uint8))
+    found = dequantize_rows(weight, slice(32, 70), torch.empty(38, 300))
     assert torch.equal(found, dequantize(weight, torch.float32)[32:])
 
 
@@ -113,6 +135,7 @@ COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.linear.int4 import few_rows as linear
+from minisgl_backend.kernels.linear.int4 import many_rows as many
 from minisgl_backend.kernels.moe import int4 as moe
 
 TYPES = dict(words_ptr="*i32", zeros_ptr="*u8", partial_ptr="*fp32", pair_weights_ptr="*fp32", counters_ptr="*i32",
@@ -136,6 +159,15 @@ found = compiled(linear._linear_kernel, shape.num_warps, shape.num_stages, SIZE_
                  SPLIT=1, ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
                  EARLY=shape.early, BIAS=False, RESIDUAL=False, GATED=True, ACTIVATION="silu", PDL=True, **common)
 assert found.asm["ptx"].count("lop3.b32") >= 8
+TYPES |= dict(low_ptr="*i32")
+for fields in (0, 5):
+    TYPES |= dict(scales_ptr="*i32") if fields else {}
+    shape = many.many_shape(64, 34816 * 5120)
+    _, constants = many._launch(shape, 64, 17408, 5120, 32 if fields else 128, 32, 132, True, False)
+    found = compiled(many._many_kernel, WORDS=640, FIELDS=fields, FIELD_STRIDE=34816, EIGHT=False, ZEROS=not fields,
+                     BIAS=False, RESIDUAL=False, ACTIVATION="silu", ASM=True, **constants)
+    assert found.asm["ptx"].count("wgmma.mma_async") >= 32
+del TYPES["scales_ptr"]
 cut = moe.moe_shape(128 * 64, 128).down
 compiled(moe._experts_kernel, cut.num_warps, cut.num_stages, "fp16", K=8, PLAN="sorted", SIZE_OUT=5120, SIZE_IN=5120,
          GROUPS=40, ROWS=64, TILE_OUT=cut.tile_out, X_FIRST=cut.x_first, SCALED=cut.scaled, GATED=False,

@@ -15,7 +15,8 @@ from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
 from minisgl_backend.kernels.linear.call import LinearKey
-from minisgl_backend.kernels.linear.choose import LinearChooser, layouts_on
+from minisgl_backend.kernels.linear.choose import LinearChooser
+from minisgl_backend.kernels.linear.int4.served import layouts_on
 from minisgl_backend.kernels.moe import choose as moe
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.number_formats import WEIGHT_FORMATS
@@ -95,6 +96,7 @@ def test_which_kernel_multiplies(name: str) -> None:
         ("fp8", "h200", {"block": (64, 128)}, "fp8_small_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("fp8", "l40s", {}, "fp8_small_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
+        ("int4", "h100", {}, "int4_few_rows int4_few_rows int4_many_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {"repacked": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
         (
             "int4",
@@ -151,7 +153,7 @@ SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
             "h100",
             {"activation": "silu", "repacked": "machete"},
             {
-                64: "machete_128x64 machete_128x32 machete_256x64",
+                64: "machete_128x64 int4_many_rows machete_128x32 machete_256x64",
                 256: "machete_128x128 machete_256x128 machete_128x256",
                 4096: "int4_dequantized machete_128x128 machete_256x128 machete_128x256",
             },
@@ -180,7 +182,7 @@ def test_what_a_device_lacks_is_not_chosen() -> None:
     patient = replace(H200, dependent_launch=False)
     assert LinearChooser("plain", patient).kernel(long) == "cublaslt"
     twice = LinearKey(64, 7168, 5120, BF16, repacked="marlin")
-    assert LinearChooser("int4", replace(H200, libraries=frozenset())).kernel(twice) == "int4_few_rows"
+    assert LinearChooser("int4", replace(H200, libraries=frozenset())).kernel(twice) == "int4_many_rows"
 
 
 def test_rows_that_marlin_multiplies() -> None:
@@ -189,8 +191,8 @@ def test_rows_that_marlin_multiplies() -> None:
         for activation in (None, "silu"):
             key = LinearKey(rows, 7168, 5120, BF16, activation=activation, repacked="marlin")
             assert (chooser.kernel(key) == "marlin") == expected
-            is_close = 128 < rows <= 256
-            assert chooser.contenders(key) == (("marlin", "int4_dequantized") if is_close else ())
+            rival = "int4_many_rows" if rows <= 128 else "int4_dequantized"  # this weight is not large
+            assert chooser.contenders(key) == (("marlin", rival) if 17 <= rows <= 256 else ())
 
 
 def test_rows_that_machete_multiplies() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -12,15 +15,16 @@ from minisgl_backend.kernels.linear.epilogue import apply_epilogue
 from minisgl_backend.kernels.linear.int4 import few_rows
 from minisgl_backend.kernels.linear.int4.planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4.reference import MIDDLE, PLANES, Int4Weight
-from minisgl_backend.kernels.linear.kernels import GemmDevice
+from minisgl_backend.kernels.linear.kernels import GemmDevice, QuantizedWeight
 
 _TILE_OUT = 32
+Weight = TypeVar("Weight", bound=QuantizedWeight)
 
 
 def run(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
     if call.norm_weight is not None:
         x = device.ops.rms_norm(x, call.norm_weight, call.eps)
-    return apply_epilogue(device, _by_parts(x, weight, device.scratch), call)
+    return apply_epilogue(device, by_parts(x, weight, dequantize_rows, device.scratch), call)
 
 
 def run_repacked(kernel: str, device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
@@ -32,24 +36,29 @@ def run_repacked(kernel: str, device: GemmDevice, x: torch.Tensor, weight: Int4W
     return apply_epilogue(device, weight.repacked.linear(x, kernel), call)
 
 
-def _by_parts(x: torch.Tensor, weight: Int4Weight, scratch: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T, dequantizing as many outputs at a time as fit into the scratch buffer."""
-    out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
-    step = max(_TILE_OUT, len(scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
-    for start in range(0, weight.size_out, step):
-        rows = slice(start, min(start + step, weight.size_out))
-        torch.mm(x, dequantize_rows(weight, rows, x.dtype, scratch).t(), out=out[:, rows])
+def by_parts(
+    x: torch.Tensor,
+    weight: Weight,
+    dequantize: Callable[[Weight, slice, torch.Tensor], torch.Tensor],
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """x @ weight.T, dequantizing as many outputs at a time as fit into `scratch`, uint8. dequantize: of outputs, into
+    a tensor [outputs, size_in]."""
+    (rows, size_in), size_out = x.shape, weight.kind.size_out
+    out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
+    step = max(_TILE_OUT, len(scratch) // (x.element_size() * size_in) // _TILE_OUT * _TILE_OUT)
+    for start in range(0, size_out, step):
+        part = slice(start, min(start + step, size_out))
+        count, size = part.stop - start, (part.stop - start) * size_in * x.element_size()
+        fits = size <= len(scratch)
+        numbers = scratch[:size].view(x.dtype).view(count, size_in) if fits else x.new_empty((count, size_in))
+        torch.mm(x, dequantize(weight, part, numbers).t(), out=out[:, part])
     return out
 
 
-def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch: torch.Tensor) -> torch.Tensor:
-    """[outputs of `rows`, size_in], in `scratch` (uint8) where it fits."""
+def dequantize_rows(weight: Int4Weight, rows: slice, out: torch.Tensor) -> torch.Tensor:
+    """out [outputs of `rows`, size_in]."""
     count, block = rows.stop - rows.start, PLANES * weight.plane
-    size = count * weight.size_in * dtype.itemsize
-    if size <= len(scratch):
-        out = scratch[:size].view(dtype).view(count, weight.size_in)
-    else:
-        out = torch.empty((count, weight.size_in), dtype=dtype, device=scratch.device)
     _dequantize_kernel[(weight.padded // block, cdiv(count, _TILE_OUT))](
         weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out, rows.start, rows.stop,
         WIDTH=weight.size_out, SIZE_IN=weight.size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,

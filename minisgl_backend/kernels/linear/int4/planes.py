@@ -11,26 +11,29 @@ float32) the same is computed number by number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
 
-def _assembly(magic: str, kind: str, scaled: bool) -> str:
-    """$0 to $7: the planes; $8 and $9: two words, $10 their packed zero point, $12 their packed scale."""
-    code = [".reg .b32 t, one, none;"]
-    for plane in range(8):
-        word, nibble = f"${8 + plane // 4}", plane % 4
+def _assembly(magic: str, kind: str, scaled: bool, numbers: Sequence[int] = range(8)) -> str:
+    """$0 to $7, or as many as there are `numbers`: the planes; behind them two words, their packed zero point twice and
+    their packed scale."""
+    code, first = [".reg .b32 t, one, none;"], len(numbers)
+    for place, plane in enumerate(numbers):
+        word, nibble = f"${first + plane // 4}", plane % 4
         if nibble:
             code.append(f"shr.u32 t, {word}, {4 * nibble};")
-        code.append(f"lop3.b32 ${plane}, {'t' if nibble else word}, 0x000F000F, {magic}, 0xEA;")
-    planes = [f"${plane}" for plane in range(8)]
+        code.append(f"lop3.b32 ${place}, {'t' if nibble else word}, 0x000F000F, {magic}, 0xEA;")
+    planes, zero, scale = [f"${place}" for place in range(first)], f"${first + 2}", f"${first + 4}"
     if kind == "bf16x2":  # before Hopper there is no other instruction for them
         code.append("mov.b32 one, 0x3F803F80; mov.b32 none, 0x80008000;")
-        code += [f"fma.rn.{kind} {plane}, {plane}, one, $10;" for plane in planes]
-        code += [f"fma.rn.{kind} {plane}, {plane}, $12, none;" for plane in planes if scaled]
+        code += [f"fma.rn.{kind} {plane}, {plane}, one, {zero};" for plane in planes]
+        code += [f"fma.rn.{kind} {plane}, {plane}, {scale}, none;" for plane in planes if scaled]
     else:
-        code += [f"sub.{kind} {plane}, {plane}, $10;" for plane in planes]
-        code += [f"mul.{kind} {plane}, {plane}, $12;" for plane in planes if scaled]
+        code += [f"sub.{kind} {plane}, {plane}, {zero};" for plane in planes]
+        code += [f"mul.{kind} {plane}, {plane}, {scale};" for plane in planes if scaled]
     return "{" + " ".join(code) + "}"
 
 
@@ -38,6 +41,8 @@ _BFLOAT16 = tl.constexpr(_assembly("0x43004300", "bf16x2", False))
 _BFLOAT16_SCALED = tl.constexpr(_assembly("0x43004300", "bf16x2", True))
 _FLOAT16 = tl.constexpr(_assembly("0x64006400", "f16x2", False))
 _FLOAT16_SCALED = tl.constexpr(_assembly("0x64006400", "f16x2", True))
+_BFLOAT16_PLANES = tl.constexpr(tuple(_assembly("0x43004300", "bf16x2", True, (plane,)) for plane in range(8)))
+_FLOAT16_PLANES = tl.constexpr(tuple(_assembly("0x64006400", "f16x2", True, (plane,)) for plane in range(8)))
 _CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
 PAIR = tl.constexpr(0x00010001)
 SIGNS = tl.constexpr(0x80008000 - (1 << 32))  # sign bits of two packed numbers
@@ -89,3 +94,20 @@ def planes(words, odd, c, zero, scale, DTYPE: tl.constexpr, SCALED: tl.constexpr
                 number = number * scale.to(tl.float32)
             found += (number.to(DTYPE),)
         return found
+
+
+@triton.jit
+def plane_of(words, odd, c, zero, scale, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """One of the eight `planes`, scaled."""
+    if ASM and tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            _BFLOAT16_PLANES[PLANE], "=&r,r,r,r,r,r,r", [words, zero, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )  # fmt: skip
+    elif ASM:
+        return tl.inline_asm_elementwise(
+            _FLOAT16_PLANES[PLANE], "=&r,r,r,r,r,r,r", [words, zero, scale], dtype=tl.float16, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        word = words if PLANE < 4 else odd
+        number = (((word >> (4 * (PLANE % 4) + 16 * (c % 2))) & 15) - zero).to(tl.float32)
+        return (number * scale.to(tl.float32)).to(DTYPE)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.linear.choose import layouts_on
 from minisgl_backend.kernels.linear.int4.reference import (
     Int4Weight,
     Repacked,
@@ -23,6 +22,7 @@ from minisgl_backend.kernels.linear.int4.reference import (
     pack,
     plane_size,
 )
+from minisgl_backend.kernels.linear.int4.served import layouts_on
 from minisgl_backend.kernels.linear.libraries import machete, marlin
 from minisgl_backend.kernels.linear.libraries import vllm as vllm_library
 

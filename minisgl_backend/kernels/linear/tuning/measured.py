@@ -24,8 +24,8 @@ import torch
 
 import minisgl_backend.kernels
 from minisgl_backend.kernels.device_facts import DISTRIBUTIONS, DeviceFacts
-from minisgl_backend.kernels.linear.call import GemmCall, LinearKey
-from minisgl_backend.kernels.linear.choose import MEASURED_ROWS, LinearChooser, representative_rows
+from minisgl_backend.kernels.linear.call import MEASURED_ROWS, GemmCall, LinearKey, representative_rows
+from minisgl_backend.kernels.linear.choose import LinearChooser
 from minisgl_backend.kernels.linear.tuning.choices_file import Choices, ChoicesFile
 from minisgl_backend.kernels.linear.tuning.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
 

@@ -1,0 +1,1 @@
+"""GEMMs with weights in GGUF's blocks on GPUs."""
