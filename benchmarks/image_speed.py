@@ -1,6 +1,6 @@
 """Images on a GPU: towers, the time to a first token, streams beside photos, and text on models that see.
 
-    python -m benchmarks.image_speed --only tower,first,beside,text [--model qwen3-vl-8b] [--json]
+    python -m benchmarks.image_speed --only tower,first,beside,text [--model qwen3-vl-8b]
 
 Weights and pixels are random, the engine runs in this process. Where Pillow is installed, an image begins as a JPEG
 whose decoding is told apart; else as pixels.
@@ -18,7 +18,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Content
 
 SIZES = {"448x448": (448, 448), "720p": (1280, 720), "1080p": (1920, 1080), "12 MP": (4032, 3024)}
-TEXT_BASES = {"qwen3-vl-8b": "qwen3-8b"}  # the same decoder without an encoder
 _BEFORE, _BEHIND = 16, 48  # tokens of text around an image
 _STREAMS, _STREAM_TOKENS = 16, 400
 
@@ -100,10 +98,10 @@ def tower(model: str, sizes: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def first(model: str, size: str, repeats: int = 5) -> dict[str, Any]:
+def first(driver: Any, model: str, size: str, repeats: int = 5) -> dict[str, Any]:
     """Milliseconds from submitting an image's prompt to its first token, alone; and with the same image again: the
     whole prompt again, and in another prompt."""
-    driver, photos = _driver(model), Photos(model)
+    photos = Photos(model)
     taken: dict[str, list[float]] = {"first": [], "again": [], "other_chat": []}
     with contextlib.closing(photos):
         shape = photos.sized(size)
@@ -112,8 +110,8 @@ def first(model: str, size: str, repeats: int = 5) -> dict[str, Any]:
             other = [*range(100, 100 + _BEFORE), *tokens[_BEFORE:]]
             for name, prompt in (("first", tokens), ("again", tokens), ("other_chat", other)):
                 taken[name].append(_first_ms(driver, prompt, contents))
-    driver.close()
-    found = {f"{name}_ms": round(statistics.median(values[2:]), 1) for name, values in taken.items()}
+    found: dict[str, Any] = {"size": size, "new_shape_ms": round(taken["first"][0], 1)}
+    found |= {f"{name}_ms": round(statistics.median(values[2:]), 1) for name, values in taken.items()}
     return {"tokens": shape.num_vectors + _BEFORE + _BEHIND, **found, **_host_ms(photos.family, size)}
 
 
@@ -142,14 +140,16 @@ def _host_ms(family: QwenVL, size: str) -> dict[str, float]:
     return {"host_ms": round(statistics.median(taken[1:]), 1)}
 
 
-def beside(model: str, every_s: float = 4.0, size: str = "12 MP", max_tokens: int | None = None) -> dict[str, Any]:
+def beside(
+    driver: Any, model: str, every_s: float = 4.0, max_tokens: int | None = None, count: int = 4, size: str = "12 MP"
+) -> dict[str, Any]:
     """Milliseconds between tokens of text streams, 99 of 100 at most, without images and with one every so many
     seconds; and the slowest first token of an image's prompt."""
-    driver, photos = _driver(model), Photos(model)
-    found: dict[str, Any] = {"max_image_tokens": max_tokens}
+    photos = Photos(model)
+    found: dict[str, Any] = {"max_image_tokens": max_tokens, "every_s": every_s}
     with contextlib.closing(photos):
         shape = photos.sized(size, max_tokens)
-        prompts = [photos.prompt(shape, 1000 + k) for k in range(5)]
+        prompts = [photos.prompt(shape, 1000 + k) for k in range(count + 1)]
         for name, given in (("warm", prompts[:1]), ("alone", []), ("with", prompts[1:])):
             gaps, firsts = _gaps(driver, given, every_s)
             if name != "warm":
@@ -157,7 +157,6 @@ def beside(model: str, every_s: float = 4.0, size: str = "12 MP", max_tokens: in
                 found[f"{name}_most_ms"] = round(max(gaps), 1)
             if name == "with":
                 found["image_first_s"] = round(max(firsts), 2)
-    driver.close()
     found["ratio"] = round(found["with_p99_ms"] / found["alone_p99_ms"], 2)
     return found
 
@@ -194,14 +193,12 @@ def _gaps(driver: Any, prompts: list[Any], every_s: float) -> tuple[list[float],
     return gaps, firsts
 
 
-def text(model: str, batches: Sequence[int] = (1, 8, 64)) -> dict[str, Any]:
+def text(driver: Any, batches: Sequence[int] = (1, 8, 64)) -> dict[str, Any]:
     """Milliseconds of decode steps of text, and the kernels that such a step launches."""
-    driver = _driver(model)
     found: dict[str, Any] = {}
     for batch in batches:
         found[f"bs{batch}_ms"] = _decode_ms(driver, batch, 1024)
         found[f"bs{batch}_kernels"] = _kernels(driver, batch)
-    driver.close()
     return found
 
 
@@ -240,25 +237,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="tower,first,beside,text")
     parser.add_argument("--model", default="qwen3-vl-8b")
-    parser.add_argument("--size", choices=SIZES, default="720p", help="of `first`")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["720p"], help="of `first`")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between the images of `beside`")
     parser.add_argument("--max-image-tokens", type=int, help="of `beside`: larger images are scaled down")
-    parser.add_argument("--out", type=Path, help="a JSON file, one line for each part")
     options = parser.parse_args(arguments)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "tower": lambda: tower(options.model, ["448x448", "720p", "1080p"]),
-        "first": lambda: first(options.model, options.size),
-        "beside": lambda: beside(options.model, options.every, "12 MP", options.max_image_tokens),
-        "text": lambda: text(options.model),
-    }
-    for part in options.only.split(","):
-        if part not in parts:
-            raise SystemExit(f"--only has {part}; allowed: {', '.join(parts)}")
-        line = json.dumps({"model": options.model, "part": part, **parts[part]()})
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                print(line, file=file)
+    asked = options.only.split(",")
+    if unknown := set(asked) - {"tower", "first", "beside", "text"}:
+        raise SystemExit(f"--only has {', '.join(sorted(unknown))}; allowed: tower, first, beside, text")
+    if "tower" in asked:
+        _show("tower", options.model, tower(options.model, ["448x448", "720p", "1080p"]))
+    if asked == ["tower"]:
+        return
+    driver = _driver(options.model)
+    for size in options.sizes if "first" in asked else ():
+        _show("first", options.model, first(driver, options.model, size))
+    if "beside" in asked:
+        _show("beside", options.model, beside(driver, options.model, options.every, options.max_image_tokens))
+    if "text" in asked:
+        _show("text", options.model, text(driver))
+    driver.close()
+
+
+def _show(part: str, model: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"model": model, "part": part, **found}), flush=True)
 
 
 if __name__ == "__main__":
