@@ -49,6 +49,21 @@ def _backend_names(value: str) -> bool:
     return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
 
 
+def images_of_limits(text: str) -> int:
+    """A number, or vLLM's limits of media: `{"image": 8}`, `image=8`. Sound and video have none but 0. Raises
+    ValueError."""
+    if text.isdigit():
+        return int(text)
+    pairs = (part.partition("=")[::2] for part in text.split(","))
+    limits = json.loads(text) if text.startswith("{") else {kind.strip(): int(count) for kind, count in pairs}
+    images = limits.pop("image")
+    count = images.get("count") if isinstance(images, dict) else images  # beside the sizes of a profile
+    others = [one.get("count") if isinstance(one, dict) else one for one in limits.values()]
+    if any(others) or not limits.keys() <= {"video", "audio"} or not isinstance(count, int):
+        raise ValueError(f"{text} has more than a number of images")
+    return count
+
+
 def read_weights(text: str) -> dict[str, float] | None:
     """Parses `tenant_weights` into weights by tenant; None: the text is invalid."""
     weights: dict[str, float] = {}
@@ -155,7 +170,14 @@ class EngineConfig:
         "1 or more, and what the family's smallest image needs",
         at_least(1),
     )
-    max_images: int = option(20, "images of one request", "1 to 100", between(1, 100))
+    max_images: int = option(
+        20,
+        "images of one request",
+        '1 to 100, or as {"image": 8}',
+        between(1, 100),
+        "--limit-mm-per-prompt",
+        reads=images_of_limits,
+    )
     image_workers: int | None = option(
         None, "processes that decode images; unset: half of the processors, at most 4", "1 to 64", between(1, 64)
     )

@@ -54,7 +54,7 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
             "`--max-prefill-length`; within mixed batches: `--mixed-prefill-length`",
         ),
         _row("--block-size", "`--page-size`"),
-        _row("--limit-mm-per-prompt", '`--max-images 8`, for `{"image": 8}`'),
+        _row("--limit-mm-per-prompt", 'the same, for images: `{"image": 8}`; or `--max-images 8`'),
         _row("--mm-processor-cache-gb", "`--image-cache-mib`, of decoded images"),
         _row("--num-gpu-blocks-override", "`--num-pages`"),
         _row(

@@ -44,6 +44,7 @@ class Option:
     check: Callable[[Any], bool]
     internal: bool  # for benchmarks and tests: accepted everywhere, but not documented
     argument: Argument | None
+    reads: Callable[[str], Any] | None = None  # the value of a text, raising ValueError; None: `type`
 
     @property
     def label(self) -> str:
@@ -70,7 +71,7 @@ class Option:
         if self.optional and text.lower() in ("", "none", "auto") and self.default is None:
             return None
         try:
-            value = _SWITCHES[text.lower()] if self.type is bool else self.type(text)
+            value = _SWITCHES[text.lower()] if self.type is bool else (self.reads or self.type)(text)
         except (ValueError, KeyError):
             raise ConfigError(f"{self.label} is {text!r}; allowed: {self.allowed}") from None
         return self.validate(value)
@@ -109,6 +110,7 @@ def option(
     *flags: str,
     internal: bool = False,
     argument: Argument | None = None,
+    reads: Callable[[str], Any] | None = None,
 ) -> Any:
     """A field of a table; see `Option`. `flags`: further spellings beside the field's name."""
     row = {
@@ -118,6 +120,7 @@ def option(
         "flags": flags,
         "internal": internal,
         "argument": argument,
+        "reads": reads,
     }
     return field(default=default, metadata=row)
 
