@@ -64,14 +64,15 @@ class ColumnParallelLinear(AdaptedLinear):
         )
 
     def forward(
-        self, residual: Residual, norm: Norm | None, *, activation: str | None = None
+        self, residual: Residual, norm: Norm | None, *, activation: str | None = None, feeds: object = None
     ) -> tuple[Residual, torch.Tensor]:
         """The settled residual stream, and the outputs for its norm, [num_tokens, local outputs].
 
-        norm: None: the input is the residual stream itself. activation: see `LinearMethod`.
+        norm: None: the input is the residual stream itself. activation, feeds: see `GemmCall`.
         """
         residual, x, unapplied = residual.before_gemm(norm)
-        return residual, self.of(x, norm=unapplied, activation=activation, slots=residual.by_row)
+        slots = residual.by_row
+        return residual, self.of(x, norm=unapplied, activation=activation, slots=slots, feeds=feeds)
 
     def of(
         self,
@@ -80,16 +81,20 @@ class ColumnParallelLinear(AdaptedLinear):
         norm: RMSNorm | None = None,
         activation: str | None = None,
         slots: torch.Tensor | None = None,
+        feeds: object = None,
     ) -> torch.Tensor:
         """x [num_tokens, inputs] -> the outputs for norm(x) (None: for x), [num_tokens, local outputs]. slots: of
-        adapters, see `LoraSite`; None: no token has one."""
+        adapters, see `LoraSite`; None: no token has one. feeds: see `GemmCall`; not with slots, since the adapters of
+        the weight that it is read its input in 16 bits."""
         method = self.method
         if slots is not None and self.lora is not None:
             x = x if norm is None else norm(x)
             out = method.multiply(x, method.operand, GemmCall(bias=method.added_bias))
             return self.lora.add_to(out, x, slots, activation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return method.multiply(x, method.operand, GemmCall(weight, eps, method.added_bias, activation=activation))
+        fed = feeds if slots is None else None
+        call = GemmCall(weight, eps, method.added_bias, activation=activation, feeds=fed)
+        return method.multiply(x, method.operand, call)
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
         """Uninitialised tensor for `into`, [num_tokens, local outputs]."""

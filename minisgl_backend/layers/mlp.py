@@ -20,6 +20,7 @@ class DenseMLP(nn.Module):
 
     outputs: tuple[str, ...] = ("up_proj",)  # of `up_proj`
     fused_activation: str | None = None  # that `up_proj` applies
+    feeds: object = None  # what results of `up_proj` are multiplied with: see `GemmCall`
 
     def __init__(self, config: DenseMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class DenseMLP(nn.Module):
 
     def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
         """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
-        residual, up = self.up_proj(residual, norms.before, activation=self.fused_activation)
+        residual, up = self.up_proj(residual, norms.before, activation=self.fused_activation, feeds=self.feeds)
         return self.down_proj(residual, self.activated(up), norms)
 
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,6 +56,7 @@ class GatedMLP(DenseMLP):
     def __init__(self, config: MlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__(config, hidden_size, layer_context)
         self.fused_activation = config.activation
+        self.feeds = self.down_proj.method.fed_by(self.up_proj.method)
 
 
 class UngatedMLP(DenseMLP):

@@ -118,6 +118,11 @@ class LinearMethod(WeightedLayer, ABC):
             call = GemmCall(call.norm_weight, call.eps, self.added_bias, *call[3:])
         return self.kernels.linear(x, self.operand, call)
 
+    def fed_by(self, other: LinearMethod) -> Fp8Weight | None:
+        """The weight, where results of `other` may come quantized to it: FP8, of the same kernels. See
+        `GemmCall.feeds`."""
+        return self.operand if isinstance(self.operand, Fp8Weight) and self.kernels is other.kernels else None
+
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """`apply_weights` without norm and epilogue into out [num_tokens, local outputs]: see `GemmCall.out`."""
         self.apply_weights(x, GemmCall(out=out))

@@ -25,7 +25,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: BlockWeight, call: GemmC
     x = x.contiguous()
     if call.norm_weight is not None and call.norm_weight.dtype != x.dtype:
         x, call = ops.rms_norm(x, call.norm_weight, call.eps), call._replace(norm_weight=None)
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if activation is not None and (bias is not None or activation not in ACTIVATIONS):
         return activate_mul(linear(device, x, weight, GemmCall(norm_weight, eps, bias)), activation)
     if residual is not None and not residual.is_contiguous():

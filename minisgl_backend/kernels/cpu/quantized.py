@@ -42,7 +42,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: CpuWeight, call: GemmCal
         if call.norm_weight is not None:
             x = ops.rms_norm(x, call.norm_weight, call.eps)
         return _by_panels(device, _as_quantized(x, weight), weight, native, call)
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     outputs = native.rows // 2 if activation else native.rows
     out = x.new_empty((len(x), outputs))
     ops.library.minisgl_quantized_linear(

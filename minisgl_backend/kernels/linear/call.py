@@ -26,6 +26,9 @@ class GemmCall(NamedTuple):
     # [num_tokens, size_out]: where the result is written; its rows may be further apart, and in another GPU's memory,
     # if kernels of this one can write there. With plain weights, not together with the others.
     out: torch.Tensor | None = None
+    # The weight that the activated result is multiplied with next, by the same kernels: a kernel may return the result
+    # as that weight takes it (FP8: quantize.QuantizedRows), which saves writing and reading it in 16 bits.
+    feeds: object = None
 
 
 class WeightKind(NamedTuple):

@@ -10,17 +10,23 @@ import triton.language as tl
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8.quantize import quantize_activated
+from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 
 
 def apply_epilogue(device: GemmDevice, out: torch.Tensor, call: GemmCall) -> torch.Tensor:
     """Bias, and activation or residual, of a GEMM whose kernel has none of them inside; out may be overwritten."""
-    _, _, bias, residual, activation, _ = call
+    _, _, bias, residual, activation, _, feeds = call
     if bias is not None:
         out += bias
     if residual is not None:
         return residual.add_(out)
-    return out if activation is None else activate_mul(out, activation, device.pdl(out))
+    if activation is None:
+        return out
+    if isinstance(feeds, Fp8Weight):
+        return quantize_activated(out, activation, feeds, device.pdl(out))  # type: ignore[return-value]
+    return activate_mul(out, activation, device.pdl(out))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class Int8Weight:
 
 def linear(device: GemmDevice, x: torch.Tensor, weight: Int8Weight, call: GemmCall) -> torch.Tensor:
     """See `GemmCall`."""
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     numbers, x_scale = quantize_tokens(x)
@@ -53,7 +53,7 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: Int8Weight, call: GemmCa
 
 def sgl_linear(device: GemmDevice, x: torch.Tensor, weight: Int8Weight, call: GemmCall) -> torch.Tensor:
     """`linear` by sgl-kernel."""
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     numbers, x_scale = quantize_tokens(x)

@@ -90,7 +90,7 @@ class LinearKernels(Generic[Weight]):
                 size_out, _, _, block, repacked, _ = weight.kind
                 if not touches:
                     x, touches = x.contiguous(), True
-            norm_weight, _, bias, residual, activation, out = call
+            norm_weight, _, bias, residual, activation, out, _ = call
             rows, size_in = x.shape
             if rows == 0:
                 return x.new_empty((0, size_out // 2 if activation else size_out)) if residual is None else residual

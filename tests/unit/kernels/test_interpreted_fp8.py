@@ -31,12 +31,19 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 import triton.language as tl
 
+from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.call import LinearKey
 from minisgl_backend.kernels.linear.fp8 import few_rows as linear_fp8
 from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
 from minisgl_backend.kernels.linear.fp8 import many_rows
-from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.linear.fp8.quantize import (
+    QuantizedRows,
+    quantize_activated,
+    quantize_for,
+    quantize_groups,
+    quantize_tokens,
+)
 from minisgl_backend.kernels.linear.plain import small_rows
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import early_router, fp8_library
@@ -227,6 +234,50 @@ def test_tokens_are_quantized_as_by_torch() -> None:
         assert relative(grouped.float() * by_group.repeat_interleave(32, 1)[:, :100], normed) < 4e-2
 
 
+@pytest.mark.parametrize("kind", ["channels", "static", "blocks", "small blocks"])
+@pytest.mark.parametrize("rows", [3, 70])
+def test_activated_rows_are_quantized_as_by_two_kernels(rows: int, kind: str) -> None:
+    """For the next GEMM, which gives what it gives of rows in 16 bits; also of a size of several parts of a row."""
+    torch.manual_seed(rows)
+    size = 1200
+    gate_up, weight_32 = torch.randn(rows, 2 * size).bfloat16(), torch.randn(64, size) / 30
+    block = None if "blocks" not in kind else (16, 32) if "small" in kind else (32, 64)
+    weight = Fp8Weight(
+        *(quantize_outputs(weight_32) if block is None else in_blocks(weight_32, block)),
+        torch.tensor(0.02) if kind == "static" else None,
+        block,
+    )
+    rows_16 = activate_mul(gate_up)
+    found, expected = quantize_activated(gate_up, "silu", weight), quantize_for(weight, rows_16, GemmCall())
+    assert (found.shape, found.dtype, len(found)) == (rows_16.shape, torch.bfloat16, rows)
+    for one, other in zip(found.padded_to(1), expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
+    workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
+    torch.testing.assert_close(
+        linear_fp8.linear(found, weight, workspace), linear_fp8.linear(rows_16, weight, workspace), rtol=0, atol=0
+    )
+
+
+def test_a_gated_gemm_leaves_its_result_as_the_next_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(DeviceFacts.named("h200"), dependent_launch=False)
+    device = GemmDevice(TritonOps(CPU, facts=facts), CPU)
+    device.workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
+    ours = LinearKernels("fp8", device)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(fp8_scaled_mm=scaled_mm))
+    torch.manual_seed(0)
+    x, residual = torch.randn(70, 128), torch.randn(70, 128)
+    up, down = (Fp8Weight(*quantize_outputs(torch.randn(shape) / 11)) for shape in ((192, 128), (128, 96)))
+    for kernel in ("sgl_scaled_mm", "scaled_mm", "fp8_many_rows", "fp8_few_rows"):
+        gated = ours.multiply(kernel, x[:40], up, GemmCall(activation="silu", feeds=down))
+        assert isinstance(gated, QuantizedRows) == (kernel != "fp8_few_rows")
+        apart = ours.multiply(kernel, x[:40], up, GemmCall(activation="silu"))
+        for other in ("sgl_scaled_mm", "scaled_mm", "fp8_many_rows", "fp8_few_rows"):
+            found, expected = (
+                ours.multiply(other, one, down, GemmCall(residual=residual[:40].clone())) for one in (gated, apart)
+            )
+            assert relative(found, expected) < 1e-6, (kernel, other)
+
+
 @pytest.mark.parametrize(
     ("tile_pairs", "kind"),
     [
@@ -353,10 +404,12 @@ def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", weight="*fp8
     assert found.metadata.shared <= 227 << 10, found.metadata.shared
 
 for pdl in (True,):
-    compiled(quantize._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, PADDED=8192, NORM=True, GIVEN=False,
-             LARGEST=448.0, LEAST=1e-10, PDL=pdl)
-    compiled(quantize._quantize_groups_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, WIDTH=8192, GROUP=128, NORM=True,
-             LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+    compiled(quantize._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, WIDTH=8192, ACTIVATION=None, NORM=True,
+             GIVEN=False, LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+    compiled(quantize._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=17408, WIDTH=2048, ACTIVATION="silu", NORM=False,
+             GIVEN=False, LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+    compiled(quantize._quantize_groups_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, WIDTH=8192, GROUP=128,
+             ACTIVATION=None, NORM=True, LARGEST=448.0, LEAST=1e-10, PDL=pdl)
     for gated, rows, block in ((False, 1, 0), (True, 64, 0), (True, 64, 128)):
         shape = linear.linear_shape(rows, 5120, 5120, gated, block_in=block or None)
         compiled(linear._linear_kernel, 4, shape.num_stages, x="*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,

@@ -26,7 +26,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import leave_part, store_outputs, sum_of_parts
-from minisgl_backend.kernels.linear.fp8.quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.linear.fp8.quantize import QuantizedRows, quantize_for
 from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
@@ -82,7 +82,7 @@ def run(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) 
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     weight: Fp8Weight,
     workspace: LinearWorkspace,
     call: GemmCall = BARE,
@@ -92,8 +92,8 @@ def linear(
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `GemmCall`; for few rows, see choose.py."""
-    norm_weight, eps, bias, residual, activation, _ = call
-    weight_numbers, scale, x_scale, block = weight.numbers, weight.scale, weight.x_scale, weight.block
+    _, _, bias, residual, activation, *_ = call
+    weight_numbers, scale, block = weight.numbers, weight.scale, weight.block
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = len(weight_numbers) // 2 if gated else len(weight_numbers)
     block_out, block_in = block or (0, 0)
@@ -101,16 +101,14 @@ def linear(
         rows, size_out, size_in, gated, num_sms, shared_memory(x.device), None if block is None else block_in
     )
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    if block is None:
-        numbers, scales = quantize_tokens(x, norm_weight, eps, pdl, x_scale)
-    else:
-        numbers, scales = quantize_groups(x, block_in, norm_weight, eps, pdl)
+    numbers, scales = quantize_for(weight, x, call, pdl=pdl)
     padded = max(16, next_power_of_2(rows))
     split = max(1, min(shape.split, workspace.max_split, workspace.partial.numel() // (size_out * padded)))
     part = cdiv(cdiv(size_in, split), shape.tile_in) * shape.tile_in
     split = cdiv(size_in, part)
     _linear_kernel[(cdiv(size_out, shape.tile_out), split)](
-        numbers, scales, weight_numbers, scale, x if bias is None else bias, x if residual is None else residual, out,
+        numbers, scales, weight_numbers, scale, out if bias is None else bias,
+        out if residual is None else residual, out,
         workspace.partial, workspace.counters, rows, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=padded, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, BLOCK_OUT=block_out, BLOCK_IN=block_in,
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,

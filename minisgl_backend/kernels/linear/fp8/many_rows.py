@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.epilogue import apply_epilogue
 from minisgl_backend.kernels.linear.fp8.quantize import quantize_for
 from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
 from minisgl_backend.kernels.linear.kernels import GemmDevice
@@ -45,7 +45,7 @@ def many_rows_shape(rows: int, block_in: int | None = None, shared: int = LARGES
 def run(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
     numbers, scales = quantize_for(weight, x, call)
     out = linear(numbers, scales, weight, x.dtype, bias=call.bias, residual=call.residual)
-    return out if call.activation is None else activate_mul(out, call.activation, device.pdl(x))
+    return apply_epilogue(device, out, call._replace(bias=None, residual=None))
 
 
 def linear(

@@ -85,7 +85,7 @@ class Fp8Weight:
 
 def linear(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
     """See `GemmCall`."""
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     return epilogue_in_float32(quantized_gemm(x, weight), bias, residual, activation).to(x.dtype)

@@ -103,7 +103,7 @@ def linear(
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `GemmCall`, without a norm; rows of x are contiguous."""
-    _, _, bias, residual, activation, _ = call
+    _, _, bias, residual, activation, *_ = call
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = weight.kind.size_out // 2 if gated else weight.kind.size_out
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)

@@ -154,7 +154,7 @@ def _of_inputs(of_groups: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 def linear(device: GemmDevice, x: torch.Tensor, weight: Int4Weight, call: GemmCall) -> torch.Tensor:
     """See `GemmCall`."""
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     out = F.linear(x, dequantize(weight, x.dtype), bias)

@@ -12,7 +12,7 @@ from minisgl_backend.kernels.linear.kernels import GemmDevice
 
 def cublaslt(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
     """By the algorithm that was measured fastest at start; without a bias."""
-    norm_weight, eps, _, residual, activation, out = call
+    norm_weight, eps, _, residual, activation, out, _ = call
     if out is not None:
         return out if device.tuned.linear_into(x, weight, out) else cublas(device, x, weight, call)
     if norm_weight is not None:
@@ -25,7 +25,7 @@ def cublaslt(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Ge
 
 def cublas(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
     """By the algorithm that torch takes."""
-    norm_weight, eps, bias, residual, activation, out = call
+    norm_weight, eps, bias, residual, activation, out, _ = call
     if out is not None:
         return torch.mm(x, weight.t(), out=out)
     if norm_weight is not None:

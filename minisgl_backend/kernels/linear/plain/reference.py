@@ -12,7 +12,7 @@ from minisgl_backend.kernels.torch_ops import activate_mul
 
 def linear(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: GemmCall) -> torch.Tensor:
     """See `GemmCall`."""
-    norm_weight, eps, bias, residual, activation, _ = call
+    norm_weight, eps, bias, residual, activation, *_ = call
     if norm_weight is not None:
         x = device.ops.rms_norm(x, norm_weight, eps)
     if residual is None:

@@ -84,7 +84,7 @@ def linear(
 ) -> torch.Tensor:
     """See `GemmCall`: x [rows <= 64, size_in] and weight [size_out, size_in] are contiguous; residual is left as it
     is, and `out` is written to where it has one row. A weight in FP8 comes with a shape (`scaled_shape`)."""
-    norm_weight, eps, bias, residual, activation, out = call
+    norm_weight, eps, bias, residual, activation, out, _ = call
     gated = activation is not None
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
