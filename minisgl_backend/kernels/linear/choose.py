@@ -61,8 +61,7 @@ LARGE_LONG = 12 << 20  # likewise for a weight with at least as many inputs as o
 LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
 LEAST_VOCABULARY_IN = 2048  # inputs of the vocabulary GEMM, one row, from which on ours was measured to be faster
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: this GEMM takes 8 us on an H200, of which tiles decide 0.3
-FP8_PLAIN_ROWS = 1  # up to this, activations keep their 16 bits, which saves the kernel that quantizes them
-FP8_PLAIN_BLOCKS = (16, 32, 64, 128, 256)  # inputs that share a scale there: tiles are whole blocks
+FP8_ROW_BLOCKS = (16, 32, 64, 128, 256)  # inputs that share a scale of a weight for one row: tiles are whole blocks
 FP8_FEW_ROWS = 64  # up to this, a GEMM is bound by reading FP8 weights
 FP8_CLOSE_ROWS = 32  # above this, the kernels of libraries may be as fast as ours
 FP8_ROWWISE = (9, 0)  # least capability for which torch has an FP8 GEMM with a scale for each row
@@ -137,9 +136,8 @@ def _tuned(key: LinearKey, facts: DeviceFacts) -> bool:
     return not key.bias and is_tunable(key.size_out, key.size_in, key.dtype)
 
 
-def _fp8_plain(key: LinearKey, facts: DeviceFacts) -> bool:
-    in_tiles = key.block is None or key.block[1] in FP8_PLAIN_BLOCKS
-    return _few_rows(key, facts) and 0 < key.rows <= FP8_PLAIN_ROWS and in_tiles
+def _fp8_row(key: LinearKey, facts: DeviceFacts) -> bool:
+    return key.rows == 1 and key.dtype.itemsize == 2 and (key.block is None or key.block[1] in FP8_ROW_BLOCKS)
 
 
 def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -263,8 +261,8 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
         ),
         "fp8": (
             _Row(
-                "fp8_small_rows", "bound by weights' bytes: activations keep 16 bits; norm and epilogue inside",
-                _fp8_plain, run=f"{_HERE}.plain.small_rows:run_scaled",
+                "fp8_one_row", "one row keeps 16 bits: no kernel that quantizes; norm and epilogue inside", _fp8_row,
+                run=f"{_HERE}.fp8.one_row:run",
             ),
             _Row(
                 "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few,

@@ -36,7 +36,7 @@ from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.call import LinearKey
 from minisgl_backend.kernels.linear.fp8 import few_rows as linear_fp8
 from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
-from minisgl_backend.kernels.linear.fp8 import many_rows
+from minisgl_backend.kernels.linear.fp8 import many_rows, one_row
 from minisgl_backend.kernels.linear.fp8.quantize import (
     QuantizedRows,
     quantize_activated,
@@ -44,7 +44,6 @@ from minisgl_backend.kernels.linear.fp8.quantize import (
     quantize_groups,
     quantize_tokens,
 )
-from minisgl_backend.kernels.linear.plain import small_rows
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe import early_router, fp8_library
 from minisgl_backend.kernels.moe import few_tokens as moe_few_tokens
@@ -167,18 +166,12 @@ def test_linear(kind: str, rows: int) -> None:
     assert int(workspace.counters.abs().sum()) == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "size_in", "kind"),
-    [
-        (1, 600, "plain"), (1, 600, "gated norm"), (1, 600, "blocks residual"), (1, 600, "blocks gated norm"),
-        (2, 4100, "blocks norm bias"), (5, 600, "plain norm residual"), (5, 600, "blocks gated norm"),
-        (16, 2100, "blocks norm residual"), (3, 600, "small blocks bias"), (3, 600, "gated"),
-    ],
-)  # fmt: skip
-def test_few_rows_whose_activations_keep_their_format(kind: str, size_in: int, rows: int) -> None:
-    """Against plain numbers; with the inputs split over programs, too."""
-    torch.manual_seed(rows)
-    x, weight_32 = torch.randn(rows, size_in), torch.randn(90, size_in) / 20
+@pytest.mark.parametrize("kind", ["plain", "gated norm", "blocks residual", "blocks gated norm", "small blocks bias"])
+@pytest.mark.parametrize("size_in", [600, 5100])
+def test_one_row_keeps_its_format(kind: str, size_in: int) -> None:
+    """Against plain numbers; inputs of one step, and of several."""
+    torch.manual_seed(size_in)
+    x, weight_32 = torch.randn(1, size_in), torch.randn(90, size_in) / 20
     block = None if "blocks" not in kind else (16, 32) if "small" in kind else (32, 64)
     weight, scale = quantize_outputs(weight_32) if block is None else in_blocks(weight_32, block)
     options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
@@ -187,14 +180,10 @@ def test_few_rows_whose_activations_keep_their_format(kind: str, size_in: int, r
     if "bias" in kind:
         options["bias"] = torch.randn(90)
     if "residual" in kind:
-        options["residual"] = torch.randn(rows, 90)
-    facts = replace(DeviceFacts.named("h200"), dependent_launch=False)
-    device = GemmDevice(TritonOps(CPU, facts=facts), CPU)
-    device.workspace = LinearWorkspace(CPU, max_out=256, max_split=8)
-    found = small_rows.run_scaled(device, x, Fp8Weight(weight, scale, None, block), GemmCall(**options))
+        options["residual"] = torch.randn(1, 90)
+    found = one_row.linear(x, Fp8Weight(weight, scale, None, block), GemmCall(**options))
     plain = LinearKernels("plain", GemmDevice(TorchOps()))
     assert relative(found, plain.linear(x, dequantize(weight, scale, block), GemmCall(**options))) < 1e-5
-    assert int(device.workspace.counters.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("kind", ["channels bias", "blocks residual", "small blocks"])
@@ -383,7 +372,7 @@ from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.linear.fp8 import few_rows as linear
 from minisgl_backend.kernels.linear.fp8 import many_rows
 from minisgl_backend.kernels.linear.fp8 import quantize
-from minisgl_backend.kernels.linear.plain import small_rows, tiling
+from minisgl_backend.kernels.linear.fp8 import one_row
 from minisgl_backend.kernels.moe import fp8 as moe
 
 TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",
@@ -416,15 +405,11 @@ for pdl in (True,):
                  PART=5120 // shape.split, SPLIT=shape.split, ROWS=max(16, rows), TILE_OUT=shape.tile_out,
                  TILE_IN=shape.tile_in, BLOCK_OUT=block, BLOCK_IN=block, BIAS=False, RESIDUAL=not gated, GATED=gated,
                  ACTIVATION="silu" if gated else None, IMPRECISE=128, PDL=pdl)
-for gated, rows, block in ((False, 1, 0), (True, 1, 128), (False, 8, 128), (True, 8, 0)):
-    shape = tiling.scaled_shape(rows, 5120, 5120, gated, block)
-    kernel = small_rows._vector_kernel if shape.vector else small_rows._linear_kernel
-    sizes = dict(ROWS=1, ROWS_PADDED=1)
-    if not shape.vector:
-        sizes = dict(ROWS=16, PART=5120 // shape.split, SPLIT=shape.split, EARLY=0, NORM_FIRST=False)
-    compiled(kernel, shape.num_warps, shape.num_stages, SIZE_OUT=5120, SIZE_IN=5120, TILE_OUT=shape.tile_out,
+for gated, size_in, block in ((False, 17408, 0), (True, 5120, 0), (False, 2048, 128)):
+    shape = one_row.row_shape(size_in, gated, block)
+    compiled(one_row._one_row_kernel, shape.num_warps, 3, SIZE_OUT=5120, SIZE_IN=size_in, TILE_OUT=shape.tile_out,
              TILE_IN=shape.tile_in, SCALED=True, BLOCK_OUT=block, BLOCK_IN=block, NORM=gated, BIAS=False,
-             RESIDUAL=not gated, GATED=gated, ACTIVATION="silu" if gated else None, PDL=True, **sizes)
+             RESIDUAL=not gated, GATED=gated, ACTIVATION="silu" if gated else None, PDL=True)
 for block in (128,):
     shape = many_rows.many_rows_shape(4096, block or None)
     compiled(many_rows._many_rows_kernel, shape.num_warps, shape.num_stages, x="*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,

@@ -86,15 +86,15 @@ def test_which_kernel_multiplies(name: str) -> None:
 @pytest.mark.parametrize(
     ("weight_format", "device", "more", "expected"),
     [
-        ("fp8", "h200", {}, "fp8_small_rows fp8_few_rows fp8_few_rows scaled_mm scaled_mm"),
+        ("fp8", "h200", {}, "fp8_one_row fp8_few_rows fp8_few_rows scaled_mm scaled_mm"),
         (
             "fp8",
             "h200",
             {"block": (128, 128)},
-            "fp8_small_rows fp8_few_rows fp8_few_rows scaled_mm_blocks scaled_mm_blocks",
+            "fp8_one_row fp8_few_rows fp8_few_rows scaled_mm_blocks scaled_mm_blocks",
         ),
-        ("fp8", "h200", {"block": (64, 128)}, "fp8_small_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
-        ("fp8", "l40s", {}, "fp8_small_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("fp8", "h200", {"block": (64, 128)}, "fp8_one_row fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("fp8", "l40s", {}, "fp8_one_row fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {}, "int4_few_rows int4_few_rows int4_many_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {"repacked": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),

@@ -32,7 +32,7 @@ COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu
           "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr", "blocks_ptr", "lens_ptr",
           "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr"}
 FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr", "states_ptr", "tail_u_ptr",
-          "tail_g_ptr", "scale_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
+          "tail_g_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
     def kind(name):
@@ -53,15 +53,13 @@ def shared(kernel, capability, number, num_warps, num_stages, **constants):
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
-PLAIN = dict(SCALED=False, BLOCK_OUT=0, BLOCK_IN=0)
-
 def linear(capability, limit, rows, size_out, size_in):
     cut = small_linear.linear_shape(rows, size_out, size_in, shared=limit)
     assert not cut.vector and cut.slices == 1
     return shared(small_linear._linear_kernel, capability, "bf16", cut.num_warps, cut.num_stages, NORM_FIRST=False,
                   SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=1, PART=size_in, ROWS=16, TILE_OUT=cut.tile_out,
                   TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, ACTIVATION=None,
-                  PDL=False, **PLAIN)
+                  PDL=False)
 
 def grouped(capability, limit, number, pairs, gated, biased=0):
     shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
@@ -84,7 +82,7 @@ def capped(capability, limit, head_dim):
     decode = dict(NUM_SPLITS=4, TILE=64, GROUP_PADDED=16, NUM_KV_HEADS=4, HEADS_MERGED=2, SPLITS_PADDED=4, NORM=False,
                   LARGEST=1.0, NATIVE=True, EARLY=False, AT_ONCE=4, PDL=False)
     small = dict(SIZE_OUT=512, SIZE_IN=1024, TILE_OUT=2, TILE_IN=1024, NORM=True, BIAS=False, RESIDUAL=False,
-                 GATED=True, PDL=False, **PLAIN)
+                 GATED=True, PDL=False)
     return max(
         shared(prefill_attention._prefill_kernel, capability, "bf16", 4, 2, TILE_Q=32, TILE_KV=64,
                CAUSAL=True, **common),

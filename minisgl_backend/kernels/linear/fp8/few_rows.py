@@ -3,7 +3,7 @@
 Activations are quantized by a separate kernel, with the norm inside: with quantization in each program of the GEMM,
 which then reads all of x twice, the GEMM took twice as long. GEMMs with few rows are bound by reading the weights: a
 Triton kernel streams them through the tensor cores, designed like small_rows.py's `_linear_kernel` and with its
-epilogues. The fewest rows keep their 16 bits, without that separate kernel (`run_scaled` there). More rows use torch's
+epilogues. A lone row keeps its 16 bits, without that separate kernel (one_row.py). More rows use torch's
 `_scaled_mm`, sgl-kernel's where that was measured faster (both libraries.py), or many_rows.py where neither supports
 them.
 

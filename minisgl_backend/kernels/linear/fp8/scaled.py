@@ -55,23 +55,6 @@ def load_scales(
 
 
 @triton.jit
-def load_scale(at, ok, i, SIZE_IN: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Of rows `at` (`scales_of`), the scale of the block that holds input i, or the last one."""
-    return tl.load(at + tl.minimum(i, SIZE_IN - 1) // BLOCK_IN, mask=ok, other=0.0)
-
-
-@triton.jit
-def add_product(acc, w, x, scale, SCALED: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """acc [outputs, rows] + w [outputs, inputs] @ x [inputs, rows]; scale [outputs], of blocks: the inputs'."""
-    if BLOCK_IN:
-        return acc + tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
-    elif SCALED:
-        return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
-    else:
-        return tl.dot(w, x, acc, input_precision="ieee")
-
-
-@triton.jit
 def sums_of_rows(products, scales, SCALED: tl.constexpr, BLOCK_IN: tl.constexpr):
     """products [rows, inputs] added up by row, with the scales of `load_scales`."""
     if BLOCK_IN:

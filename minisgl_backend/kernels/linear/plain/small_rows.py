@@ -9,7 +9,6 @@ There are three kernels. `_vector_kernel`, for one row (and two rows of large mo
 whole weight rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are
 in flight at once, and each of its warps multiplies another slice of the inputs with tensor cores. `_linear_kernel`
 streams weights through tensor cores.
-The first and the third also take weights in FP8 (`run_scaled`), which become numbers of x's format in registers.
 GEMMs whose output is too narrow to fill the device are split along the input dimension (split-K), and the program that
 arrives last adds the partial sums in order, so that results do not depend on timing.
 
@@ -33,18 +32,8 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import store_outputs
-from minisgl_backend.kernels.linear.fp8.reference import Fp8Weight
-from minisgl_backend.kernels.linear.fp8.scaled import (
-    Streamed,
-    add_product,
-    load_scale,
-    load_scales,
-    operand_of,
-    scales_of,
-    sums_of_rows,
-)
 from minisgl_backend.kernels.linear.kernels import GemmDevice
-from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape, long_shape, scaled_shape
+from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape, long_shape
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import shared_memory
 
@@ -63,19 +52,9 @@ def run_long(device: GemmDevice, x: torch.Tensor, weight: torch.Tensor, call: Ge
     return linear(x, weight, device.workspace, call, shape=shape, pdl=device.pdl(x))
 
 
-def run_scaled(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
-    """Of FP8, activations in 16 bits."""
-    gated, (size_out, size_in) = call.activation is not None, weight.shape
-    block_in, shared = (weight.block or (0, 0))[1], shared_memory(x.device)
-    shape = scaled_shape(
-        len(x), size_out // 2 if gated else size_out, size_in, gated, block_in, device.facts.multiprocessors, shared
-    )
-    return linear(x, weight, device.workspace, call, shape=shape, pdl=device.pdl(x))
-
-
 def linear(
     x: torch.Tensor,
-    weight: Streamed,
+    weight: torch.Tensor,
     workspace: LinearWorkspace,
     call: GemmCall = BARE,
     *,
@@ -83,7 +62,7 @@ def linear(
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `GemmCall`: x [rows <= 64, size_in] and weight [size_out, size_in] are contiguous; residual is left as it
-    is, and `out` is written to where it has one row. A weight in FP8 comes with a shape (`scaled_shape`)."""
+    is, and `out` is written to where it has one row."""
     norm_weight, eps, bias, residual, activation, out, _ = call
     gated = activation is not None
     rows, size_in = x.shape
@@ -91,9 +70,8 @@ def linear(
     shape = shape or linear_shape(rows, size_out, size_in, gated, shared=shared_memory(x.device))
     if out is None or rows > 1:  # programs write contiguous rows
         out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    numbers, scale, weight_format = operand_of(weight)
     arguments = (
-        x, numbers, scale, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
+        x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
         residual if residual is not None else x, out,
     )  # fmt: skip
     flags: dict[str, object] = {
@@ -106,8 +84,6 @@ def linear(
         "num_stages": shape.num_stages,
         **pdl_options(pdl),
     }
-    if shape.slices == 1:  # the kernel without a loop is for plain weights
-        flags |= weight_format
     if shape.vector:
         _vector_kernel[(cdiv(size_out, shape.tile_out),)](
             *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,
@@ -139,10 +115,10 @@ def linear(
 
 @triton.jit
 def _vector_kernel(
-    x_ptr, weight_ptr, scale_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr,
-    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, SCALED: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -154,9 +130,6 @@ def _vector_kernel(
     address = r[None, :] * SIZE_OUT + o[:, None]
     out_ok = (r[None, :] < ROWS) & o_ok[:, None]
     weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
-    outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
-    scale_at = scales_of(scale_ptr, 0, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-    up_scale_at = scales_of(scale_ptr, 0, SIZE_OUT + o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
     acc = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
     acc_up = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
     squares = tl.zeros([ROWS_PADDED], tl.float32)
@@ -165,10 +138,8 @@ def _vector_kernel(
         i_ok = i < SIZE_IN
         w_ok = o_ok[:, None] & i_ok[None, :]
         w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0)
-        w_scale = load_scales(scale_at, o_ok, step * TILE_IN, SIZE_IN, TILE_IN, SCALED, BLOCK_IN)
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0)
-            up_scale = load_scales(up_scale_at, o_ok, step * TILE_IN, SIZE_IN, TILE_IN, SCALED, BLOCK_IN)
         if NORM:
             norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
         if PDL and step == 0:
@@ -181,10 +152,10 @@ def _vector_kernel(
             if NORM:
                 squares = tl.where(r == row, squares + tl.sum(x * x, 0), squares)
                 x = x * norm
-            product = sums_of_rows(w.to(tl.float32) * x[None, :], w_scale, SCALED, BLOCK_IN)
+            product = tl.sum(w.to(tl.float32) * x[None, :], 1)
             acc = tl.where(r[None, :] == row, acc + product[:, None], acc)
             if GATED:
-                product_up = sums_of_rows(w_up.to(tl.float32) * x[None, :], up_scale, SCALED, BLOCK_IN)
+                product_up = tl.sum(w_up.to(tl.float32) * x[None, :], 1)
                 acc_up = tl.where(r[None, :] == row, acc_up + product_up[:, None], acc_up)
     if NORM:
         scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
@@ -201,7 +172,7 @@ def _vector_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _sliced_kernel(
-    x_ptr, weight_ptr, scale_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     rows, eps, x_stride,
     NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, SLICES: tl.constexpr,
@@ -292,11 +263,10 @@ def _rows_of_x(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x_ptr, weight_ptr, scale_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     rows, eps, x_stride,
     NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, EARLY: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -315,16 +285,6 @@ def _linear_kernel(
     squares = tl.zeros([ROWS], tl.float32)
     begin = split * PART
     end = tl.minimum(begin + PART, SIZE_IN)
-    w_scale = acc  # of the next block, where weights have some
-    up_scale = acc
-    if SCALED:
-        outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
-        scale_at = scales_of(scale_ptr, 0, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-        up_scale_at = scales_of(scale_ptr, 0, SIZE_OUT + o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-    if BLOCK_IN:
-        w_scale = load_scale(scale_at, o_ok, begin, SIZE_IN, BLOCK_IN)
-        if GATED:
-            up_scale = load_scale(up_scale_at, o_ok, begin, SIZE_IN, BLOCK_IN)
     early: tl.tuple = ()
     for tile_early in tl.static_range(EARLY):
         i = begin + tile_early * TILE_IN + k
@@ -352,14 +312,10 @@ def _linear_kernel(
         x, squares = _rows_of_x(
             x_ptr, norm_ptr, r, r_ok, i, i_ok, x_stride, scale, squares, NORM=NORM, NORM_FIRST=NORM_FIRST
         )
-        acc = add_product(acc, w, x, w_scale, SCALED, BLOCK_IN)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
-            acc_up = add_product(acc_up, w_up, x, up_scale, SCALED, BLOCK_IN)
-        if BLOCK_IN:
-            w_scale = load_scale(scale_at, o_ok, start + TILE_IN, SIZE_IN, BLOCK_IN)
-            if GATED:
-                up_scale = load_scale(up_scale_at, o_ok, start + TILE_IN, SIZE_IN, BLOCK_IN)
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
     # Loaded last, so that memory is not idle while the first loads wait for x.
     for tile_early in tl.static_range(EARLY):
         i = begin + tile_early * TILE_IN + k
@@ -392,10 +348,6 @@ def _linear_kernel(
             if NORM and not NORM_FIRST:
                 squares += tl.load(squares_base + (tile * SPLIT + s) * ROWS + r, cache_modifier=".cg")
 
-    if SCALED and BLOCK_IN == 0:
-        acc = acc * tl.load(scale_at, mask=o_ok, other=0.0)[:, None]
-        if GATED:
-            acc_up = acc_up * tl.load(up_scale_at, mask=o_ok, other=0.0)[:, None]
     if NORM and not NORM_FIRST:
         scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
         acc = acc * scale[None, :]

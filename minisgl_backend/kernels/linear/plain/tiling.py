@@ -76,21 +76,6 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
     return LinearShape(tile_out, tile_in, split, 4, 5)
 
 
-def scaled_shape(
-    rows: int, size_out: int, size_in: int, gated: bool, block_in: int, num_sms: int = 132, shared: int = LARGEST
-) -> LinearShape:
-    """Tiling of a GEMM with a weight in FP8, whose activations keep their 16 bits. block_in: inputs that share a scale,
-    0: all of an output."""
-    if rows <= MAX_VECTOR_ROWS:
-        shape = _vector_shape(rows, size_out, size_in, gated)
-        return replace(shape, tile_out=2 * shape.tile_out, tile_in=max(shape.tile_in, block_in))  # half the bytes each
-    tile_out, tile_in, split = 64, min(128, block_in or 128), 1
-    while not gated and -(-size_out // tile_out) * split < num_sms * 3 / 2 and size_in >= split * 8 * tile_in:
-        split *= 2
-    stage_bytes = tile_in * (tile_out * (2 if gated else 1) + 2 * max(16, next_power_of_2(rows)))
-    return LinearShape(tile_out, tile_in, min(split, 8), 4, stages_that_fit(5, stage_bytes, shared))
-
-
 def long_shape(size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
     """Tiling of a GEMM of 3 to 16 rows by `_linear_kernel` with at least as many inputs as outputs, after a kernel that
     leaves memory idle, as an all-reduce does: measured inside a chain with all-reduces.
