@@ -20,7 +20,7 @@ from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.fp8.reference import FP8, LARGEST, LEAST, Fp8Weight
 
 _WIDTH = 2048  # inputs of a program that only needs its own groups of a row (no norm)
-_FEW_ROWS = 64  # up to this, a row is one load of its program, which is over sooner; above it no lane is idle
+_FEW_ROWS = 64  # up to this, a row of usual size is one load of its program; above it no lane is idle
 _MULTIPLE = 16  # rows of what is quantized for a GEMM in blocks that is not known yet
 
 
@@ -111,10 +111,10 @@ def _launch_quantize(
     scales: torch.Tensor, eps: float, options: dict[str, Any],
 ) -> None:  # fmt: skip
     rows, size = numbers.shape
-    padded = next_power_of_2(size)
-    width, num_warps = padded, min(16, max(1, padded // 512))
-    if rows > _FEW_ROWS and padded > 1024:
-        num_warps = 4 if size <= 8192 else 8
+    width = next_power_of_2(size)
+    num_warps = min(16, max(1, width // 512))
+    if size > 8192 or (rows > _FEW_ROWS and size > 1024):
+        num_warps = 4 if size <= 8192 else 16
         width = 256 * num_warps  # 16 bytes of each thread at a time
     _quantize_kernel[(rows,)](
         x, norm_weight if norm_weight is not None else x, scales if x_scale is None else x_scale, numbers, scales,
@@ -140,12 +140,16 @@ def quantize_groups(
     rows = cdiv(num_tokens, multiple) * multiple
     numbers = torch.empty((rows, size), dtype=FP8, device=x.device)
     scales = torch.empty((cdiv(size, group), rows), dtype=torch.float32, device=x.device)
-    width = next_power_of_2(size) if norm_weight is not None else min(_WIDTH, next_power_of_2(size))
+    width, with_norm = min(_WIDTH, next_power_of_2(size)), norm_weight is not None
+    if with_norm and num_tokens <= _FEW_ROWS:
+        width = next_power_of_2(size)
+    elif with_norm and size % width:
+        width = min(width, 1024)
     width = max(width, group)
     if num_tokens > 0:
-        _quantize_groups_kernel[(num_tokens, cdiv(size, width))](
+        _quantize_groups_kernel[(num_tokens, 1 if with_norm else cdiv(size, width))](
             x, norm_weight if norm_weight is not None else x, numbers, scales, eps, x.stride(0), rows, SIZE=size,
-            WIDTH=width, GROUP=group, ACTIVATION=None, NORM=norm_weight is not None, LARGEST=LARGEST, LEAST=LEAST,
+            WIDTH=width, GROUP=group, ACTIVATION=None, NORM=with_norm, LARGEST=LARGEST, LEAST=LEAST,
             num_warps=min(16, max(1, width // 512)), **pdl_options(pdl),
         )  # fmt: skip
     return numbers, scales.t()
@@ -168,25 +172,18 @@ def _quantize_kernel(
     for part in tl.static_range(parts):
         i = part * WIDTH + k
         held += (_activated_input(x_ptr + row * x_stride, i, SIZE, ACTIVATION),)
-    rms = 1.0
     if NORM:
-        squares = tl.zeros([WIDTH], tl.float32)
-        for part in tl.static_range(parts):
-            x = held[part].to(tl.float32)
-            squares += x * x
-        rms = tl.sqrt(tl.sum(squares, 0) / SIZE + eps)
+        held = _normed(held, norm_ptr, eps, SIZE, WIDTH)
     if GIVEN:
         scale = tl.load(given_ptr)
     else:
         largest = tl.zeros([WIDTH], tl.float32)
         for part in tl.static_range(parts):
-            x = _normed_part(held[part], norm_ptr, part * WIDTH + k, rms, SIZE, NORM)
-            largest = tl.maximum(largest, tl.abs(x))
+            largest = tl.maximum(largest, tl.abs(held[part].to(tl.float32)))
         scale = tl.maximum(tl.max(largest, 0), LEAST) / LARGEST
     for part in tl.static_range(parts):
         i = part * WIDTH + k
-        x = _normed_part(held[part], norm_ptr, i, rms, SIZE, NORM)
-        tl.store(out_ptr + row * SIZE + i, _to_fp8(x / scale, LARGEST), mask=i < SIZE)
+        tl.store(out_ptr + row * SIZE + i, _to_fp8(held[part].to(tl.float32) / scale, LARGEST), mask=i < SIZE)
     tl.store(scale_ptr + row, scale)
 
 
@@ -202,14 +199,19 @@ def _activated_input(line, i, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _normed_part(x, norm_ptr, i, rms, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Some inputs of a row in float32; with the norm, rounded as by a separate one."""
-    x32 = x.to(tl.float32)
-    if NORM:
+def _normed(held, norm_ptr, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The norm of a row in parts of WIDTH, rounded as by a separate norm."""
+    squares = tl.zeros([WIDTH], tl.float32)
+    for part in tl.static_range((SIZE + WIDTH - 1) // WIDTH):
+        x = held[part].to(tl.float32)
+        squares += x * x
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE + eps)
+    normed: tl.tuple = ()
+    for part in tl.static_range((SIZE + WIDTH - 1) // WIDTH):
+        i = part * WIDTH + tl.arange(0, WIDTH)
         norm = tl.load(norm_ptr + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        return (x32 / rms * norm).to(x.dtype).to(tl.float32)
-    else:
-        return x32
+        normed += ((held[part].to(tl.float32) * inverse * norm).to(held[part].dtype),)
+    return normed
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -224,17 +226,20 @@ def _quantize_groups_kernel(
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    ok = i < SIZE
-    x = _activated_input(x_ptr + row * x_stride, i, SIZE, ACTIVATION)
-    rms = 1.0
+    parts: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH if NORM else 1
+    first = tl.program_id(1) * WIDTH
+    k = tl.arange(0, WIDTH)
+    held: tl.tuple = ()
+    for part in tl.static_range(parts):
+        held += (_activated_input(x_ptr + row * x_stride, first + part * WIDTH + k, SIZE, ACTIVATION),)
     if NORM:
-        rms = tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / SIZE + eps)
-    x = _normed_part(x, norm_ptr, i, rms, SIZE, NORM)
-    numbers, scale = quantized_in_groups(x, WIDTH, GROUP, LARGEST, LEAST)
-    tl.store(out_ptr + row * SIZE + i, numbers, mask=ok)
-    g = tl.program_id(1) * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-    tl.store(scale_ptr + g.to(tl.int64) * rows + row, scale, mask=g * GROUP < SIZE)
+        held = _normed(held, norm_ptr, eps, SIZE, WIDTH)
+    for part in tl.static_range(parts):
+        i = first + part * WIDTH + k
+        numbers, scale = quantized_in_groups(held[part].to(tl.float32), WIDTH, GROUP, LARGEST, LEAST)
+        tl.store(out_ptr + row * SIZE + i, numbers, mask=i < SIZE)
+        g = (first + part * WIDTH) // GROUP + tl.arange(0, WIDTH // GROUP)
+        tl.store(scale_ptr + g.to(tl.int64) * rows + row, scale, mask=g * GROUP < SIZE)
 
 
 @triton.jit
