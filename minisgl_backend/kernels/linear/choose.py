@@ -61,6 +61,7 @@ LARGE_LONG = 12 << 20  # likewise for a weight with at least as many inputs as o
 LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
 LEAST_VOCABULARY_IN = 2048  # inputs of the vocabulary GEMM, one row, from which on ours was measured to be faster
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: this GEMM takes 8 us on an H200, of which tiles decide 0.3
+FP8_ROW_INPUTS = 4096  # of any weight, up to which its kernel for one row was faster
 FP8_ROW_BLOCKS = (16, 32, 64, 128, 256)  # inputs that share a scale of a weight for one row: tiles are whole blocks
 FP8_FEW_ROWS = 64  # up to this, a GEMM is bound by reading FP8 weights
 FP8_CLOSE_ROWS = 32  # above this, the kernels of libraries may be as fast as ours
@@ -137,7 +138,10 @@ def _tuned(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _fp8_row(key: LinearKey, facts: DeviceFacts) -> bool:
-    return key.rows == 1 and key.dtype.itemsize == 2 and (key.block is None or key.block[1] in FP8_ROW_BLOCKS)
+    # Of wide weights with many inputs (7168 x 5120) the quantizing kernel and the tensor cores were as fast.
+    faster = key.size_in <= FP8_ROW_INPUTS or key.size_out <= key.size_in
+    in_tiles = key.block is None or key.block[1] in FP8_ROW_BLOCKS
+    return key.rows == 1 and key.dtype.itemsize == 2 and faster and in_tiles
 
 
 def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:

@@ -86,15 +86,15 @@ def test_which_kernel_multiplies(name: str) -> None:
 @pytest.mark.parametrize(
     ("weight_format", "device", "more", "expected"),
     [
-        ("fp8", "h200", {}, "fp8_one_row fp8_few_rows fp8_few_rows scaled_mm scaled_mm"),
+        ("fp8", "h200", {}, "fp8_few_rows fp8_few_rows fp8_few_rows scaled_mm scaled_mm"),
         (
             "fp8",
             "h200",
             {"block": (128, 128)},
-            "fp8_one_row fp8_few_rows fp8_few_rows scaled_mm_blocks scaled_mm_blocks",
+            "fp8_few_rows fp8_few_rows fp8_few_rows scaled_mm_blocks scaled_mm_blocks",
         ),
-        ("fp8", "h200", {"block": (64, 128)}, "fp8_one_row fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
-        ("fp8", "l40s", {}, "fp8_one_row fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("fp8", "h200", {"block": (64, 128)}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {}, "int4_few_rows int4_few_rows int4_many_rows int4_dequantized int4_dequantized"),
         ("int4", "h100", {"repacked": "marlin"}, "int4_few_rows int4_few_rows marlin marlin int4_dequantized"),
@@ -112,6 +112,22 @@ def test_which_kernel_multiplies_with_other_formats(
 ) -> None:
     chooser = LinearChooser(weight_format, DeviceFacts.named(device))
     assert " ".join(chooser.kernel(LinearKey(rows, 7168, 5120, BF16, **more)) for rows in ROWS) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "expected"),
+    [
+        ((5120, 2048), (128, 128), True), ((2048, 4096), (128, 128), True), ((5120, 17408), None, True),
+        ((5120, 5120), None, True), ((7168, 5120), None, False), ((34816, 5120), None, False),
+        ((5120, 2048), (128, 48), False),
+    ],
+)  # fmt: skip
+def test_which_fp8_weights_have_a_kernel_for_one_row(
+    shape: tuple[int, int], block: tuple[int, int] | None, expected: bool
+) -> None:
+    chooser = LinearChooser("fp8", H200)
+    assert (chooser.kernel(LinearKey(1, *shape, BF16, block=block)) == "fp8_one_row") == expected
+    assert chooser.kernel(LinearKey(2, *shape, BF16, block=block)) == "fp8_few_rows"
 
 
 @pytest.mark.parametrize(
