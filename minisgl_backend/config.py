@@ -268,6 +268,13 @@ class EngineConfig:
         f"NAME=FOLDER, more of them after commas; up to {MAX_ADAPTERS}, names of up to {MAX_ADAPTER_NAME} characters",
         lambda value: read_adapters(value) is not None,
     )
+    max_adapters: int | None = option(
+        None,
+        "slots for adapters on each device; where more are asked for at a time, they take turns; unset: one for each "
+        "of `adapters`",
+        "1 or more",
+        at_least(1),
+    )
     tp: int = option(
         1,
         "tensor-parallel size; must divide the model's heads, or be a multiple of its KV heads",

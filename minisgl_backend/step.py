@@ -163,6 +163,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     fold_borders: Int32Array = NO_INT32
     freed_vectors: tuple[bytes, ...] = ()  # keys of images whose vectors, or begun ones, are dropped before `encode`
     encode: tuple[EncodeSlice, ...] = ()  # before the model
+    # Slots that are filled before anything else, and the numbers of the adapters that they get.
+    adapter_loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

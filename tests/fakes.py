@@ -187,6 +187,12 @@ class FakeRunner:
         self._encoder = limits.encoder
         self.encoded: dict[bytes, int] = {}  # layers of each image that it has, or is encoding
         self._contents: dict[int, tuple[Content, ...]] = {}  # by row
+        self._numbers = {one.name: one.number for one in limits.adapters}
+        # What each slot of adapters has, and what has written each slot of the cache; -1: none.
+        self._adapters = [-1, *range(limits.num_adapter_slots)]
+        self._written_with = np.full(len(self._slots), -1, dtype=np.int64)
+        self._adapter_slot: dict[int, int] = {}  # by row
+        self.loads = 0
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -269,7 +275,11 @@ class FakeRunner:
         for array in (self._slots, self._unsound, self._proposers):
             array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
         self._page_table[groups, plan.page_rows, plan.page_columns] = plan.page_ids
+        for slot, number in plan.adapter_loads:
+            self._adapters[slot] = number
+            self.loads += 1
         for admitted in plan.admitted:
+            self._adapter_slot[admitted.row] = admitted.adapter
             self._token_table[admitted.row] = -1
             self._token_table[admitted.row, : len(admitted.token_ids)] = admitted.token_ids
             self._params[admitted.row] = admitted.params
@@ -290,13 +300,17 @@ class FakeRunner:
         assert len(token_ids) > 0
         assert (token_ids >= 0).all(), "an input token is not on the device yet"
         assert np.array_equal(self._token_table[row, start:end], token_ids)
-        uid = self._uids[row]
+        uid, name = self._uids[row], self._params[row].lora_name
+        adapter = self._adapters[self._adapter_slot[row]]
+        assert adapter == (-1 if name is None else self._numbers[name]), "a row's slot has another's adapter"
         for group in range(len(self._kinds)):
             slots = self._slots_of(group, row, start, end)
             self._slots[slots], self._unsound[slots] = token_ids, uid if self.fail(uid) else -1
+            self._written_with[slots] = adapter
         for group, kind in enumerate(self._kinds):
             first = first_seen(kind, start)
             context = self._slots[self._slots_of(group, row, first, end)]
+            assert (self._written_with[self._slots_of(group, row, first, end)] == adapter).all(), "another's prefix"
             assert np.array_equal(context, self._token_table[row, first:end]), "the cache holds others' tokens"
             pages = self._page_table[group, row, : -(-end // self._page_size)]
             unsound = self._unsound.reshape(-1, self._page_size)[pages]

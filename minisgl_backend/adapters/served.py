@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 
 class ServedAdapter(NamedTuple):
-    """One that is in a slot of the device."""
+    """One whose factors every rank has on the host, by its number."""
 
     name: str
-    slot: int  # from 1 on
+    number: int  # from 0 on
     digest: bytes  # of what it adds: prompts share cached prefixes by it, and not by the name
+
+
+NO_ADAPTER = ServedAdapter("", -1, b"")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.adapters.tensors import AdapterTensors, Factors
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.lora.choose import choose_lora
@@ -37,13 +38,14 @@ class AdapterSlots:
         self,
         model: nn.Module,
         names: TensorNames,
-        adapters: Sequence[AdapterTensors],
+        adapters: Mapping[str, AdapterTensors],
         num_slots: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Makes room beside each layer that one of the adapters changes. names: of the model's checkpoints; dtype: of
+        """Makes room beside each layer that one of the adapters (by name) changes, and fills the slots with the first.
+        names: of the model's checkpoints; dtype: of
         the model. Raises ConfigError where a module is no linear layer of this model, or its factors do not fit."""
         self._names = names
         self._places: dict[str, _Place] = {}  # by the outputs' names here
@@ -57,13 +59,22 @@ class AdapterSlots:
                 parts.append(output.part("weight", (output.size, 1), target))
         self._reads = _reads(parts, names)  # by the modules' names in checkpoints
         self._kernels = choose_lora(device, dtype)
-        self._ranks = self._largest_ranks(adapters)
+        self._ranks = self._largest_ranks(adapters.values())
         layouts = {layer: self._layout(layer) for layer in self._ranks}
         size = sum(layout.size for layout in layouts.values())
         self._slots = torch.zeros(num_slots, size, dtype=self._kernels.dtype, device=device)
         for layer, factors in self._factors(layouts, self._slots).items():
             layer.adapt(LoraSite(factors, self._kernels))
-        self._adapters = [self._ready(adapter, layouts) for adapter in adapters]
+        ready = {adapter.digest: self._ready(adapter, layouts) for adapter in adapters.values()}
+        self._adapters = [ready[adapter.digest] for adapter in adapters.values()]
+        numbered = enumerate(adapters.items())
+        self.served = tuple(ServedAdapter(name, number, one.digest) for number, (name, one) in numbered)
+        for number in range(min(num_slots, len(adapters))):
+            self.load(number + 1, number)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -73,7 +84,7 @@ class AdapterSlots:
         """The slot is this adapter's from now on, in stream order."""
         self._slots[slot - 1].copy_(self._adapters[adapter], non_blocking=True)
 
-    def _largest_ranks(self, adapters: Sequence[AdapterTensors]) -> dict[AdaptedLinear, int]:
+    def _largest_ranks(self, adapters: Iterable[AdapterTensors]) -> dict[AdaptedLinear, int]:
         ranks: dict[AdaptedLinear, int] = {}
         multiple = self._kernels.rank_multiple
         for adapter in adapters:

@@ -105,7 +105,8 @@ def _limits(
         step_times=measured.step_times,
         sparse_step_sizes=runner.sparse_step_sizes,
         encoder=encoder_limits(runtime, start.model),
-        adapters=runner.adapters,
+        adapters=() if runner.adapters is None else runner.adapters.served,
+        num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
         cache_kinds=runner.columns.kinds,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )

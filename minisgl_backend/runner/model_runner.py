@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
@@ -71,7 +71,7 @@ class ModelRunner:
         proposer: DeviceProposer | None = None,
         states: StatePool | None = None,
         vectors: Vectors | None = None,
-        adapters: tuple[ServedAdapter, ...] = (),
+        adapters: AdapterSlots | None = None,
         captures: Captures = Captures(),
     ) -> None:
         """Chooses kernels, then captures: the runner is complete once it is constructed. The layers of `proposer`
@@ -95,7 +95,7 @@ class ModelRunner:
         self._shifts = None if vectors is None else vectors.shifts
         self.adapters = adapters
         self._adapters = None
-        if adapters:
+        if adapters is not None:
             captured = captures.adapter_graphs is not None
             self._adapters = RowAdapters(table.max_rows, table.device, captured=captured)
         self._builder = BatchBuilder(table, sampling, self._states, vectors, self._adapters)
@@ -194,6 +194,9 @@ class ModelRunner:
     @torch.inference_mode()
     def upload(self, host: HostBatch) -> AnyBatch:
         """Uploads the plan, brings the row table up to date and plans attention; never waits for the device."""
+        for slot, number in host.plan.adapter_loads:
+            assert self.adapters is not None, "they are planned where there are some"
+            self.adapters.load(slot, number)
         if host.decisions.prompt_size:
             self._builder.send_prompt(host)
             return PromptBatch(host)

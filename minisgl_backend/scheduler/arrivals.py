@@ -21,14 +21,14 @@ from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Sequence, with_see
 class Arrivals:
     """Makes the sequences of requests, in the order in which these arrive."""
 
-    def __init__(self, limits: SchedulerLimits, max_length: int, seed: int | None) -> None:
+    def __init__(self, limits: SchedulerLimits, max_length: int, seed: int | None, adapters: AdapterBook) -> None:
         """`max_length`: tokens of the longest allowed sequence. `seed`: seeds the generator for requests without
         one."""
         self._limits = limits
         self._max_length = max_length
         self._seeds = random.Random(seed)
         self._count = 0
-        self._adapters = AdapterBook(limits.adapters)
+        self._adapters = adapters
 
     def prompt_of(self, request: Request) -> Int32Array:
         """The prompt's tokens, int32 [num_tokens]. Raises InvalidRequestError for a request that can never run."""
@@ -60,7 +60,7 @@ class Arrivals:
                 pooling=request.pooling,
                 tenant=tenant,
                 contents=request.contents,
-                adapter=adapter.slot,
+                adapter=adapter,
                 salt=prefix_salt(params.cache_salt, adapter.digest),
                 stable_len=request.stable_len or len(token_ids),
                 borders=request.borders,

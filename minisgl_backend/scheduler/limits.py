@@ -41,4 +41,5 @@ class SchedulerLimits:
     longest_drafted: int | None = None  # sequence length up to which a draft model proposes; None: no limit
     encoder: EncoderLimits | None = None  # None: the model takes no images
     adapters: tuple[ServedAdapter, ...] = ()
+    num_adapter_slots: int = 0  # of the device
     sparse_step_sizes: tuple[int, ...] = ()  # ascending; steps between the first and the last are cut to one of them

@@ -1,7 +1,8 @@
 """Preemption by recomputation: which running sequences give row and pages back before they end, and to whom.
 
-The pages of a victim go to the prefix cache, and the sequence waits again with all its tokens. Four things preempt:
-rows that decode and groups with windows that lack pages, requests of a higher priority, tenants below their share.
+The pages of a victim go to the prefix cache, and the sequence waits again with all its tokens. Five things
+preempt: rows that decode and groups with windows that lack pages, requests of a higher priority, tenants below their
+share, adapters that wait for a slot.
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ class Preemption:
         if pages <= running.kv.num_available + _private_pages(running, victims[fitting:]):
             self._take(victims[fitting:])
         return fitting
+
+    def for_adapter(self, victims: list[Sequence]) -> None:
+        """Preempts the running sequences of an adapter, for another one that waits for its slot."""
+        self._take(victims)
 
     def _take_for_running(self, victim: Sequence) -> None:
         self.num_for_running += 1

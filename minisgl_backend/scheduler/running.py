@@ -11,6 +11,7 @@ from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.lease import TableEntries
 from minisgl_backend.cache.prefix_cache import PrefixMatch
 from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.scheduler.adapters import AdapterBook
 from minisgl_backend.scheduler.checkpoints import states_to_keep
 from minisgl_backend.scheduler.image_budget import ImageBudget
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -28,7 +29,7 @@ class RunningSet:
     includes it (the release law); meanwhile it is in `releasing`.
     """
 
-    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
+    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue, adapters: AdapterBook) -> None:
         max_rows = limits.max_running_requests
         groups = CacheGroups(limits.cache_kinds, limits.page_size)
         self.max_length = groups.max_length(limits.num_pages, limits.max_seq_len)
@@ -50,7 +51,7 @@ class RunningSet:
         self.prefilling: list[Sequence] = []  # in order of admission
         self.awaiting: list[Sequence] = []  # prompts planned to the end that will not decode
         self.releasing: list[Sequence] = []
-        self._queue = queue
+        self._queue, self._adapters = queue, adapters
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
         self._decode_arrays: tuple[Int32Array, Int64Array] | None = (NO_INT32, NO_INT64)  # None: out of date
         # Changed entries of sequences' page tables, which the next plan sends to the runner.
@@ -106,7 +107,7 @@ class RunningSet:
         if self.kv.states is not None:
             source, slot = self.kv.states.slots_of(row)
             sequence.keep_states(states_to_keep(sequence, match, self.kv.page_size))
-        more = pooling, source, slot, sequence.contents, sequence.adapter
+        more = pooling, source, slot, sequence.contents, self._adapters.slot_of(sequence.adapter)
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, *more))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:

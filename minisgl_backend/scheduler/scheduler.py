@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.adapters import AdapterBook, AdapterQueue
 from minisgl_backend.scheduler.admission import AdmissionControl
 from minisgl_backend.scheduler.arrivals import Arrivals, Deadlines
 from minisgl_backend.scheduler.drafting import Drafting
@@ -60,8 +62,12 @@ class Scheduler:
         new_queue = partial(QUEUES[limits.schedule_policy], self._cached_tokens)
         self._shares = FairShares(limits, new_queue) if limits.fair_shares else None
         self._queue: WaitingQueue = new_queue() if self._shares is None else self._shares.queue
-        self._running = RunningSet(limits, self._queue)
-        self._arrivals = Arrivals(limits, self._running.max_length, seed)
+        self._adapters = AdapterBook(limits)
+        self._held: AdapterQueue | None = None  # where adapters may lack slots
+        if len(limits.adapters) > limits.num_adapter_slots:
+            self._queue = self._held = AdapterQueue(self._queue, self._adapters)
+        self._running = RunningSet(limits, self._queue, self._adapters)
+        self._arrivals = Arrivals(limits, self._running.max_length, seed, self._adapters)
         self._admission = AdmissionControl()
         self._drafting: Drafting | None = None
         if proposer is not None:
@@ -148,9 +154,13 @@ class Scheduler:
         drafting, in_flight = self._drafting, self._in_flight
         if drafting is not None and in_flight and drafting.waits(in_flight[-1], self._planner.prompts_wait):
             return None
+        if self._held is not None and (victims := self._held.open_slots(self._running.rows.sequences, now)):
+            self._planner.preemption.for_adapter(victims)
         plan = self._planner.plan(self._next_step)
         if plan is None:
             return None
+        if self._held is not None and (loads := self._adapters.take_loads()):
+            plan = msgspec.structs.replace(plan, adapter_loads=loads)
         if drafting is not None:
             drafting.note_plan(plan, behind_another=bool(in_flight))
         if plan.admitted:
@@ -176,6 +186,7 @@ class Scheduler:
             self._commit_tokens(plan, result)
         if not result.executed:  # its rows have ended; its page changes for other rows are sent again
             self._running.send_again(plan)
+            self._adapters.load_again(plan.adapter_loads)
         self._running.commit(plan.step)
         if self._drafting is not None:
             self._drafting.note_end(plan)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl_backend.adapters.served import NO_ADAPTER, ServedAdapter
 from minisgl_backend.arrays import Float32Array, IdArray, Int32Array
 from minisgl_backend.cache.content_ids import content_ids
 from minisgl_backend.cache.lease import PageLease
@@ -47,7 +48,7 @@ class Sequence:
     pooling: PoolingParams | None = None  # not None: the sequence ends with its prompt, which becomes a vector
     tenant: int = 0  # the tenant's number, where shares are fair
     contents: tuple[Content, ...] = ()  # images and the like in its prompt
-    adapter: int = 0  # the slot of its adapter; 0: it has none
+    adapter: ServedAdapter = NO_ADAPTER
     salt: bytes = b""  # of its prefix (`cache.salt`)
     stable_len: int = 0  # leading tokens that a later prompt is likely to have, and
     borders: tuple[int, ...] = ()  # of parts that others have, too (`Request`)

@@ -38,6 +38,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "schedule_policy": ("sjf", ""),
     "background_slowdown": (0.9, "twice", float("nan")),
     "adapters": ("a", "a=", "=folder", "a=x,a=y", 5),
+    "max_adapters": (0, -1, "all"),
     "tp": (0, -2, None),
     "dp": (0, 65, None, "two"),
     "nodes": (0, 65, None, "all"),

@@ -70,11 +70,12 @@ def params(name: str | None) -> dict[str, Any]:
     [
         {},
         {"eager_graphs": True, "cuda_graph_max_tokens": 64},
-        {"tp": 2, "eager_graphs": True},
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}', "eager_graphs": True},
         {"num_pages": 70, "page_size": 1},  # some are preempted
+        {"max_adapters": 1},
+        {"max_adapters": 1, "tp": 2, "eager_graphs": True},
     ],
-    ids=["plain", "graphs", "tp", "drafts", "preemption"],
+    ids=["plain", "graphs", "drafts", "preemption", "one-slot", "one-slot-tp"],
 )
 def test_tokens_are_those_of_merged_weights(served: Served, options: dict[str, Any]) -> None:
     asked = list(zip(prompts(10), itertools.cycle([None, "all", "few", "all"]), strict=False))

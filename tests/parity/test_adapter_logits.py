@@ -48,11 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def with_adapters(paged: PagedModel, folders: Sequence[Path], num_slots: int = 3) -> AdapterSlots:
     """In slots 1, 2 ..."""
-    names, read = paged.model.config.tensor_names, [AdapterTensors.read(folder) for folder in folders]
-    slots = AdapterSlots(paged.model, names, read, num_slots, dtype=torch.float32, device=torch.device("cpu"))
-    for adapter in range(len(read)):
-        slots.load(adapter + 1, adapter)
-    return slots
+    names, read = paged.model.config.tensor_names, {folder.name: AdapterTensors.read(folder) for folder in folders}
+    return AdapterSlots(paged.model, names, read, num_slots, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def logits(paged: PagedModel, prompts: dict[int, list[int]], slots: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.tensors import AdapterTensors
 from minisgl_backend.models.config import ModelConfig
@@ -18,15 +17,16 @@ log = logging.getLogger(__name__)
 
 def load_adapters(
     runtime: RuntimeConfig, config: ModelConfig, model: torch.nn.Module, device: torch.device
-) -> tuple[ServedAdapter, ...]:
-    """One slot each, in the order of the option. Raises ConfigError naming the folder and what is wrong with it."""
+) -> AdapterSlots | None:
+    """None: the options name none. Raises ConfigError naming the folder and what is wrong with it."""
     folders = runtime.config.adapter_folders
     if not folders:
-        return ()
-    read = {name: AdapterTensors.read(Path(folder)) for name, folder in folders.items()}
-    dtype, adapters = getattr(torch, runtime.dtype), [*read.values()]
-    slots = AdapterSlots(model, config.tensor_names, adapters, len(read), dtype=dtype, device=device)
-    for number in range(len(adapters)):
-        slots.load(number + 1, number)
-    log.info("%d adapters in slots of %d MiB: %s", len(read), slots.bytes_per_slot >> 20, ", ".join(read))
-    return tuple(ServedAdapter(name, slot, one.digest) for slot, (name, one) in enumerate(read.items(), 1))
+        return None
+    read = {folder: AdapterTensors.read(Path(folder)) for folder in {*folders.values()}}
+    adapters = {name: read[folder] for name, folder in folders.items()}
+    num_slots = min(runtime.config.max_adapters or len(adapters), len(adapters))
+    dtype = getattr(torch, runtime.dtype)
+    slots = AdapterSlots(model, config.tensor_names, adapters, num_slots, dtype=dtype, device=device)
+    size = slots.bytes_per_slot / 2**20
+    log.info("%d adapters, %d slots of %.1f MiB: %s", len(adapters), num_slots, size, ", ".join(adapters))
+    return slots

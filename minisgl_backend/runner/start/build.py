@@ -103,7 +103,9 @@ def _build(
     num_pages = tp.minimum(choose_num_pages(runtime, parts.spec, parts.places, start.free_at_start, step_bytes))
     graphs, captured_pieces = _captures(sizes, pieces, start, progress)
     adapted = None
-    if parts.adapters and (device.type == "cuda" or runtime.eager_graphs):  # on a CPU torch adds what adapters do
+    if parts.adapters is not None and (
+        device.type == "cuda" or runtime.eager_graphs
+    ):  # on a CPU torch adds what adapters do
         adapted = _captures(sizes, (), start, StartProgress())[0]
     own = _proposer_graphs(sizes, runtime)
     captures = Captures(graphs, captured_pieces, runtime.max_prefill_length, own, adapted)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
@@ -102,7 +102,7 @@ class Parts:
     rows: RowState
     proposer: DeviceProposer | None
     vectors: Vectors | None = None  # of a model that sees
-    adapters: tuple[ServedAdapter, ...] = ()
+    adapters: AdapterSlots | None = None
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:

@@ -88,6 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.bounds.num_state_slots:
             params["stable_len"] = max(len(tokens) - self.next_uid % 4, 0)
             params["borders"] = (len(tokens) // 2,) if self.next_uid % 3 == 0 else ()
+        if self.bounds.adapters:
+            which = (sum(tokens) + self.next_uid) % (len(self.bounds.adapters) + 1)
+            params["lora_name"] = [None, *(one.name for one in self.bounds.adapters)][which]
+            params["cache_salt"] = [None, "a"][self.next_uid % 2]
         request = make_request(self.next_uid, tokens, **params)
         if self.bounds.encoder is not None:
             request = self.with_images(request)

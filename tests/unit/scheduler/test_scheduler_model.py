@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -47,6 +48,10 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
     return SchedulerLimits(**{**values, **changes})
 
 
+def adapters_of(count: int) -> tuple[ServedAdapter, ...]:
+    return tuple(ServedAdapter(f"a{number}", number, bytes([number + 1]) * 16) for number in range(count))
+
+
 @pytest.mark.parametrize("careless", [False, True])
 @pytest.mark.parametrize(
     "bounds",
@@ -54,6 +59,8 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(1),
         bounds_of(1, schedule_policy="lpm", mixed_prefill_length=0),
         bounds_of(2),
+        bounds_of(1, adapters=adapters_of(3), num_adapter_slots=1),
+        bounds_of(2, adapters=adapters_of(7), num_adapter_slots=2, schedule_policy="lpm"),
         bounds_of(4, max_prefill_length=100, mixed_prefill_length=100),
         bounds_of(4, cache_type="naive"),
         bounds_of(8, num_pages=4, max_seq_len=100),

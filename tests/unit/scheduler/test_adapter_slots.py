@@ -1,0 +1,156 @@
+"""More adapters than slots: what waits for one blocks nobody, waits a bounded time, and adapters take turns."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.request import FinishReason
+from minisgl_backend.scheduler.adapters import PATIENCE_S
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepResult
+from tests.fakes import FakeRunner, Records, expected_answer, make_request
+
+VOCAB_SIZE = 50
+
+
+class Served:
+    """A scheduler and a runner that checks, in each step, that a row's slot has its own adapter."""
+
+    def __init__(self, adapters: int, slots: int, **changes: Any) -> None:
+        served = tuple(ServedAdapter(f"a{number}", number, bytes([number]) * 16) for number in range(adapters))
+        values: dict[str, Any] = {
+            "page_size": 4, "num_pages": 4000, "max_seq_len": 400, "max_running_requests": 64,
+            "max_waiting_requests": 1000, "max_prefill_length": 4000, "mixed_prefill_length": 4000,
+            "adapters": served, "num_adapter_slots": slots, **changes,
+        }  # fmt: skip
+        limits = SchedulerLimits(**values)
+        self.now, self.records, self.uid = 0.0, Records(), 0
+        self.scheduler = Scheduler(limits, seed=1, clock=lambda: self.now)
+        self.runner = FakeRunner(limits, VOCAB_SIZE)
+        self.first: dict[int, int] = {}  # by uid: the step of its first token
+        self.steps = 0
+
+    def ask(self, adapter: int | None, prompt: list[int], max_tokens: int) -> int:
+        uid, self.uid = self.uid, self.uid + 1
+        name = None if adapter is None else f"a{adapter}"
+        options = {"max_tokens": max_tokens, "ignore_eos": True, "lora_name": name}
+        self.request = make_request(uid, prompt, **options)
+        self.scheduler.add(self.request)
+        return uid
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        self.steps += 1
+        if plan is not None:
+            self.scheduler.commit(plan, self.runner.execute(plan).result())
+        self.records.take(self.scheduler)
+        for uid in self.records.tokens.keys() - self.first.keys():
+            self.first[uid] = self.steps
+        return plan is not None
+
+    def ended(self, uid: int) -> bool:
+        return uid in self.records.reasons
+
+
+def test_forty_adapters_over_two_slots_with_aborts() -> None:
+    dice, served, expected = random.Random(1), Served(40, 2, max_running_requests=8, num_pages=60), {}
+    for _ in range(300):
+        uid = served.ask(dice.choice([None, *range(40)]), [dice.randrange(4) for _ in range(9)], dice.randrange(1, 20))
+        expected[uid] = expected_answer(served.request, 400, (), VOCAB_SIZE)[0]
+        for _ in range(dice.randrange(4)):
+            served.step()
+        if dice.random() < 0.2:
+            served.scheduler.abort(dice.randrange(served.uid), FinishReason.CANCELLED)
+        served.scheduler.check()
+    while served.scheduler.has_work:
+        assert served.step(), "something waits for ever"
+        served.scheduler.check()
+    for uid, answer in expected.items():
+        found = served.records.tokens.get(uid, [])
+        assert found == answer or (
+            served.records.reasons[uid] is FinishReason.CANCELLED and found == answer[: len(found)]
+        )
+    assert served.runner.loads > 40
+
+
+def test_what_waits_for_a_slot_blocks_nobody() -> None:
+    served = Served(2, 1)
+    long = served.ask(0, [1, 2, 3], 300)
+    for _ in range(3):
+        served.step()
+    waiting, base = served.ask(1, [4, 5], 4), served.ask(None, [6, 7], 4)
+    served.step()
+    same = served.ask(0, [8, 9], 4)
+    for _ in range(10):
+        served.step()
+    assert served.ended(base)
+    assert not served.ended(waiting)
+    assert not served.ended(same), "its adapter's slot goes on to the one that waits"
+    assert served.scheduler.stats().num_waiting == 2
+    while not served.ended(long):
+        served.step()
+    for _ in range(12):
+        served.step()
+    assert served.first[waiting] < served.first[same]
+
+
+def test_an_answer_that_does_not_end_gives_way_in_time() -> None:
+    served = Served(2, 1)
+    long = served.ask(0, [1, 2, 3], 300)
+    served.step()
+    waiting = served.ask(1, [4, 5], 4)
+    for _ in range(5):
+        served.step()
+    assert waiting not in served.first
+    served.now += PATIENCE_S + 1
+    for _ in range(8):
+        served.step()
+    assert served.ended(waiting)
+    assert served.scheduler.stats().total_preempted == 1
+    while not served.ended(long):
+        assert served.step()
+    assert len(served.records.tokens[long]) == 300
+
+
+@pytest.mark.parametrize(("rows", "least"), [(64, 0.55), (16, 0.95)])
+def test_sixteen_adapters_over_eight_slots(rows: int, least: float) -> None:
+    """64 requests always open, with answers of 64 tokens."""
+
+    def measured(adapters: int) -> tuple[float, int]:
+        """Tokens a step, and the longest wait for a first token, in steps."""
+        dice, served = random.Random(2), Served(adapters, 8, max_running_requests=rows)
+        asked: dict[int, int] = {}
+        for _ in range(64 * 5):
+            while len(asked) - len(served.records.reasons) < 64:
+                uid = served.ask(dice.randrange(adapters), [dice.randrange(VOCAB_SIZE) for _ in range(32)], 64)
+                asked[uid] = served.steps
+            served.step()
+        waits = [served.first[uid] - step for uid, step in asked.items() if uid in served.first]
+        still = [served.steps - step for uid, step in asked.items() if uid not in served.first]
+        return sum(map(len, served.records.tokens.values())) / served.steps, max(waits + still)
+
+    (alone, alone_wait), (together, wait) = measured(8), measured(16)
+    assert together >= least * alone, (together, alone)
+    assert wait <= 2.5 * (64 + alone_wait), (wait, alone_wait)
+
+
+def test_a_load_that_was_not_executed_is_planned_again() -> None:
+    served = Served(2, 1)
+    uid = served.ask(1, [1, 2, 3], 4)
+    for _ in range(2):
+        plan = served.scheduler.plan()
+        assert plan is not None
+        assert plan.adapter_loads == ((1, 1),)
+        failed = frozenset(chunk.row for chunk in plan.prefill)
+        result = StepResult(plan.step, np.zeros(1, np.int32), failed_rows=failed, executed=False)
+        served.scheduler.commit(plan, result)
+        served.records.take(served.scheduler)
+        assert served.ended(uid)
+        uid = served.ask(1, [1, 2, 3], 4)
+    served.scheduler.check()
