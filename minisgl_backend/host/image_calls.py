@@ -7,6 +7,7 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.images.families import family_of
+from minisgl_backend.images.front import scarce_memory
 from minisgl_backend.models.config import ModelConfig
 
 _SPEED = 6e11  # operations a millisecond, of an H100's GEMMs
@@ -32,4 +33,6 @@ def images_told(config: EngineConfig, model: ModelConfig, folder: str | Path) ->
     tokens = max(size.num_vectors for size in sizes)
     longest = max(encoder.longest_call(size.shape) for size in sizes) / _SPEED
     told = f"of up to {tokens} tokens, encoded in calls of up to {max(1, round(longest))} ms on an H100"
-    return told if longest <= _LONG else f"{told}, which streams wait for: max_image_tokens makes them shorter"
+    if longest > _LONG:
+        told += ", which streams wait for: max_image_tokens makes them shorter"
+    return "; ".join(filter(None, (told, scarce_memory(config.image_cache_mib))))

@@ -58,8 +58,23 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     if item_bytes == ITEM_BYTES["bfloat16"]:
         formats = with_blocks(formats, folder)  # the least, if this machine's kernels can be compiled
     weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=model.tie_word_embeddings, quantization=formats)
+    if model.encoder is not None and config.encoder_cache_bytes > 0:
+        weights += _encoder_bytes(folder, item_bytes)
     if not has_gpu():
         check_memory(config.model, weights * config.dp // config.nodes, free())
+
+
+def _encoder_bytes(folder: Path, item_bytes: int) -> int:
+    """Raises ConfigError for a folder that has none of its encoder's weights, as that of a model tuned on texts."""
+    from minisgl_backend.encoders.names import NAMES
+    from minisgl_backend.weights.sizes import weight_bytes
+
+    if not (found := weight_bytes(folder, NAMES, item_bytes)):
+        raise ConfigError(
+            f"{folder} has no weights of the image encoder that its config.json describes; with encoder_cache_mib 0 "
+            "its text is served"
+        )
+    return found
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> None:

@@ -14,10 +14,13 @@ from minisgl_backend.images.families import family_of
 from minisgl_backend.images.parts import Source
 from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, PromptTokenizer
 from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
+from minisgl_backend.images.segments import SHARED, shared_bytes
 from minisgl_backend.images.sizes import Size
 from minisgl_backend.request import Content
 
 log = logging.getLogger(__name__)
+
+_LEAST_SHARED_MIB = 256  # an image of 50 megapixels takes 150
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def open_front(
                 max_image_tokens=config.max_image_tokens,
                 limits=ImageLimits(num_images=config.max_images),
                 num_workers=config.image_workers,
-                cache_bytes=config.image_cache_mib << 20,
+                cache_bytes=_cache_bytes(config.image_cache_mib),
             ),
             "",
         )
@@ -141,6 +144,25 @@ def open_front(
             raise
         log.warning("images are refused: %s", error)
         return None, str(error)
+
+
+def scarce_memory(cache_mib: int) -> str:
+    """What is too small for decoded images, and the remedy; "": nothing. A container of Docker has 64 MiB."""
+    room = shared_bytes() >> 20
+    if room >= max(cache_mib, _LEAST_SHARED_MIB):
+        return ""
+    return (
+        f"{SHARED} has {room} MiB for decoded images, of which image_cache_mib alone is {cache_mib}: large ones may "
+        "be refused; in Docker: --shm-size 2g, in Kubernetes a memory volume there"
+    )
+
+
+def _cache_bytes(cache_mib: int) -> int:
+    """What is kept leaves half of the shared memory to requests."""
+    if scarce := scarce_memory(cache_mib):
+        log.warning("%s", scarce)
+        return min(cache_mib << 20, shared_bytes() // 2)
+    return cache_mib << 20
 
 
 def _sizes(images: Sequence[Measured]) -> list[Size]:

@@ -30,6 +30,12 @@ _LOCK = "lock"
 _LENT = "lent-"
 
 
+def shared_bytes() -> int:
+    """Of the file system of shared memory, used or not."""
+    found = os.statvfs(SHARED)
+    return found.f_blocks * found.f_frsize
+
+
 def open_pixels(name: str, shape: tuple[int, int, int, int]) -> UInt8Array:
     """The pixels of a segment, read only: uint8 [tiles, height, width, 3], mapped and not copied.
 

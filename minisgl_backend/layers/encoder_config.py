@@ -46,11 +46,12 @@ class EncoderConfig(ABC):
         return (self.hidden_size + planes) * item_bytes
 
     def longest_call(self, shape: tuple[int, int, int, int]) -> int:
-        """Operations of an image of this shape that no slice cuts: of a layer."""
+        """Operations of an image of this shape that no slice cuts: of a part of a layer."""
         tiles, height, width, _ = shape
         in_tile = height * width // self.patch_size**2
         per_patch, per_pair = self.operations()
-        return tiles * in_tile * (per_patch + in_tile * per_pair)
+        patches = tiles * in_tile
+        return min(patches, self.part_patches or patches) * (per_patch + in_tile * per_pair)
 
     @abstractmethod
     def operations(self) -> tuple[int, int]:

@@ -56,9 +56,7 @@ def is_packed(method: Any) -> bool:
     return all(isinstance(piece, PackedBlocks) for piece in method.operand.pieces)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arch"), [("Q4_0", "qwen2"), ("Q8_0", "phi3"), ("Q4_K", "phi3"), ("mixed", "qwen2")]
-)
+@pytest.mark.parametrize(("kind", "arch"), [("Q4_0", "qwen2"), ("Q8_0", "phi3"), ("Q4_K", "phi3"), ("mixed", "qwen2")])
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_gpu_has_the_files_numbers(kind: str, arch: str, tmp_path: Path) -> None:
     """Of one rank and of two; what tp would cut is in bfloat16."""

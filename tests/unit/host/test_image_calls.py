@@ -11,6 +11,7 @@ import pytest
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.image_calls import images_told
+from minisgl_backend.images import front
 from minisgl_backend.models.config import ModelConfig
 
 LLAVA = Path(__file__).parents[2] / "released" / "configs" / "llava-hf--llava-1.5-7b-hf.json"
@@ -28,6 +29,11 @@ GLM = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "shared_bytes", lambda: 8 << 30)
+
+
 def told(folder: Path, config: dict[str, Any], processor: dict[str, Any] | None = None, **options: Any) -> str | None:
     (folder / "config.json").write_text(json.dumps(config))
     if processor is not None:
@@ -43,6 +49,17 @@ def test_long_calls_are_told(tmp_path: Path) -> None:
     assert told(tmp_path, GLM, pixels, max_image_tokens=1000) == (
         "of up to 968 tokens, encoded in calls of up to 12 ms on an H100"
     )
+
+
+def test_too_little_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container of Docker has."""
+    monkeypatch.setattr(front, "shared_bytes", lambda: 64 << 20)
+    pixels = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
+    assert "has 64 MiB for decoded images" in str(told(tmp_path, GLM, pixels))
+    assert "image_cache_mib alone is 1024" in str(told(tmp_path, GLM, pixels))
+    assert front._cache_bytes(1024) == 32 << 20
+    assert "has 64 MiB" in str(told(tmp_path, GLM, pixels, image_cache_mib=0)), "an image may need more"
+    monkeypatch.undo()
 
 
 def test_tiles_and_refusals_are_told(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
@@ -18,6 +20,7 @@ from minisgl_backend.host.repository import render_repository
 from minisgl_backend.installation import model_repository
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.sizes import weight_bytes
+from tests.parity.vision_checkpoints import save as save_seeing
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = model_repository() / "engine" / "demo_model"
@@ -100,6 +103,7 @@ def test_it_needs_no_torch(folder: Path, tmp_path: Path) -> None:
     code = f"""
 import resource, sys
 from pathlib import Path
+from typing import Any
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import model_check
 model_check.has_gpu = lambda: False
@@ -120,3 +124,17 @@ def test_kernels_that_are_asked_for_by_name_may_lack_a_gpu(folder: Path, tmp_pat
         repository.mkdir()
         render_repository(model_repository(), repository, {"attention_backend": backend})
         assert may_lack_gpu(repository) == expected
+
+
+def test_an_encoder_without_weights(folder: Path, tmp_path: Path) -> None:
+    """As in a folder of a model that was tuned on texts."""
+    sees = tmp_path / "sees"
+    save_seeing("qwen3_vl", sees)
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, sees)
+    options: Any = {"encoder_cache_mib": 1, "max_seq_len_override": 64}
+    check_folder(EngineConfig(model=str(sees), **options))
+    tensors = load_file(sees / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if "visual" not in name}, sees / "model.safetensors")
+    assert "has no weights of the image encoder" in refusal(sees, **options)
+    check_folder(EngineConfig(model=str(sees), **{**options, "encoder_cache_mib": 0}))
