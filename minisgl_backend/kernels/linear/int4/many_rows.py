@@ -90,7 +90,7 @@ def linear(
     pdl: bool = False,
 ) -> torch.Tensor:
     """See `GemmCall`, without a norm; rows of x are contiguous. GGUF's blocks: x in bfloat16 or float32."""
-    _, _, bias, residual, activation, _ = call
+    _, _, bias, residual, activation, *_ = call
     gated, (rows, size_in), width = activation is not None, x.shape, weight.kind.size_out
     size_out = width // 2 if gated else width
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
