@@ -16,21 +16,27 @@ inline long share_of(long left, long most) {
 }
 
 template <class T>
-void norm_row(const T* x, const T* weight, float eps, long size, T* out) {
+Floats scale_of_norm(const T* x, float eps, long size) {
   Floats sum = zeros();
   for (long i = 0; i < size; i += 16) {
     const Floats v = load(x + i);
     sum = fma(v, v, sum);
   }
-  const Floats scale = all(1.0f / __builtin_sqrtf(sum_of(sum) / size + eps));
+  return all(1.0f / __builtin_sqrtf(sum_of(sum) / size + eps));
+}
+
+// W: of weights, T or float.
+template <class T, class W>
+void norm_row(const T* x, const W* weight, float eps, long size, T* out) {
+  const Floats scale = scale_of_norm(x, eps, size);
   for (long i = 0; i < size; i += 16) {
     store(out + i, mul(mul(load(x + i), scale), load(weight + i)));
   }
 }
 
 // x [rows, size] -> x / rms(x) * weight, to out.
-template <class T>
-void rms_norm(const T* x, const T* weight, float eps, long rows, long size, T* out) {
+template <class T, class W>
+void rms_norm(const T* x, const W* weight, float eps, long rows, long size, T* out) {
 #pragma omp parallel for if (rows * size > kSerial)
   for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, eps, size, out + row * size);
 }

@@ -111,9 +111,29 @@ void attend(const T* q, T* out, int group, const T* k, const T* v, const Tokens&
   }
 }
 
+template <class T, class W>
+void add_norm(const T* hidden, const T* x, const W* weight, float eps, float multiplier, long size, T* out) {
+  const Floats scale = scale_of_norm(x, eps, size), times = all(multiplier);
+  for (long i = 0; i < size; i += 16) {
+    const Floats normed = mul(mul(load(x + i), scale), load(weight + i));
+    store(out + i, fma(times, normed, load(hidden + i)));
+  }
+}
+
+// run(a number, a norm's weight), of their types.
+template <class Run>
+void by_formats(int formats, const Run& run) {
+  const bool is_half = formats & 1;
+  if (formats & 2) {
+    is_half ? run(f16(), float()) : run(bf16(), float());
+  } else {
+    is_half ? run(f16(), f16()) : run(bf16(), bf16());
+  }
+}
+
 // Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is rotated in place, k and v go to the caches.
-template <class T>
-void rope_store(T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos_sin,
+template <class T, class W>
+void rope_store(T* qkv, const W* q_norm, const W* k_norm, float eps, const float* cos_sin,
                         const int32_t* positions, const int32_t* slots, T* k_cache, T* v_cache, long tokens,
                         long q_heads, long kv_heads, long dim, long page_size) {
   const long width = (q_heads + 2 * kv_heads) * dim, half = dim / 2;
@@ -134,13 +154,8 @@ void rope_store(T* qkv, const T* q_norm, const T* k_norm, float eps, const float
         std::copy(x, x + dim, target);
         continue;
       }
-      const T* weight = head < q_heads ? q_norm : k_norm;
-      Floats scale = all(1.0f);
-      if (weight) {
-        Floats sum = zeros();
-        for (long i = 0; i < dim; i += 16) sum = fma(load(x + i), load(x + i), sum);
-        scale = all(1.0f / __builtin_sqrtf(sum_of(sum) / dim + eps));
-      }
+      const W* weight = head < q_heads ? q_norm : k_norm;
+      const Floats scale = weight ? scale_of_norm(x, eps, dim) : all(1.0f);
       for (long i = 0; i < half; i += 16) {
         Floats first = mul(load(x + i), scale), second = mul(load(x + half + i), scale);
         if (weight) {
@@ -206,26 +221,38 @@ void argmax(const T* logits, long rows, long size, int32_t* out) {
 
 }  // namespace
 
-// The same functions with is_half: numbers are float16, else bfloat16.
+// The same functions with is_half: numbers are float16, else bfloat16. With `formats`: 1 is added for float16, and 2 for
+// norms' weights in float32.
 extern "C" {
 
-void minisgl_rms_norm(int is_half, const void* x, const void* weight, float eps, long rows, long size, void* out) {
-  const auto run = [&](auto number) {
+void minisgl_rms_norm(int formats, const void* x, const void* weight, float eps, long rows, long size, void* out) {
+  by_formats(formats, [&](auto number, auto of_weight) {
     using T = decltype(number);
-    rms_norm((const T*)x, (const T*)weight, eps, rows, size, (T*)out);
-  };
-  is_half ? run(f16()) : run(bf16());
+    rms_norm((const T*)x, (const decltype(of_weight)*)weight, eps, rows, size, (T*)out);
+  });
 }
 
-void minisgl_rope_store(int is_half, void* qkv, const void* q_norm, const void* k_norm, float eps, const float* cos_sin,
+// out = hidden + multiplier * norm(x)
+void minisgl_add_norm(int formats, const void* hidden, const void* x, const void* weight, float eps, float multiplier,
+                      long rows, long size, void* out) {
+  by_formats(formats, [&](auto number, auto of_weight) {
+    using T = decltype(number);
+#pragma omp parallel for if (rows * size > kSerial)
+    for (long at = 0; at < rows * size; at += size)
+      add_norm((const T*)hidden + at, (const T*)x + at, (const decltype(of_weight)*)weight, eps, multiplier, size,
+               (T*)out + at);
+  });
+}
+
+void minisgl_rope_store(int formats, void* qkv, const void* q_norm, const void* k_norm, float eps, const float* cos_sin,
                         const int32_t* positions, const int32_t* slots, void* k_cache, void* v_cache, long tokens,
                         long q_heads, long kv_heads, long dim, long page_size) {
-  const auto run = [&](auto number) {
+  by_formats(formats, [&](auto number, auto of_weight) {
     using T = decltype(number);
-    rope_store((T*)qkv, (const T*)q_norm, (const T*)k_norm, eps, cos_sin, positions, slots, (T*)k_cache, (T*)v_cache,
+    using W = decltype(of_weight);
+    rope_store((T*)qkv, (const W*)q_norm, (const W*)k_norm, eps, cos_sin, positions, slots, (T*)k_cache, (T*)v_cache,
                tokens, q_heads, kv_heads, dim, page_size);
-  };
-  is_half ? run(f16()) : run(bf16());
+  });
 }
 
 void minisgl_decode_attention(int is_half, const void* q, long q_stride, const void* k_cache, const void* v_cache,

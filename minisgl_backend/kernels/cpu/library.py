@@ -43,6 +43,7 @@ _MAX_MESSAGE = 500  # characters: the end of what a compiler printed
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
     "minisgl_rms_norm": (_INT, *[_POINTER] * 2, _FLOAT, *[_LONG] * 2, _POINTER),
+    "minisgl_add_norm": (_INT, *[_POINTER] * 3, *[_FLOAT] * 2, *[_LONG] * 2, _POINTER),
     "minisgl_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
     "minisgl_block_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
     "minisgl_block_rows": (*[_POINTER] * 2, *[_LONG] * 2, _POINTER),

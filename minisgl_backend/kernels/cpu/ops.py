@@ -31,12 +31,32 @@ class CpuOps(TorchOps):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        size = x.shape[-1]
-        if out is not None or size % CPU_LANES or not _are_plain(x, weight):
+        size, formats = x.shape[-1], _formats(x.dtype, weight)
+        if out is not None or formats is None or size % CPU_LANES or not _are_plain(x):
             return super().rms_norm(x, weight, eps, out)
         out = torch.empty_like(x)
         self.library.minisgl_rms_norm(
-            HALF[x.dtype], x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr()
+            formats, x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr()
+        )
+        return out
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        size, formats = x.shape[-1], _formats(x.dtype, weight)
+        if formats is None or size % CPU_LANES or not _are_plain(hidden, x):
+            return super().add_norm(hidden, x, weight, eps, multiplier)
+        out = torch.empty_like(x)
+        self.library.minisgl_add_norm(
+            formats,
+            hidden.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            multiplier,
+            x.numel() // size,
+            size,
+            out.data_ptr(),
         )
         return out
 
@@ -44,12 +64,12 @@ class CpuOps(TorchOps):
         self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:
         _, num_kv_heads, page_size, head_dim = kv.k.shape
-        r = rotation
-        if head_dim % CPU_LANES or not _are_plain(qkv, r.q_norm, r.k_norm, kv.k, kv.v) or kv.scales != ONE:
+        r, formats = rotation, _formats(qkv.dtype, rotation.q_norm, rotation.k_norm)
+        if formats is None or head_dim % CPU_LANES or not _are_plain(qkv, kv.k, kv.v) or kv.scales != ONE:
             return super().rope_store(qkv, rotation, at, kv, num_q_heads)
         positions, slots = at.positions.int().contiguous(), at.slots.int().contiguous()
         self.library.minisgl_rope_store(
-            HALF[qkv.dtype],
+            formats,
             qkv.data_ptr(),
             pointer(r.q_norm),
             pointer(r.k_norm),
@@ -100,6 +120,16 @@ def multiplied(
         out.data_ptr(),
     )
     return out
+
+
+def _formats(dtype: torch.dtype, *norms: torch.Tensor | None) -> int | None:
+    """`formats` in layers.cpp, of numbers in this dtype and weights of norms; None: its functions do not take them."""
+    found = {norm.dtype for norm in norms if norm is not None}
+    if dtype not in HALF or len(found) > 1 or not found <= {dtype, torch.float32}:
+        return None
+    if not all(norm is None or norm.is_contiguous() for norm in norms):
+        return None
+    return HALF[dtype] + (2 if torch.float32 in found else 0)
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WORDS = 16  # integers and pointers of a call, at most
+_WORDS, _NUMBERS = 16, 2  # integers and pointers of a call, at most, and floats
 # Operations whose results depend on more than shapes: what Python does next may be another thing then. The last two
 # are what torch does first where a tensor becomes numbers of the host.
 _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded})
@@ -27,7 +27,11 @@ _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten:
 class _Call(ctypes.Structure):
     """`Call` of replay.cpp."""
 
-    _fields_ = (("function", ctypes.c_void_p), ("number", ctypes.c_float), ("words", ctypes.c_int64 * _WORDS))
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("numbers", ctypes.c_float * _NUMBERS),
+        ("words", ctypes.c_int64 * _WORDS),
+    )
 
 
 class Recording(TorchDispatchMode):
@@ -82,14 +86,16 @@ class Recording(TorchDispatchMode):
         function(*arguments)
         if threading.get_ident() != self._thread:  # another engine of this process
             return
-        call, words = _Call(function=ctypes.cast(function, ctypes.c_void_p).value), 0
+        numbers, words = [], []
         for kind, argument in zip(function.argtypes, arguments, strict=True):
             if kind is ctypes.c_float:
-                call.number = argument
-                continue
-            is_pointer = kind is ctypes.c_void_p
-            call.words[words] = (ctypes.cast(argument, kind).value or 0) if is_pointer else int(argument)
-            words += 1
+                numbers.append(argument)
+            elif kind is ctypes.c_void_p:
+                words.append(ctypes.cast(argument, kind).value or 0)
+            else:
+                words.append(int(argument))
+        call = _Call(function=ctypes.cast(function, ctypes.c_void_p).value)
+        call.numbers[: len(numbers)], call.words[: len(words)] = numbers, words
         self._calls.append(call)
         self._kept.append(arguments)
 

@@ -94,13 +94,28 @@ def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
         )
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("of_weight", [*HALF, torch.float32])
+@pytest.mark.parametrize("dtype", list(HALF))
+def test_norms(ops: CpuOps, dtype: torch.dtype, of_weight: torch.dtype) -> None:
+    """Weights in float32 are those that something was added to, as Gemma's."""
+    for rows, size in ((1, 64), (5, 640), (70, 640), (3, 40)):
+        x, hidden, weight = numbers(rows, size).to(dtype), numbers(rows, size).to(dtype), numbers(size).to(of_weight)
+        assert_close(ops.rms_norm(x, weight, EPS), TorchOps().rms_norm(x, weight, EPS))
+        for multiplier in (1.0, 0.3):
+            expected = TorchOps().add_norm(hidden, x, weight, EPS, multiplier)
+            assert_close(ops.add_norm(hidden.clone(), x, weight, EPS, multiplier), expected)
+
+
+@pytest.mark.parametrize("norms", [None, "as numbers", "float32"])
 @pytest.mark.parametrize(("tokens", "head_dim", "page_size"), [(1, 128, 16), (5, 64, 1), (70, 128, 64), (3, 40, 16)])
 @pytest.mark.parametrize("dtype", list(HALF))
-def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_size: int, dtype: torch.dtype) -> None:
+def test_rope_store(
+    ops: CpuOps, norms: str | None, tokens: int, head_dim: int, page_size: int, dtype: torch.dtype
+) -> None:
     q_heads, kv_heads, pages = 4, 2, 128
     qkv = numbers(tokens, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
-    weights = (numbers(head_dim).to(dtype), numbers(head_dim).to(dtype)) if norms else (None, None)
+    of_norm = torch.float32 if norms == "float32" else dtype
+    weights = (numbers(head_dim).to(of_norm), numbers(head_dim).to(of_norm)) if norms else (None, None)
     table = torch.randn(300, head_dim)
     positions = torch.randint(300, (tokens,), dtype=torch.int32)
     slots = torch.randperm(pages * page_size)[:tokens].int()
