@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.images.parts import IMAGE, IMAGE_KINDS, REFUSED, Asked, Source, image_source, take_image
+from minisgl_backend.images.parts import IMAGE, IMAGE_KINDS, REFUSED, Asked, Source, image_source, loaded, take_image
 
 _ALLOWED = "an image of Pillow, a uint8 array [height, width, 3], bytes of a file, a path or a data URL"
 _EXIF_ORIENTATION = 0x0112
@@ -22,7 +22,7 @@ def local_source(given: Any, name: str, asked: Asked | None = None, *, detail: A
     """Raises InvalidRequestError, with `name` for the value."""
     asked = asked or Asked()
     if isinstance(given, str) and given.lstrip()[:5].lower() == "data:":
-        return image_source(given, name, asked, detail=detail, salt=salt)
+        return loaded(image_source(given, name, asked, detail=detail, salt=salt))
     low = detail == "low"
     common: dict[str, Any] = {
         "low_detail": low,
@@ -35,7 +35,8 @@ def local_source(given: Any, name: str, asked: Asked | None = None, *, detail: A
     if isinstance(given, (str, os.PathLike)):
         return Source(name, _read(Path(given), name), **common)
     if isinstance(given, np.ndarray):
-        return Source(name, *_of_array(given, name), **common)
+        pixels, size = _of_array(given, name)
+        return Source(name, pixels, raw=size, **common)
     if all(hasattr(given, one) for one in ("mode", "size", "tobytes", "save")):
         data, raw, turn = _of_pillow(given, name)
         return Source(name, data, raw=raw, turn=turn, **common)
@@ -84,7 +85,10 @@ def _taken(part: Any, name: str, asked: Asked, sources: list[Source]) -> Any:
         if not isinstance(url, str):
             sources.append(local_source(url, f"{name}.image_url", asked, detail=detail, salt=part.get("uuid")))
             return IMAGE
-    return part if take_image(part, name, asked, sources) is None else IMAGE
+    if take_image(part, name, asked, sources) is None:
+        return part
+    sources[-1] = loaded(sources[-1])
+    return IMAGE
 
 
 def _read(path: Path, name: str) -> bytes:

@@ -9,7 +9,7 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -34,9 +34,9 @@ REFUSED = {
 }
 IMAGE = {"type": "image"}  # what stands for one in messages
 IMAGE_KINDS = ("image_url", "input_image", "image")
-_PART_KEYS = {"type", "image_url", "detail", "uuid", "cache_control"}
+_PART_KEYS = {"type", "image_url", "file_id", "detail", "uuid", "cache_control"}
 _URL_KEYS = {"url", "detail", "format"}
-_BLANKS, _MAX_SALT, _MAX_SHOWN = b" \t\r\n\f\v", 1024, 60
+_BLANKS, _PIECE, _MAX_SALT, _MAX_SHOWN = b" \t\r\n\f\v", 1 << 20, 1024, 60
 _DATA = re.compile(r"data:([^,]*),", re.IGNORECASE)
 
 
@@ -45,7 +45,9 @@ class Source:
     """One image as a client gave it, with what was asked for it."""
 
     name: str  # of the part, for errors
-    data: bytes = field(repr=False)
+    data: bytes = field(default=b"", repr=False)
+    url: str = field(default="", repr=False)  # instead of data: where they are
+    file_id: str = ""  # or these: of a file that was uploaded
     raw: tuple[int, int] | None = None  # width and height of data that are RGB pixels already
     turn: int = 1  # of these, as EXIF says it
     low_detail: bool = False
@@ -103,7 +105,7 @@ def take_images(
                 kept.append(part if taken is None else IMAGE)
             message = {**message, "content": kept}
         found.append(message)
-    return found, sources
+    return found, [loaded(source) for source in sources]
 
 
 def take_indexed(messages: Sequence[Any], data: Sequence[bytes]) -> tuple[list[Any], list[Source]]:
@@ -156,26 +158,29 @@ def without_eyes(messages: Sequence[Any], why: str) -> InvalidRequestError:
 
 
 def image_source(url: Any, name: str, asked: Asked | None = None, *, detail: Any = None, salt: Any = None) -> Source:
-    """One image from a data URL. Raises InvalidRequestError, with `name` for the value."""
-    asked = asked or Asked()
+    """One image by its URL, not read yet. Raises InvalidRequestError, with `name` for the value."""
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"{name} is {_shown(url)}; allowed: a data URL, `data:image/png;base64,...`")
+    return replace(_asked_source(name, asked or Asked(), detail, salt), url=url)
+
+
+def _asked_source(name: str, asked: Asked, detail: Any, salt: Any) -> Source:
     if detail is not None and detail not in DETAILS:
         raise InvalidRequestError(f"{name}.detail is {_shown(detail)}; allowed: {', '.join(DETAILS)}")
     if salt is not None and (not isinstance(salt, str) or len(salt.encode("utf-8", "replace")) > _MAX_SALT):
         raise InvalidRequestError(f"{name}.uuid is {_shown(salt)}; allowed: a text of at most {_MAX_SALT} bytes")
-    return Source(
-        name,
-        data_of_url(url, name),
-        low_detail=detail == "low",
-        background=asked.background,
-        options=asked.options,
-        salt=salt or "",
-    )
+    return Source(name, low_detail=detail == "low", background=asked.background, options=asked.options, salt=salt or "")
 
 
-def data_of_url(url: Any, name: str) -> bytes:
+def loaded(source: Source) -> Source:
+    """With the data of a data URL in place of it. Raises InvalidRequestError for other URLs and files."""
+    if source.file_id:
+        raise InvalidRequestError(f"{source.name} is {_shown(source.file_id)}; allowed: image_url with a data URL")
+    return replace(source, data=data_of_url(source.url, source.name), url="") if source.url else source
+
+
+def data_of_url(url: str, name: str) -> bytes:
     """The bytes of a data URL (RFC 2397), whatever media type it names. Raises InvalidRequestError."""
-    if not isinstance(url, str):
-        raise InvalidRequestError(f"{name} is {_shown(url)}; allowed: a data URL, `data:image/png;base64,...`")
     head = _DATA.match(url.lstrip())
     if head is None:
         scheme = url.partition(":")[0].strip().lower()
@@ -208,8 +213,10 @@ def _base64(data: bytes, name: str) -> bytes:
     letters = data.translate(bytes.maketrans(b"-_", b"+/"), _BLANKS).rstrip(b"=")
     if len(letters) * 3 // 4 > MAX_FILE_BYTES:
         raise InvalidRequestError(f"{name} has {len(letters) * 3 // 4} bytes; allowed: {MAX_FILE_BYTES}")
-    try:
-        return _bounded(base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True), name)
+    letters += b"=" * (-len(letters) % 4)
+    try:  # in pieces, between which other threads run
+        pieces = [base64.b64decode(letters[at : at + _PIECE], validate=True) for at in range(0, len(letters), _PIECE)]
+        return _bounded(b"".join(pieces), name)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(f"{name} is no base64 ({error}); allowed: base64 of an image file") from None
 
@@ -241,10 +248,10 @@ def take_image(part: Any, name: str, asked: Asked, sources: list[Source]) -> dic
         return None
     if kind == "image":
         return _take(_anthropic_source(part.get("source"), f"{name}.source", asked), name, sources)
-    if unknown := sorted(set(part) - _PART_KEYS - {"file_id"}):
+    if unknown := sorted(set(part) - _PART_KEYS):
         raise InvalidRequestError(f"{name} has {_shown(unknown[0])}; allowed: {', '.join(sorted(_PART_KEYS))}")
     if part.get("file_id") is not None:
-        raise InvalidRequestError(f"{name}.file_id is {_shown(part['file_id'])}; allowed: image_url with a data URL")
+        return _take(_file_source(part, name, asked, part.get("detail")), name, sources)
     given, detail = part.get("image_url"), part.get("detail")
     place = f"{name}.image_url"
     if given is None and part.get("uuid") is not None:
@@ -264,17 +271,25 @@ def _take(source: Source, name: str, sources: list[Source]) -> dict[str, Any]:
     return source.part(len(sources) - 1)
 
 
+def _file_source(part: Mapping[str, Any], name: str, asked: Asked, detail: Any = None) -> Source:
+    file_id = part.get("file_id")
+    if not isinstance(file_id, str) or not file_id or part.get("image_url") is not None:
+        raise InvalidRequestError(f"{name}.file_id is {_shown(file_id)}; allowed: a file's id, without image_url")
+    return replace(_asked_source(f"{name}.file_id", asked, detail, part.get("uuid")), file_id=file_id)
+
+
 def _anthropic_source(source: Any, name: str, asked: Asked) -> Source:
     """Of an `image` block of Anthropic's API."""
     kind = source.get("type") if isinstance(source, Mapping) else source
-    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
-        raise InvalidRequestError(f"{name}.type is {_shown(kind)}; allowed: base64")
-    if kind == "url":
+    if isinstance(source, Mapping) and kind == "url":
         return image_source(source.get("url"), f"{name}.url", asked)
-    data, place = source.get("data"), f"{name}.data"
-    if not isinstance(data, str):
-        raise InvalidRequestError(f"{place} is {_shown(data)}; allowed: base64 of an image file")
-    return Source(place, base64_data(data, place), background=asked.background, options=asked.options)
+    if isinstance(source, Mapping) and kind == "file":
+        return _file_source(source, name, asked)
+    if not isinstance(source, Mapping) or kind != "base64":
+        raise InvalidRequestError(f"{name}.type is {_shown(kind)}; allowed: base64, url, file")
+    if not isinstance(data := source.get("data"), str):
+        raise InvalidRequestError(f"{name}.data is {_shown(data)}; allowed: base64 of an image file")
+    return image_source(f"data:;base64,{data}", f"{name}.data", asked)
 
 
 def _background(options: Any) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from minisgl_backend.openai.batches.batches import BatchStore
 from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.error_answers import CLIENT_CLOSED_REQUEST
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.image_sources import ImageSources
 from minisgl_backend.openai.leaving import ClientWatch
 from minisgl_backend.openai.log_once import LogOnce
 from minisgl_backend.openai.message import MessageParser, message_parsers
@@ -43,6 +45,7 @@ class Endpoint:
         self.settings = settings
         self.files = FileStore(Path(settings.files_folder, FILES), settings.max_files_bytes)
         self.batches = BatchStore(Path(settings.files_folder, BATCHES))
+        self.images = ImageSources(self.files, settings.media_domains)
         self._num_requests = 0
         self._background: list[Callable[[], Work]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,11 +91,16 @@ class Endpoint:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
 
+    async def chat_prompt(self, body: Templated, messages: Sequence[Message]) -> Prompt:
+        """Raises ApiError for messages that no template takes, and for images that cannot be read."""
+        prompt = chat_prompt(body, messages)
+        return replace(prompt, images=await self.images.load(prompt.images)) if prompt.images else prompt
+
     async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
         """Starts a chat. `names`: the client's names of fields that the server knows by another name."""
-        prompt = chat_prompt(body, body.messages)
+        prompt = await self.chat_prompt(body, body.messages)
         functions = {one.name: one.schema_of_arguments for one in body.callable_functions}
         answer_format = await self.model.answer_format(
             functions or None,
@@ -215,7 +223,7 @@ class Templated(Protocol):
 
 
 def chat_prompt(body: Templated, messages: Sequence[Message]) -> Prompt:
-    """Raises ApiError for messages that no template takes."""
+    """Its images are not read yet. Raises ApiError for messages that no template takes."""
     images: list[Source] = []
     try:
         asked = asked_of_all(body.mm_processor_kwargs, body.media_io_kwargs)

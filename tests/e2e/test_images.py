@@ -47,7 +47,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     parameters = {"model": str(model.path), "page_size": "4", "num_pages": "400", "encoder_cache_mib": "1"}
     with (
         RunningServer(tmp_path_factory.mktemp("server"), parameters) as server,
-        running_endpoint(server, workers=1) as endpoint,
+        running_endpoint(server, workers=1, files_folder=str(tmp_path_factory.mktemp("files"))) as endpoint,
     ):
         yield Stack(model, server, endpoint)
 
@@ -81,9 +81,14 @@ def test_images_through_every_door(stack: Stack) -> None:
     assert counted["input_tokens"] == len(expected.prompt_token_ids), counted
     parts = [{"type": "input_image", "image_url": url} for url in URLS]
     item = {"role": "user", "content": [parts[0], {"type": "input_text", "text": "and"}, parts[1]]}
-    answer = stack.post(
-        "/v1/responses", {"input": [item], "temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
-    )
+    limited = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
+    answer = stack.post("/v1/responses", {"input": [item], **limited})
+    assert answer["output"][0]["content"][0]["text"] == expected.text, answer
+    files = stack.endpoint.client().files
+    ids = [files.create(file=("a.png", encoded(one)), purpose="vision").id for one in PICTURES]
+    parts = [{"type": "input_image", "file_id": one} for one in ids]
+    item = {"role": "user", "content": [parts[0], {"type": "input_text", "text": "and"}, parts[1]]}
+    answer = stack.post("/v1/responses", {"input": [item], **limited})
     assert answer["output"][0]["content"][0]["text"] == expected.text, answer
     counted = stack.post("/tokenize", body)
     assert counted["tokens"] == expected.prompt_token_ids

@@ -31,6 +31,11 @@ def _is_name(text: str) -> bool:
         return False
 
 
+def _is_media_domain(name: str) -> bool:
+    labels = name.removeprefix("*.").split(".") if name != "*" else ["any"]
+    return name == name.lower() and all(one.isascii() and one.replace("-", "").isalnum() for one in labels)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
     """The endpoint's settings. Addresses are HOST:PORT. Options that are wrong are refused by `check`."""
@@ -93,6 +98,13 @@ class EndpointSettings:
         (),
         "names in Host, as a proxy passes them on, beside this machine's own; *: all",
         argument=Argument(metavar="NAME", default="on a loopback host: none"),
+    )
+    media_domains: tuple[str, ...] = option(
+        (),
+        "hosts whose images are fetched for requests that give their URL; *.NAME: all below it, *: all public ones",
+        "names in small letters, *.NAME or *",
+        _is_media_domain,
+        argument=Argument(flag="--allowed-media-domains", metavar="HOST", default="none"),
     )
     max_body_bytes: int = option(16 << 20, "", "1 or more", at_least(1), argument=Argument(metavar="N", reads=int))
     response_store_bytes: int = option(

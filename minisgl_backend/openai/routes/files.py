@@ -21,7 +21,7 @@ from minisgl_backend.openai.storage import StorageRoute
 PATH = "/v1/files"
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # form fields
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
-_PURPOSES = ("batch",)
+_PURPOSES = ("batch", "vision", "user_data")
 _MAX_LISTED = 10_000
 
 

@@ -11,7 +11,7 @@ from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.anthropic import MessagesAnswer
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.encoding import json_response
-from minisgl_backend.openai.endpoint import Endpoint, chat_prompt
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.anthropic import WORDS, CountTokensRequest, MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         body.check()
         await endpoint.model.resolve(body.model)
         chat, names = _chat(body, endpoint)
-        found = await endpoint.triton.tokenize(chat_prompt(chat, chat.messages), ["input_ids"], names)
+        found = await endpoint.triton.tokenize(await endpoint.chat_prompt(chat, chat.messages), ["input_ids"], names)
         return json_response({"input_tokens": len(found["input_ids"])})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 
 from minisgl_backend.openai.encoding import json_response
-from minisgl_backend.openai.endpoint import Endpoint, chat_prompt
+from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl_backend.openai.triton import Prompt
 
@@ -17,7 +17,9 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         await endpoint.model.resolve(body.model)
         tokens, texts = [], None
         if body.messages is not None or body.prompt:
-            prompt = Prompt(text=body.prompt) if body.messages is None else chat_prompt(body, body.messages)
+            prompt = (
+                Prompt(text=body.prompt) if body.messages is None else await endpoint.chat_prompt(body, body.messages)
+            )
             outputs = ["input_ids", *(["token_texts"] if body.return_token_strs else [])]
             names = {"text_input": "prompt"}
             found = await endpoint.triton.tokenize(prompt, outputs, names, body.add_special_tokens)

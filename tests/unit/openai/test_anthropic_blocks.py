@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.endpoint import chat_prompt
 from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.image_sources import ImageSources
 from minisgl_backend.openai.requests.anthropic import MessagesRequest
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.197.abc; cc_entrypoint=cli; cch=0a1b2;"
@@ -114,17 +118,20 @@ def test_images_stand_where_they_stood() -> None:
     ("source", "told"),
     [
         ({"type": "base64", "data": "!"}, ".data is no base64"),
+        ({"type": "base64", "data": "aGk=,aGk="}, ".data is no base64"),
+        ({"type": "file", "file_id": "file-0"}, ".file_id is 'file-0', which is no file here"),
+        ({"type": "file", "file_id": 7}, ".file_id is 7; allowed: a file's id"),
         ({"type": "base64"}, ".data is None; allowed: base64 of an image file"),
         ({"type": "url", "url": "https://example.org/a.png"}, ".url is an https URL, and this server fetches none"),
-        ({"type": "file", "file_id": "f"}, ".type is 'file'; allowed: base64"),
-        (None, ".type is None; allowed: base64"),
+        ({"type": "ftp"}, ".type is 'ftp'; allowed: base64, url, file"),
+        (None, ".type is None; allowed: base64, url, file"),
     ],
 )
-def test_images_without_a_file_are_refused_by_their_place(source: Any, told: str) -> None:
+def test_images_without_a_file_are_refused_by_their_place(source: Any, told: str, tmp_path: Path) -> None:
     content = [block("x"), {"type": "image", "source": source}]
     request = MessagesRequest.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": content}]})
     chat = request.as_chat()
     with pytest.raises(ApiError) as refused:
-        chat_prompt(chat, chat.messages)
+        asyncio.run(ImageSources(FileStore(tmp_path, 1), ()).load(chat_prompt(chat, chat.messages).images))
     assert refused.value.message.startswith(f"messages[0].content[1].source{told}")
     assert refused.value.param == "messages"
