@@ -106,6 +106,10 @@ class FakeStates:
         folds = [array.tolist() for array in (plan.fold_rows, plan.fold_sources, plan.fold_targets, plan.fold_borders)]
         assert len(set(folds[0])) == len(folds[0]), "a row is folded twice"
         assert len(set(folds[2])) == len(folds[2]), "two rows are folded into one slot"
+        others = [{*folds[1][:at], *folds[1][at + 1 :]} for at in range(len(folds[1]))]
+        assert not any(target in read for target, read in zip(folds[2], others, strict=True)), (
+            "a row is folded into a slot that another one's fold, at the same time, reads"
+        )
         read = {one.state_source for one in plan.admitted} | {slot for cp in plan.prefill for _, slot in cp.checkpoints}
         assert not read & set(folds[2]), "a slot is folded into that a chunk reads or writes"
         for row, source, target, border in zip(*folds, strict=True):

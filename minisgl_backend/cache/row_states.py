@@ -128,8 +128,12 @@ class RowStates:
         borders = (lengths - 1) // np.int32(self._page_size) * np.int32(self._page_size)
         sources = self._slot[rows]
         targets = sources.copy()
-        for at in self._slots.is_cached[sources].nonzero()[0].tolist():
+        for at in (cached := self._slots.is_cached[sources].nonzero()[0].tolist()):
             targets[at] = self._successor(int(sources[at]))
+        # Not before: folds run at once, and what one reads must be no other's target.
+        for at in cached:
+            if targets[at] != sources[at]:
+                self._slots.disown(int(sources[at]))
         self._slot[rows], self._border[rows] = targets, borders
         self._room[rows] = borders + np.int32(self._page_size)
         return Folds(rows.astype(np.int32), sources, targets, borders)
@@ -165,13 +169,12 @@ class RowStates:
             self._cache.keep_state(lease.pin, behind, slot, worth)
 
     def _successor(self, slot: int) -> int:
-        """The slot that a row folds into whose own one is cached."""
+        """The slot that a row folds into whose own one is cached: another, or the same, which is not cached then."""
         slots = self._slots
         if slots.is_contended(slot) or slots.num_available > 0:
             target = self._take()
             assert target, "admission has left a slot for the fold of a row whose state others read"
             slots.own(target)
-            slots.disown(slot)
             return target
         self._cache.drop_state(slot)
         return slot

@@ -209,6 +209,16 @@ def test_decoding_never_waits_for_a_slot(num_slots: int) -> None:
             assert lengths.tolist() in ([89], [90]), "a row left out a step before its end"
 
 
+@pytest.mark.parametrize("num_slots", range(2, 9))
+def test_rows_that_fold_together_use_no_slot_that_one_of_them_reads(num_slots: int) -> None:
+    """All begin with a state that the cache keeps, and of which it lets the oldest go when they fold."""
+    served = Served(limits(num_state_slots=num_slots))
+    for uid in range(4):
+        served.add(text(uid, 41), max_tokens=60)
+    served.loop.run()  # the runner looks
+    assert served.runner.states is not None and served.runner.states.num_folds > 20
+
+
 def test_a_row_that_finds_no_slot_takes_its_own_back_out_of_the_cache() -> None:
     served = Served(limits(num_state_slots=2))
     for uid in range(2):
