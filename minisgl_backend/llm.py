@@ -37,7 +37,7 @@ from minisgl_backend.step import StepStats
 from minisgl_backend.text import scoring
 from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
 from minisgl_backend.text.prompt_borders import NO_PARTS, ChatIds, PromptBorders
-from minisgl_backend.text.prompts import GivenPrompt, PromptWithImages, listed
+from minisgl_backend.text.prompts import GivenPrompt, PromptWithImages, adapter_names, listed
 from minisgl_backend.text.tokenizer_file import has_tokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, load_vocabulary
 
@@ -218,7 +218,8 @@ class LLM:
         {"multi_modal_data": {"image": one or a list}}, whose places are in the prompt.
 
         `sampling_params`: one for all, or one for each prompt, each also as a mapping of its fields; without them the
-        model's defaults, changed by `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a
+        model's defaults, changed by `values` (max_tokens=..., temperature=...). `lora_request`: as in vLLM, or names of
+        adapters. Raises InvalidRequestError for a
         request that cannot be served, and EngineDeadError if the engine fails; no request is left running then.
         """
         return self._run([self._read(one) for one in listed(prompts)], sampling_params, values, progress)
@@ -309,6 +310,8 @@ class LLM:
         pieces: bool = False,
     ) -> list[Answer]:
         """Validated answers that have not begun. `pieces`: their texts are read as they grow."""
+        values = dict(values)
+        names = adapter_names(values.pop("lora_request", None), len(prompts))
         if sampling_params is not None and values:
             raise InvalidRequestError(
                 f"{min(values)} is given together with sampling_params; allowed: one or the other"
@@ -329,9 +332,9 @@ class LLM:
             )
         welcome = self.engine.welcome
         answers = []
-        for prompt, params in zip(prompts, every, strict=True):
+        for prompt, params, name in zip(prompts, every, names, strict=True):
             ids = prompt if isinstance(prompt, list) else prompt.token_ids
-            params = self._translate(params)
+            params = self._translate(params if name is None else msgspec.structs.replace(params, lora_name=name))
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             params = self._bound_thoughts(params, ids)

@@ -73,9 +73,14 @@ class ServedModel:
             for name, root, parent in roots
         ]
 
+    async def card(self, name: str) -> dict[str, Any]:
+        """That of a name which `resolve` knows."""
+        adapter, cards = await self._adapter(name), await self.cards()
+        return next(card for card in cards if card["id"] in (name, adapter))
+
     async def adapter_fields(self, body: Named) -> dict[str, str]:
         """The field of a request whose model is an adapter, once `resolve` has passed."""
-        adapter = await self._adapter(body.model)
+        adapter = await self._adapter(body.model) or getattr(body, "lora_path", None)
         return {"lora_name": adapter} if adapter else {}
 
     async def _adapter(self, name: str | None) -> str:

@@ -41,6 +41,20 @@ def listed(prompts: Any) -> list[GivenPrompt]:
     return [_prompt(one) for one in given]
 
 
+def adapter_names(given: Any, count: int) -> list[str | None]:
+    """What vLLM's `lora_request` names: one for all of `count` prompts, or one for each, as a name or an object that
+    has one (`lora_name`); None: the model itself. Raises InvalidRequestError."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"lora_request has {len(each)} entries; allowed: one, or one for each of {count} prompts"
+        )
+    names = [one if one is None or isinstance(one, str) else getattr(one, "lora_name", one) for one in each]
+    if wrong := [one for one in names if not (one is None or isinstance(one, str))]:
+        raise InvalidRequestError(f"lora_request is {wrong[0]!r:.60}; allowed: an adapter's name, or a LoRARequest")
+    return names
+
+
 def _prompt(given: Any) -> GivenPrompt:
     if isinstance(given, str):
         return given

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,19 @@ def test_prefixes_are_shared_within_an_adapter_alone(served: Served) -> None:
         (several,) = llm.generate([prompt], {**params("all"), "n": 3, "cache_salt": "other"})
         assert several.num_cached_tokens == 0
         assert [one.token_ids for one in several.completions] == [served.greedy("all", prompt)] * 3
+
+
+def test_an_adapter_as_in_vllm(served: Served) -> None:
+    asked, few = [[5, 6, 7], [8, 9]], SimpleNamespace(lora_name="few", lora_int_id=1, lora_path="")
+    with served.llm() as llm:
+        for given, names in ((few, ["few"] * 2), (["all", None], ["all", None]), (None, [None] * 2)):
+            found = llm.generate(asked, GREEDY, lora_request=given)
+            expected = [served.greedy(name, prompt) for name, prompt in zip(names, asked, strict=True)]
+            for answer, tokens in zip(found, expected, strict=True):
+                assert answer.completions[0].token_ids == tokens[: len(answer.completions[0].token_ids)]
+        for wrong, words in ((["all"], "has 1 entries"), (7, "lora_request is 7; allowed: an adapter's name")):
+            with pytest.raises(InvalidRequestError, match=words):
+                llm.generate(asked, GREEDY, lora_request=wrong)
 
 
 def test_a_name_that_is_not_served_is_refused(served: Served) -> None:

@@ -186,6 +186,7 @@ class Sampling(Named):
     priority: int | None = None
     thinking_token_budget: int | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None  # SGLang's: the name of an adapter, where `model` names none
     speculative: bool | None = None  # false: disables speculation for this request
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None

@@ -16,4 +16,4 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         await endpoint.model.resolve(name)
-        return json_response(next(card for card in await endpoint.model.cards() if card["id"] == name))
+        return json_response(await endpoint.model.card(name))

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.tensors import AdapterTensors
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
 
 def load_adapters(
-    runtime: RuntimeConfig, config: ModelConfig, model: torch.nn.Module, device: torch.device
+    runtime: RuntimeConfig, config: ModelConfig, model: torch.nn.Module, device: torch.device, tp: TensorParallel
 ) -> AdapterSlots | None:
     """None: the options name none. Raises ConfigError naming the folder and what is wrong with it."""
     folders = runtime.config.adapter_folders
     if not folders:
         return None
     read = {folder: AdapterTensors.read(Path(folder)) for folder in {*folders.values()}}
+    _check_alike(read, tp)
     adapters = {name: read[folder] for name, folder in folders.items()}
     num_slots = min(runtime.config.max_adapters or len(adapters), len(adapters))
     dtype = getattr(torch, runtime.dtype)
@@ -30,3 +34,11 @@ def load_adapters(
     size = slots.bytes_per_slot / 2**20
     log.info("%d adapters, %d slots of %.1f MiB: %s", len(adapters), num_slots, size, ", ".join(adapters))
     return slots
+
+
+def _check_alike(read: Mapping[str, AdapterTensors], tp: TensorParallel) -> None:
+    """Ranks on several machines have folders of their own."""
+    for folder in sorted(read):
+        digest = int.from_bytes(read[folder].digest[:7], "big")
+        if (tp.minimum(digest), -tp.minimum(-digest)) != (digest, digest):
+            raise ConfigError(f"{folder} differs between the ranks' machines; allowed: the same adapter on each")

@@ -142,7 +142,7 @@ def load_parts(start: Start) -> Parts:
     """Builds them in their order, which follows memory use: weights first."""
     runtime, device = start.runtime, start.device
     model = load_attribute(BUILDERS[start.model.implementation])(start.model, runtime.model_dir, start.load)
-    adapters = load_adapters(runtime, start.model, model, device)
+    adapters = load_adapters(runtime, start.model, model, device, start.tp)
     spec = target_spec(runtime, start.model, device)
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)
     table = RowTable(

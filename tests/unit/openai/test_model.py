@@ -52,6 +52,9 @@ def test_an_adapter_is_a_model_with_a_parent() -> None:
     for name, fields in {**named, "base:v2": {"lora_name": "base:v2"}}.items():
         assert resolve(model, name) == (name or "base")
         assert asyncio.run(model.adapter_fields(ChatRequest.model_construct(model=name))) == fields
+        assert asyncio.run(model.card(name or "base"))["id"] == fields.get("lora_name", "base")
+    by_path = ChatRequest.model_construct(model="base", lora_path="sql")
+    assert asyncio.run(model.adapter_fields(by_path)) == {"lora_name": "sql"}
     for wrong in ("other", "other:sql", "base:", ":sql", "base:other"):
         with pytest.raises(ApiError, match="which is not served here; allowed: base, sql, base:v2"):
             resolve(model, wrong)
