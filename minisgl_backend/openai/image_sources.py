@@ -10,7 +10,7 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.fetch import ImageFetcher
 from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, loaded
 from minisgl_backend.openai.batches.files import FileStore
-from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.errors import invalid
 
 _WEB = ("http:", "https:")
 
@@ -42,10 +42,12 @@ class ImageSources:
         if not source.file_id:
             return await asyncio.to_thread(loaded, source)
         try:
-            size = self._files.get(source.file_id, source.name, 400)["bytes"]
-            if size > MAX_FILE_BYTES:
-                raise InvalidRequestError(f"{source.name} has {size} bytes; allowed: {MAX_FILE_BYTES}")
+            found = await asyncio.to_thread(self._files.find, source.file_id)
+            if found is None:
+                raise FileNotFoundError
+            if found["bytes"] > MAX_FILE_BYTES:
+                raise InvalidRequestError(f"{source.name} has {found['bytes']} bytes; allowed: {MAX_FILE_BYTES}")
             data = await asyncio.to_thread(self._files.data(source.file_id).read_bytes)
-        except OSError:  # removed meanwhile
-            raise ApiError(400, f"{source.name} is {source.file_id!r:.100}, which is no file here") from None
+        except OSError:
+            raise InvalidRequestError(f"{source.name} is {source.file_id!r:.100}, which is no file here") from None
         return replace(source, data=data, file_id="")

@@ -145,8 +145,16 @@ class StepPlanBuilder:
         )
         if self._folds is None and not self._encode and not freed_vectors:
             return plan  # most steps, and all without states and images
-        more = {} if self._folds is None else {f"fold_{name}": value for name, value in self._folds._asdict().items()}
-        return msgspec.structs.replace(plan, freed_vectors=freed_vectors, encode=self._encode, **more)
+        plan = msgspec.structs.replace(plan, freed_vectors=freed_vectors, encode=self._encode)
+        if (folds := self._folds) is None:
+            return plan
+        return msgspec.structs.replace(
+            plan,
+            fold_rows=folds.rows,
+            fold_sources=folds.sources,
+            fold_targets=folds.targets,
+            fold_borders=folds.borders,
+        )
 
 
 def _joined(parts: Sequence[_Entries]) -> _Entries:
