@@ -116,6 +116,19 @@ def test_what_neither_serves_is_refused_with_both_reasons(tmp_path: Path) -> Non
         ("bloom", "BloomForCausalLM", "takes no position_ids"),
         ("bert", "BertLMHeadModel", r"attends to later tokens \(it is no decoder\)"),
         ("mamba", "MambaForCausalLM", "with a state other than keys and values"),
+        *(
+            (model_type, f"{name}ForCausalLM", "with a state other than keys and values")
+            for model_type, name in (
+                ("bamba", "Bamba"),
+                ("falcon_h1", "FalconH1"),
+                ("granitemoehybrid", "GraniteMoeHybrid"),
+                ("jamba", "Jamba"),
+                ("kimi_linear", "KimiLinear"),
+                ("bailing_hybrid", "BailingHybrid"),
+                ("minimax", "MiniMax"),
+                ("nemotron_h", "NemotronH"),
+            )
+        ),
         ("doge", "DogeForCausalLM", "masks attention in a way of its own"),
         ("bart", "BartForCausalLM", "is_encoder_decoder is true"),
         (

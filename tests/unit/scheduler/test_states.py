@@ -216,7 +216,8 @@ def test_rows_that_fold_together_use_no_slot_that_one_of_them_reads(num_slots: i
     for uid in range(4):
         served.add(text(uid, 41), max_tokens=60)
     served.loop.run()  # the runner looks
-    assert served.runner.states is not None and served.runner.states.num_folds > 20
+    assert served.runner.states is not None
+    assert served.runner.states.num_folds > 20
 
 
 def test_a_row_that_finds_no_slot_takes_its_own_back_out_of_the_cache() -> None:
