@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.host.options.endpoint import EndpointSettings
@@ -51,7 +51,7 @@ class ServedModel:
         names = await self.names()
         if name is None or name in names or await self._adapter(name):
             return name or names[0]
-        allowed = ", ".join((*names, *(await self.info()).adapters))
+        allowed = ", ".join((*names, *await self._adapters()))
         message = f"model is {name[:200]!r}, which is not served here; allowed: {allowed}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -83,13 +83,20 @@ class ServedModel:
         adapter = await self._adapter(body.model) or getattr(body, "lora_path", None)
         return {"lora_name": adapter} if adapter else {}
 
+    async def _adapters(self) -> Mapping[str, str]:
+        """Their folders by name; none of a server that does not answer, where no name is served."""
+        try:
+            return (await self.info()).adapters
+        except ApiError:
+            return {}
+
     async def _adapter(self, name: str | None) -> str:
         """The adapter that a model's name stands for: its own, or behind the model's (`base:adapter`, as in SGLang).
         "": the model itself, or none that is served."""
         names = await self.names()
         if name is None or name in names:
             return ""
-        adapters = (await self.info()).adapters
+        adapters = await self._adapters()
         base, _, behind = name.rpartition(":")
         return name if name in adapters else behind if behind in adapters and base in names else ""
 
