@@ -60,13 +60,22 @@ class Sampler:
         """
         if self._kernels is not None:
             return self._kernels.sample_plain(logits, rows, positions, self._params)
-        params = self._params[rows]
         library = cpu_library() if logits.dtype in HALF and logits.is_cpu else None
-        if library is not None and _is_greedy(params):
-            logits, token_ids = logits.contiguous(), torch.empty((2, len(logits)), dtype=torch.int32)
-            library.minisgl_argmax(HALF[logits.dtype], logits.data_ptr(), *logits.shape, token_ids.data_ptr())
-            return token_ids
-        return self._draw(logits.to(torch.float32), params, positions, None)
+        if library is None:
+            return self._draw(logits.to(torch.float32), self._params[rows], positions, None)
+        logits, token_ids = logits.contiguous(), torch.empty((2, len(logits)), dtype=torch.int32)
+        rows, positions = rows.int().contiguous(), positions.int().contiguous()
+        library.minisgl_sample(
+            HALF[logits.dtype],
+            logits.data_ptr(),
+            *logits.shape,
+            rows.data_ptr(),
+            positions.data_ptr(),
+            self._params.data_ptr(),
+            layout.NUM_PARAMS,
+            token_ids.data_ptr(),
+        )
+        return token_ids
 
     def sample_extended(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
         """Overwrites the tokens of rows that need more than temperature, in `token_ids` [2, n or more]."""
@@ -155,11 +164,6 @@ class Sampler:
             scores = gumbel(key0, key1, vocabulary).masked_fill_(greedy.unsqueeze(1), 0.0).add_(scores)
         best, token_ids = torch.max(scores, dim=1)
         return torch.stack([token_ids.to(torch.int32), torch.isfinite(best).to(torch.int32)])
-
-
-def _is_greedy(params: torch.Tensor) -> bool:
-    """Whether all of these rows, int32 [n, NUM_PARAMS], are greedy."""
-    return not bool(params.view(torch.float32)[:, layout.TEMPERATURE].any())
 
 
 def sampling_kernels(max_rows: int, vocab_size: int, device: torch.device) -> SamplingKernels | None:

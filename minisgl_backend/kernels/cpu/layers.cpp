@@ -1,4 +1,4 @@
-// Norms, rotations, decode attention and greedy sampling: what a layer computes between its GEMMs.
+// Norms, rotations and decode attention: what a layer computes between its GEMMs.
 //
 // T: the number format of activations and of the cache, bfloat16 or float16. Sums, statistics, softmax and rotations are
 // float32.
@@ -194,31 +194,6 @@ void decode_attention(const T* q, long q_stride, const T* k_cache, const T* v_ca
   }
 }
 
-// Greedy sampling: out [2, rows] has the first index of each row's largest logit, then 1 where that is finite and the
-// row has no NaN, else 0.
-template <class T>
-void argmax(const T* logits, long rows, long size, int32_t* out) {
-#pragma omp parallel for if (rows * size > 8 * kSerial)
-  for (long row = 0; row < rows; row++) {
-    const T* row_logits = logits + row * size;
-    const Floats lowest = all(-std::numeric_limits<float>::infinity());
-    Floats largest = lowest;
-    bool broken = false;
-    const auto part = [&](long i) { return first_of(load(row_logits + i, size - i), size - i, lowest); };
-    for (long i = 0; i < size; i += 16) {
-      const Floats values = part(i);
-      broken |= any_nan(values);
-      largest = max(largest, values);
-    }
-    const float top = max_of(largest);
-    unsigned here = 0;
-    long i = 0;
-    for (; i < size && !here; i += 16) here = equal(part(i), all(top));
-    out[row] = here ? i - 16 + __builtin_ctz(here) : 0;
-    out[rows + row] = !broken && __builtin_isfinite(top);
-  }
-}
-
 }  // namespace
 
 // The same functions with is_half: numbers are float16, else bfloat16. With `formats`: 1 is added for float16, and 2 for
@@ -265,10 +240,6 @@ void minisgl_decode_attention(int is_half, const void* q, long q_stride, const v
                      lengths, batch, q_heads, kv_heads, dim, page_size, window, scale, (T*)out);
   };
   is_half ? run(f16()) : run(bf16());
-}
-
-void minisgl_argmax(int is_half, const void* logits, long rows, long size, int32_t* out) {
-  is_half ? argmax((const f16*)logits, rows, size, out) : argmax((const bf16*)logits, rows, size, out);
 }
 
 }  // extern "C"

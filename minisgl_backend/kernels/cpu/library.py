@@ -53,7 +53,7 @@ _ARGUMENTS = {
         *[_LONG] * 6,
         *(_FLOAT, _POINTER),
     ),
-    "minisgl_argmax": (_INT, _POINTER, _LONG, _LONG, _POINTER),
+    "minisgl_sample": (_INT, _POINTER, *[_LONG] * 2, *[_POINTER] * 3, _LONG, _POINTER),
     "minisgl_quantized_linear": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _POINTER),
     "minisgl_mixture": (_INT, *[_POINTER] * 3),
     "minisgl_replay": (_POINTER, _LONG),

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("kernels.cpp", "blocks.cpp", "layers.cpp", "quantized.cpp", "replay.cpp"))
+SOURCES = tuple(
+    _FOLDER / name
+    for name in ("kernels.cpp", "blocks.cpp", "layers.cpp", "quantized.cpp", "sampling.cpp", "replay.cpp")
+)
 _HEADERS = (
     "vector.h", "epilogue.h", "gemm.h", "panels.h", "block_formats.h", "blocks.h", "formats.h", "integers.h",
 )  # fmt: skip

@@ -24,10 +24,12 @@ from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
 from minisgl_backend.kernels.ops import Ops, QKNormRope, TokenPlaces
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -130,15 +132,24 @@ def test_rope_store(
         assert_close(found, expected)
 
 
+def sampled(ops: CpuOps, logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor) -> list[list[int]]:
+    """Of the rows of `params` in reverse, whose row i has logits[-1 - i]."""
+    count, size = logits.shape
+    rows, token_ids = torch.arange(count - 1, -1, -1, dtype=torch.int32), torch.empty((2, count), dtype=torch.int32)
+    ops.library.minisgl_sample(
+        HALF[logits.dtype], logits.data_ptr(), count, size, rows.data_ptr(), positions.data_ptr(), params.data_ptr(),
+        layout.NUM_PARAMS, token_ids.data_ptr(),
+    )  # fmt: skip
+    return token_ids.tolist()
+
+
 @pytest.mark.parametrize(("rows", "size"), [(1, 5), (3, 160), (8, 151936)])
 @pytest.mark.parametrize("dtype", list(HALF))
-def test_argmax(ops: CpuOps, rows: int, size: int, dtype: torch.dtype) -> None:
-    logits = numbers(rows, size).to(dtype)
-    token_ids = torch.empty((2, rows), dtype=torch.int32)
+def test_greedy_sampling(ops: CpuOps, rows: int, size: int, dtype: torch.dtype) -> None:
+    logits, params = numbers(rows, size).to(dtype), torch.zeros(rows, layout.NUM_PARAMS, dtype=torch.int32)
 
     def found() -> list[list[int]]:
-        ops.library.minisgl_argmax(HALF[logits.dtype], logits.data_ptr(), rows, size, token_ids.data_ptr())
-        return token_ids.tolist()
+        return sampled(ops, logits, params, torch.arange(rows, dtype=torch.int32))
 
     assert found() == [[int((line == line.max()).nonzero()[0]) for line in logits], [1] * rows]
     logits[:, 2:] = 100.0
@@ -148,6 +159,20 @@ def test_argmax(ops: CpuOps, rows: int, size: int, dtype: torch.dtype) -> None:
         assert found()[1] == [0] + [1] * (rows - 1)
     logits[0] = float("-inf")
     assert found()[1][0] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 5.0, 1e4])
+@pytest.mark.parametrize("size", [7, 160, 50001])
+def test_drawn_tokens_are_torchs(ops: CpuOps, temperature: float, size: int) -> None:
+    rows, dtype = 24, torch.bfloat16
+    logits = numbers(rows, size, scale=4.0).to(dtype)
+    logits[3, 1:] = float("-inf")
+    params = torch.randint(-(2**31), 2**31 - 1, (rows, layout.NUM_PARAMS), dtype=torch.int32)
+    params.view(torch.float32)[:, layout.TEMPERATURE] = temperature
+    params.view(torch.float32)[5, layout.TEMPERATURE] = 0.0
+    positions = torch.randint(100000, (rows,), dtype=torch.int32)
+    expected = Sampler._draw(None, logits.float(), params.flip(0), positions, None)  # type: ignore[arg-type]
+    assert sampled(ops, logits, params, positions) == expected.tolist()
 
 
 def test_a_processor_is_known_by_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
