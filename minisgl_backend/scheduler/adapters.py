@@ -33,18 +33,16 @@ class AdapterBook:
         self._slots = OrderedDict((one.number, slot) for one, slot in zip(limits.adapters, slots, strict=False))
         self._loads: list[tuple[int, int]] = []
 
-    def find(self, name: str | None) -> ServedAdapter:
-        """None: no adapter. Raises InvalidRequestError."""
-        if name is None:
-            return NO_ADAPTER
+    def find(self, name: str) -> ServedAdapter:
+        """Raises InvalidRequestError."""
         if (found := self._by_name.get(name)) is None:
             names = ", ".join(self._by_name) or "none, as adapters are off"
             raise InvalidRequestError(f"lora_name is {name[:200]!r}, which is not served; allowed: {names}")
         return found
 
     def slot_of(self, adapter: ServedAdapter) -> int:
-        """0: it is none."""
-        return 0 if adapter is NO_ADAPTER else self._slots[adapter.number]
+        """Of one that is open."""
+        return self._slots[adapter.number]
 
     def opened(self) -> list[int]:
         """The numbers of those with a slot, in the order in which they were opened."""

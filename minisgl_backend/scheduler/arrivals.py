@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from minisgl_backend.adapters.served import NO_ADAPTER
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.cache.salt import prefix_salt
 from minisgl_backend.errors import InvalidRequestError
@@ -32,7 +33,8 @@ class Arrivals:
 
     def prompt_of(self, request: Request) -> Int32Array:
         """The prompt's tokens, int32 [num_tokens]. Raises InvalidRequestError for a request that can never run."""
-        self._adapters.find(request.params.lora_name)
+        if request.params.lora_name is not None:
+            self._adapters.find(request.params.lora_name)
         if len(request.token_ids) % 4:
             raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
@@ -45,7 +47,11 @@ class Arrivals:
     def sequences_of(self, request: Request, token_ids: Int32Array, tenant: int, num_admissions: int) -> list[Sequence]:
         """A sequence for each answer of a request with this prompt. `num_admissions`: admissions of all sequences so
         far."""
-        params, adapter = request.params, self._adapters.find(request.params.lora_name)
+        params, adapter, salt = request.params, NO_ADAPTER, b""
+        if params.lora_name is not None:
+            adapter = self._adapters.find(params.lora_name)
+        if params.cache_salt is not None or adapter is not NO_ADAPTER:  # few have either
+            salt = prefix_salt(params.cache_salt, adapter.digest)
         seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
         arrival, self._count = self._count, self._count + 1
         return [
@@ -61,7 +67,7 @@ class Arrivals:
                 tenant=tenant,
                 contents=request.contents,
                 adapter=adapter,
-                salt=prefix_salt(params.cache_salt, adapter.digest),
+                salt=salt,
                 stable_len=request.stable_len or len(token_ids),
                 borders=request.borders,
             )

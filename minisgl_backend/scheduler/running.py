@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from minisgl_backend.adapters.served import NO_ADAPTER
 from minisgl_backend.arrays import NO_INT32, NO_INT64, IndexArray, Int32Array, Int64Array
 from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.lease import TableEntries
@@ -107,7 +108,8 @@ class RunningSet:
         if self.kv.states is not None:
             source, slot = self.kv.states.slots_of(row)
             sequence.keep_states(states_to_keep(sequence, match, self.kv.page_size))
-        more = pooling, source, slot, sequence.contents, self._adapters.slot_of(sequence.adapter)
+        adapter = 0 if sequence.adapter is NO_ADAPTER else self._adapters.slot_of(sequence.adapter)
+        more = pooling, source, slot, sequence.contents, adapter
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, *more))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:
