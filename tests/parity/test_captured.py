@@ -12,8 +12,14 @@ from minisgl_backend import LLM
 from tests.parity.captured import CAPTURED, EAGER, FALLBACK, LIMITS, NATIVE, greedy_tokens, save
 
 # Layers that differ in the size of heads and in the number of KV heads, natively and not; in the number of query heads;
-# two attentions a layer.
-EVERY_RUN = ("native gemma4", "transformers gemma4_text", "transformers laguna", "transformers diffllama")
+# two attentions a layer; states in slots.
+EVERY_RUN = (
+    "native gemma4",
+    "native qwen3_next",
+    "transformers gemma4_text",
+    "transformers laguna",
+    "transformers diffllama",
+)
 
 
 @pytest.mark.parametrize(

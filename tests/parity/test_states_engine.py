@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.step import StepPlan
+from tests.gauge.harness import expect_short_answers
 from tests.mtp_checkpoints import HYBRIDS, save_mtp_checkpoint
 from tests.parity.checkpoint_options import VOCAB_SIZE
 from tests.parity.checkpoints import reference_model, save_checkpoint, save_tokenizer
@@ -22,6 +25,8 @@ SHARED = [_GENERATOR.randrange(3, VOCAB_SIZE) for _ in range(40)]
 PROMPTS = [
     SHARED[: 5 * index] + 3 * [_GENERATOR.randrange(3, VOCAB_SIZE) for _ in range(7 + index)] for index in range(6)
 ]
+# It might end early, by what never comes: rows are admitted that are preempted later.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stop": ["no such text"]}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": DRAFTS, "num_pages": 200},
@@ -57,10 +62,46 @@ def expected(folder: Path) -> list[list[int]]:
 def test_answers_are_those_of_one_prompt_alone(case: str, folder: Path, expected: list[list[int]]) -> None:
     options = {"page_size": 16, "max_running_requests": 5, **CASES[case]}
     with LLM(str(folder), dtype="float32", max_seq_len_override=MAX_SEQ_LEN, **options) as llm:
+        expect_short_answers(llm)
         for n in (1, 3):
-            outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
+            outputs = llm.generate(PROMPTS, **GREEDY, n=n)
             found = [[one.token_ids for one in output.completions] for output in outputs]
             assert found == [[answer] * n for answer in expected]
+        assert (llm.stats.total_preempted > 0) == ("preempted" in case)
+
+
+@pytest.mark.parametrize("case", [pytest.param("preempted", marks=pytest.mark.full), "preempted drafts"])
+def test_what_free_slots_hold_changes_nothing(
+    case: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each step all slots are no numbers that are neither a row's nor cached, and so are tails without a row."""
+    options = {"page_size": 16, "max_running_requests": 5, "num_state_slots": 9, **CASES[case]}
+    poisoned: set[int] = set()
+    prepare = ModelRunner.prepare
+
+    with LLM(str(folder), dtype="float32", max_seq_len_override=MAX_SEQ_LEN, **options) as llm:
+        expect_short_answers(llm)
+        running: Any = llm.engine.core._scheduler._running  # type: ignore[attr-defined]
+
+        def poison_and_prepare(runner: ModelRunner, plan: StepPlan) -> Any:
+            slots, rows = running.kv.states._slots, running.rows
+            free = slots._pool.free_pages().tolist()
+            idle = [row for row, sequence in enumerate(rows.sequences) if sequence is None]
+            poisoned.update(free)
+            assert runner._states is not None
+            for stack in runner._states.pool.stacks:
+                for tensor in stack[:2]:
+                    tensor[:, free] = torch.nan
+                for tensor in stack[2:]:
+                    tensor[:, idle] = torch.nan
+            return prepare(runner, plan)
+
+        monkeypatch.setattr(ModelRunner, "prepare", poison_and_prepare)
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, **GREEDY)
+            assert [output.token_ids for output in outputs] == expected
+        assert len(poisoned) > 5
+        assert llm.stats.total_preempted > 0
 
 
 @pytest.mark.full
@@ -74,9 +115,11 @@ def test_its_own_layers_draft(name: str, tmp_path: Path) -> None:
     for count in (0, 1, 3):
         drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}} if count else {}
         with LLM(str(tmp_path), dtype="float32", **options, **drafts) as llm:
+            expect_short_answers(llm)
             for n in (1, 2):
-                outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
+                outputs = llm.generate(PROMPTS, **GREEDY, n=n)
                 found += [[one.completions[which].token_ids for one in outputs] for which in range(n)]
+            assert llm.stats.total_preempted > 0
     assert all(one == found[0] for one in found)
 
 
@@ -91,6 +134,7 @@ def test_two_ranks_answer_alike(folder: Path, expected: list[list[int]]) -> None
         tp=2,
         max_seq_len_override=MAX_SEQ_LEN,
     ) as llm:
+        expect_short_answers(llm)
         for _ in range(2):
-            outputs = llm.generate(PROMPTS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, **GREEDY)
             assert [output.token_ids for output in outputs] == expected
