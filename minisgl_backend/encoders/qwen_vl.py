@@ -82,8 +82,8 @@ class QwenVision(Transformer):
 
     def finish(self, state: TransformerState) -> torch.Tensor:
         merged: torch.Tensor = self.merger(state.hidden)
-        if state.order is not None:
-            merged = torch.empty_like(merged).index_copy_(0, state.order, merged)
+        if state.layout.order is not None:
+            merged = torch.empty_like(merged).index_copy_(0, state.layout.order, merged)
         return torch.cat([merged, *state.planes], dim=1) if state.planes else merged
 
     def table(self, rows: int, columns: int) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ class PooledSiglip(Transformer):
         return self.positions.weight
 
     def finish(self, state: TransformerState) -> torch.Tensor:
-        rows, columns = state.grid
+        rows, columns = state.layout.grid
         hidden = self.norm(state.hidden).view(-1, rows, columns, self.config.hidden_size).permute(0, 3, 1, 2)
         pooled = F.avg_pool2d(hidden, self.config.merge).flatten(2).transpose(1, 2).flatten(0, 1)
         return self.soft_norm(pooled) @ self.projection.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import nn
 from minisgl_backend.arrays import Int64Array
 from minisgl_backend.encoders.attention import Segments, rotate, windows
 from minisgl_backend.encoders.base import Encoder
+from minisgl_backend.encoders.graphs import MOST_PATCHES, EncoderGraphs, Shapes
 from minisgl_backend.encoders.parts import ACTIVATIONS, ALIGNED, GATES, Linear, PatchEmbedding, Table, norm
 from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.kernels.upload import to_device
@@ -22,6 +24,7 @@ from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.step import num_parts
 
 _MLP_ROWS = 16384  # that are in an MLP at once: bounds what its intermediate values take
+_LAYOUTS = 8  # of small images that are kept
 _PADDED = 64  # what an MLP's size becomes a multiple of where it is none of ALIGNED
 
 
@@ -35,19 +38,29 @@ class Names(NamedTuple):
     down: str
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What follows from the shapes of images that are encoded together."""
+
+    merge: int  # patches are in blocks of so many by as many
+    grid: tuple[int, int]  # patches of the first one: rows and columns
+    place: torch.Tensor  # int64 [num_patches, 2], on the host: row and column
+    whole: Segments
+    within: Segments  # of layers with windows
+    cos: torch.Tensor | None  # float32 [num_patches, head_dim / 2]
+    sin: torch.Tensor | None
+    order: torch.Tensor | None  # int64 [num_blocks]: of blocks, where windows have changed it
+    table: torch.Tensor | None  # [num_patches, hidden_size]: learned positions, before that
+
+
 @dataclass
 class TransformerState:
     """Images between two slices."""
 
+    layout: Layout
     hidden: torch.Tensor  # [num_patches, hidden_size]
-    grid: tuple[int, int]  # patches of the first one: rows and columns
-    whole: Segments
-    within: Segments  # of layers with windows
     qkv: torch.Tensor  # [num_patches, 3, num_heads, head_dim]: of the next layer, rotated
     later: torch.Tensor | None = None  # of the layer behind that one, of the patches that are through
-    cos: torch.Tensor | None = None  # float32 [num_patches, head_dim / 2]
-    sin: torch.Tensor | None = None
-    order: torch.Tensor | None = None  # int64 [num_blocks]: of blocks, where windows have changed it
     planes: list[torch.Tensor] = field(default_factory=list)  # of the layers so far
 
 
@@ -72,8 +85,8 @@ class Block(nn.Module):
     def project(self, state: TransformerState, first: int, last: int) -> torch.Tensor:
         """Queries, keys and values, rotated, of the patches `first` to `last` - 1."""
         qkv = self.qkv(self.norm1(state.hidden[first:last])).unflatten(-1, (3, self._heads, -1))
-        if state.cos is not None and state.sin is not None:
-            self._rotate(qkv, state.cos[first:last], state.sin[first:last])
+        if state.layout.cos is not None and state.layout.sin is not None:
+            self._rotate(qkv, state.layout.cos[first:last], state.layout.sin[first:last])
         return qkv
 
     def forward(self, state: TransformerState, segments: Segments, first: int, last: int) -> None:
@@ -127,7 +140,9 @@ class Transformer(Encoder):
         """layers: what the names of all layers begin with."""
         super().__init__()
         self.config = config
-        self._fused = fuses(context)
+        self._fused, self._device = fuses(context), context.device
+        self._graphs = EncoderGraphs(self._whole) if self._fused else None
+        self._layouts: OrderedDict[Shapes, Layout] = OrderedDict()
         self.layers = nn.ModuleList(
             [Block(config, names, context.at(f"{layers}.{index}")) for index in range(config.num_layers)]
         )
@@ -153,36 +168,63 @@ class Transformer(Encoder):
         return self._begin([pixels])
 
     def encode_all(self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]) -> list[torch.Tensor]:
-        state = self._begin([pixels for pixels, _ in images])
+        every = [pixels for pixels, _ in images]
+        areas = [pixels[..., 0].numel() // self.config.patch_size**2 for pixels in every]
+        captured = self._graphs is not None and sum(areas) <= MOST_PATCHES
+        vectors = self._graphs.run(every) if captured and self._graphs is not None else self._whole(every)
+        return list(vectors.split([area // self.config.merge**2 for area in areas]))
+
+    def _whole(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
+        state = self._begin(images)
         for layer in range(self.config.num_layers):
             self._run(state, layer, 0, len(state.hidden))
-        area = (self.config.patch_size * self.config.merge) ** 2
-        return list(self.finish(state).split([pixels[..., 0].numel() // area for pixels, _ in images]))
+        return self.finish(state)
 
     def _begin(self, images: Sequence[torch.Tensor]) -> TransformerState:
-        config, side = self.config, self.config.patch_size
+        layout = self._layout_of(tuple(tuple(pixels.shape) for pixels in images))
+        hidden = torch.cat([self.embed(pixels, layout.merge) for pixels in images])
+        if layout.table is not None:
+            hidden += layout.table
+        if layout.order is not None:
+            hidden = hidden.unflatten(0, (-1, layout.merge**2))[layout.order].flatten(0, 1)
+        state = TransformerState(layout, hidden, hidden)
+        state.qkv = self._block(0).project(state, 0, len(hidden))
+        return state
+
+    def _layout_of(self, shapes: Shapes) -> Layout:
+        """Of small images kept, those used last."""
+        if (found := self._layouts.get(shapes)) is None:
+            found = self._make_layout(shapes)
+            if len(found.place) <= MOST_PATCHES:
+                self._layouts[shapes] = found
+                if len(self._layouts) > _LAYOUTS:
+                    self._layouts.popitem(last=False)
+        else:
+            self._layouts.move_to_end(shapes)
+        return found
+
+    def _make_layout(self, shapes: Shapes) -> Layout:
+        config, side, device = self.config, self.config.patch_size, self._device
         merge = config.merge if self.in_blocks else 1
-        grids = [(pixels.shape[1] // side, pixels.shape[2] // side) for pixels in images]
-        embedded, places, lengths = [], [], []
-        for pixels, (rows, columns) in zip(images, grids, strict=True):
-            one, table = self.embed(pixels, merge), self.table(rows, columns)
-            embedded.append(one if table is None else one + table.repeat(len(pixels), 1))
-            places.append(_places(rows, columns, merge).repeat(len(pixels), 1))
-            lengths += [rows * columns] * len(pixels)
-        hidden, place = embedded[0] if len(embedded) == 1 else torch.cat(embedded), torch.cat(places)
-        whole = within = self._segments(lengths, hidden.device)
+        grids = [(height // side, width // side) for _, height, width, _ in shapes]
+        tables, places, lengths = [], [], []
+        for (tiles, *_), (rows, columns) in zip(shapes, grids, strict=True):
+            table = self.table(rows, columns)
+            tables += [] if table is None else [table] * tiles
+            places.append(_places(rows, columns, merge).repeat(tiles, 1))
+            lengths += [rows * columns] * tiles
+        place = torch.cat(places)
+        whole = within = self._segments(lengths, device)
         order = None
         if config.window is not None:
             by_window, counts = _windows(grids, merge, config.window // merge)
-            order, block = to_device(by_window, hidden.device), merge * merge
-            hidden = hidden.unflatten(0, (-1, block))[order].flatten(0, 1)
+            order, block = to_device(by_window, device), merge * merge
             place = place.unflatten(0, (-1, block))[torch.from_numpy(by_window)].flatten(0, 1)
-            within = self._segments([block * count for count in counts], hidden.device)
-        state = TransformerState(hidden, grids[0], whole, within, hidden, order=order)
+            within = self._segments([block * count for count in counts], device)
+        cos = sin = None
         if config.rope_theta is not None:
-            state.cos, state.sin = self._angles(config.rope_theta, to_device(place.numpy(), hidden.device))
-        state.qkv = self._block(0).project(state, 0, len(hidden))
-        return state
+            cos, sin = self._angles(config.rope_theta, to_device(place.numpy(), device))
+        return Layout(merge, grids[0], place, whole, within, cos, sin, order, torch.cat(tables) if tables else None)
 
     def _segments(self, lengths: Sequence[int], device: torch.device) -> Segments:
         return Segments(lengths, device, part=self.config.part_patches, fused=self._fused)
@@ -200,7 +242,7 @@ class Transformer(Encoder):
         """Patches `first` to `last` - 1 through a layer, and their projection in the next one."""
         config, size = self.config, len(state.hidden)
         sees_all = config.window is None or layer in config.full_layers
-        self._block(layer).forward(state, state.whole if sees_all else state.within, first, last)
+        self._block(layer).forward(state, state.layout.whole if sees_all else state.layout.within, first, last)
         if layer + 1 < config.num_layers:
             qkv = self._block(layer + 1).project(state, first, last)
             if last - first == size:

@@ -93,9 +93,9 @@ class Vectors:
 
     def _encode_whole(self, slices: Sequence[EncodeSlice], images: StepImages) -> None:
         """What is encoded from its beginning to its end by this rank, in one call: small images leave most of a GPU
-        idle one by one. What fails is tried again alone."""
+        idle one by one. What fails is tried again alone, in the way of slices."""
         own = {one.key: one for one in slices if one.rank == self._tp.rank and one.key not in self._held}
-        if len(own) < 2:
+        if not own:
             return
         try:
             pixels = [(self._uploaded(images.pixels[key]), one.content.grid) for key, one in own.items()]

@@ -29,8 +29,10 @@ class _Passed:
 class ImageBudget:
     """Owns the encoder's books. Costs are in prompt tokens, as budgets are."""
 
-    def __init__(self, limits: EncoderLimits, times: StepTimes | None = None) -> None:
-        self.limits, self.share = limits, ImageShare(times)
+    def __init__(self, limits: EncoderLimits, times: StepTimes | None = None, multiple: int = 1) -> None:
+        """multiple: `SchedulerLimits.chunk_multiple`; the cache holds all images within as many tokens."""
+        self.limits, self.share = limits, ImageShare(times, multiple)
+        self._multiple = multiple
         self.books = EncoderBooks(limits.capacity, limits.num_ranks)
         self._passed: list[_Passed] = []
         self._patches = self._tokens = 0  # since the start: encoded, and of started prompts
@@ -81,6 +83,8 @@ class ImageBudget:
         vectors that are there; and what of `budget` encoding takes in this step. Encodes the first missing images on
         the way."""
         end, spent = self._reach(sequence, row, start, end, self.share.prompt_tokens(budget), builder, step)
+        if end < len(sequence.token_ids):
+            end = max(start, end // self._multiple * self._multiple)
         self.share.spend(spent, end - start)
         return end, spent
 

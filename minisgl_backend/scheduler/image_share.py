@@ -6,14 +6,16 @@ from __future__ import annotations
 from minisgl_backend.scheduler.step_estimate import StepEstimate
 from minisgl_backend.step import StepTimes
 
-BESIDE = 0.4  # of what a step of the decoding rows alone takes: how much longer steps may be
+BESIDE = 0.45  # of what a step of the decoding rows alone takes: how much longer steps may be
 _LEAST = 32  # prompt tokens that a step has even so
 
 
 class ImageShare:
     """Of one step at a time. Without measured times there is no limit."""
 
-    def __init__(self, times: StepTimes | None) -> None:
+    def __init__(self, times: StepTimes | None, multiple: int = 1) -> None:
+        """multiple: of tokens, that a chunk has at least."""
+        self._least = max(_LEAST, multiple)
         self._estimate = None if times is None else StepEstimate(times)
         self._left: float | None = None  # seconds; None: no limit
         self._is_fresh = True  # nothing is spent yet
@@ -28,7 +30,7 @@ class ImageShare:
         """Of `budget`, for chunks of prompts that have images."""
         if self._left is None or self._estimate is None:
             return budget
-        least = _LEAST if self._is_fresh else 0
+        least = self._least if self._is_fresh else 0
         return min(budget, max(least, self._estimate.tokens_within(0, self._left)))
 
     def encoding(self, budget: int) -> int:

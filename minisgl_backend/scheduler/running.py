@@ -45,7 +45,9 @@ class RunningSet:
             record_changes=limits.record_cache_changes,
             num_state_slots=limits.num_state_slots,
         )
-        self.images = None if limits.encoder is None else ImageBudget(limits.encoder, limits.step_times)
+        self.images = (
+            None if limits.encoder is None else ImageBudget(limits.encoder, limits.step_times, limits.chunk_multiple)
+        )
         self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # columns of a row of the page table
         self._columns.flags.writeable = False
         self.committed = -1  # number of the last committed step

@@ -21,6 +21,8 @@ from minisgl_backend.weights.sizes import ITEM_BYTES
 # float32 while they are rotated.
 _LAYER_SHARE = 24
 _LARGEST_IMAGE = 16384  # patches that memory is kept free for; where a larger one does not fit, its request fails
+_CAPTURED = 4096  # likewise: of encodings that are captured (`encoders.graphs.MOST_PATCHES`)
+_ATTENTION = 1.5  # how much longer than in GEMMs an operation takes in an encoder's attention: 330 to 400 TFLOP/s
 # What opens segments of pixels; by name, since rooms of one level do not import each other.
 OPEN_PIXELS = "minisgl_backend.images.segments:open_pixels"
 
@@ -60,7 +62,7 @@ def reserved_bytes(runtime: RuntimeConfig, config: ModelConfig) -> int:
     if limits is None or config.encoder is None:
         return 0
     in_layer = _LAYER_SHARE * config.encoder.hidden_size * ITEM_BYTES[runtime.dtype]
-    return limits.capacity + _LARGEST_IMAGE * (limits.state_bytes + in_layer)
+    return limits.capacity + (_LARGEST_IMAGE + _CAPTURED) * (limits.state_bytes + in_layer)
 
 
 def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits | None:
@@ -78,7 +80,7 @@ def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits
         state_bytes=encoder.state_size(item),
         patch_area=encoder.patch_size**2,
         patch_cost=per_patch / per_token,
-        pair_cost=per_pair / per_token,
+        pair_cost=_ATTENTION * per_pair / per_token,
         part_patches=encoder.part_patches,
         num_ranks=runtime.config.tp,
         bidirectional=encoder.bidirectional,
