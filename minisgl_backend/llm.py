@@ -38,7 +38,7 @@ from minisgl_backend.text import scoring
 from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
 from minisgl_backend.text.prompt_borders import NO_PARTS, ChatIds, PromptBorders
 from minisgl_backend.text.prompts import GivenPrompt, PromptWithImages, adapter_names, listed
-from minisgl_backend.text.tokenizer_file import has_tokenizer
+from minisgl_backend.text.tokenizer_file import TokenizerFiles, has_tokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, load_vocabulary
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class LLM:
         _refuse_what_needs_a_server(self.config)
         self._driver = InProcessEngine(self.config, environment or Environment.read())
         model_dir = self._driver.engine.model_dir
+        self._tokenizer_files = TokenizerFiles(model_dir) if has_tokenizer(model_dir) else None
         self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
         self._next_uid = 0
@@ -90,8 +91,9 @@ class LLM:
             self._images.close()
 
     def _load_vocabulary(self, model_dir: Path) -> Vocabulary:
-        if has_tokenizer(model_dir):
-            return load_vocabulary(model_dir, trust_remote_code=self.config.trust_remote_code)
+        trusts, files = self.config.trust_remote_code, self._tokenizer_files
+        if files is not None:
+            return load_vocabulary(model_dir, trust_remote_code=trusts, files=files)
         log.warning("%s has no tokenizer: prompts must be token ids, and answers have no text", model_dir)
         return empty_vocabulary()
 
@@ -101,7 +103,8 @@ class LLM:
         # Importing transformers takes seconds, which prompts of token ids need not wait for.
         from minisgl_backend.text.tokenizer import Tokenizer
 
-        return Tokenizer(self._model_dir, trust_remote_code=self.config.trust_remote_code)
+        trusts, files = self.config.trust_remote_code, self._tokenizer_files
+        return Tokenizer(self._model_dir, trust_remote_code=trusts, files=files)
 
     @property
     def engine(self) -> Engine:

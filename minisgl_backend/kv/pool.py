@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +46,14 @@ def _parts(layers: Iterable[LayerPlace], page_size: int) -> dict[int, tuple[int,
     return {layer.part: layer.sizes(page_size) for layer in layers}
 
 
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """uint8; on a CPU memory that the system gives, as zeros, where it is first written: that of a pool's pages may
+    never be."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
+
+
 class KVPool:
     """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns.
 
@@ -69,7 +79,7 @@ class KVPool:
         for sizes in set(parts.values()):
             alike = [part for part, of_part in parts.items() if of_part == sizes]
             # Zeros, not garbage, which may hold NaN: kernels of other packages may read a last page whole.
-            memory = torch.zeros((len(alike), num_pages + 1, sum(sizes)), dtype=torch.uint8, device=device)
+            memory = _zeros((len(alike), num_pages + 1, sum(sizes)), device)
             for part, of_part in zip(alike, memory, strict=True):
                 tensors = of_part.flatten().split([(num_pages + 1) * size for size in sizes])
                 self._tensors[part] = [tensor.view(num_pages + 1, -1) for tensor in tensors]

@@ -29,10 +29,13 @@ class Tokenizer:
     The template runs in transformers' sandbox; Python code in the folder runs only with `trust_remote_code`.
     """
 
-    def __init__(self, model_dir: str | Path, *, trust_remote_code: bool = False) -> None:
-        """Raises ConfigError if the folder has no tokenizer that can be loaded."""
-        self._tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
-        self._class_name = TokenizerFiles(model_dir).config.get("tokenizer_class") or type(self._tokenizer).__name__
+    def __init__(
+        self, model_dir: str | Path, *, trust_remote_code: bool = False, files: TokenizerFiles | None = None
+    ) -> None:
+        """files: the folder's, if they are read. Raises ConfigError if it has no tokenizer that can be loaded."""
+        files = files or TokenizerFiles(model_dir)
+        self._tokenizer = load_tokenizer(files, trust_remote_code=trust_remote_code)
+        self._class_name = files.config.get("tokenizer_class") or type(self._tokenizer).__name__
         self._bos = self._tokenizer.bos_token_id
         self._template = ChatTemplate(self._tokenizer)
 
@@ -121,12 +124,12 @@ class Tokenizer:
         return self._template.render(messages, template_arguments, images=True)
 
 
-def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(folder: str | Path | TokenizerFiles, *, trust_remote_code: bool = False) -> Any:
     """transformers' tokenizer of a model folder, which makes the tokens that the folder's files say, whichever version
     of transformers is installed. Raises ConfigError."""
-    files = TokenizerFiles(model_dir)
+    files = folder if isinstance(folder, TokenizerFiles) else TokenizerFiles(folder)
     runs_own_code = files.has_own_code and trust_remote_code
-    backend = files.load() if files.has_tokenizer_json and not runs_own_code else None
+    backend = files.backend if files.has_tokenizer_json and not runs_own_code else None
     try:
         tokenizer = _load(files, backend, trust_remote_code=trust_remote_code)
         tokenizer.chat_template = files.chat_template(tokenizer.chat_template)
@@ -136,14 +139,14 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if backend is None and any(files.folder.glob("*.model")):
             reason += "; the packages sentencepiece and tiktoken read such files as it has in place of tokenizer.json"
-        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
+        raise ConfigError(f"model {files.folder} has no tokenizer that can be loaded: {reason}") from None
     if backend is not None and isinstance(tokenizer, PreTrainedTokenizerFast):
         vars(tokenizer).update(_tokenizer=backend)
     elif files.has_tokenizer_json:
         _warn_of_another_tokenizer(tokenizer, files)
     elif not files.has_vocabulary(tokenizer.vocab_files_names.values()):  # transformers makes one of a few tokens
         needed = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
-        raise ConfigError(f"model {model_dir} has no tokenizer: {type(tokenizer).__name__} is made of {needed}")
+        raise ConfigError(f"model {files.folder} has no tokenizer: {type(tokenizer).__name__} is made of {needed}")
     return tokenizer
 
 
@@ -166,7 +169,7 @@ def _load(files: TokenizerFiles, backend: Backend | None, *, trust_remote_code: 
 
 def _warn_of_another_tokenizer(tokenizer: Any, files: TokenizerFiles) -> None:
     """The folder's own class, or one that does not use tokenizer.json, may cut texts otherwise than that file."""
-    expected = files.load().encode(_SAMPLE).ids
+    expected = files.backend.encode(_SAMPLE).ids
     found = tokenizer(_SAMPLE)["input_ids"]
     if found != expected:
         log.warning(

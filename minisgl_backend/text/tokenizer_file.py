@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ class TokenizerFiles:
         tokens = {key: text for key, text in of_class if backend.token_to_id(text) is not None} | self.config
         return {key: text for key in _NAMED if (text := _text(tokens.get(key)))}
 
-    def load(self) -> Tokenizer:
+    @cached_property
+    def backend(self) -> Tokenizer:
         """The tokenizer of tokenizer.json; it neither truncates nor pads. Raises ConfigError."""
         try:
             backend = Tokenizer.from_file(str(self.folder / _FILE))

@@ -70,13 +70,14 @@ class Vocabulary:
         return self._decode(token_ids, skip_special_tokens)
 
 
-def load_vocabulary(model_dir: str | Path, *, trust_remote_code: bool = False) -> Vocabulary:
-    """Reads the tokenizer of a model folder. Raises ConfigError if there is none."""
-    files = TokenizerFiles(model_dir)
+def load_vocabulary(
+    model_dir: str | Path, *, trust_remote_code: bool = False, files: TokenizerFiles | None = None
+) -> Vocabulary:
+    """Reads the tokenizer of a model folder; files: its own, if they are read. Raises ConfigError if there is none."""
+    files = files or TokenizerFiles(model_dir)
     if not files.has_tokenizer_json:
         return _from_transformers(model_dir, trust_remote_code)
-    backend = files.load()
-    return vocabulary_of(backend, files.special_ids(backend))
+    return vocabulary_of(files.backend, files.special_ids(files.backend))
 
 
 def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> Vocabulary:

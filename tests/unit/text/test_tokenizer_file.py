@@ -55,7 +55,7 @@ def make(folder: Path, config: dict[str, Any], **options: Any) -> Path:
 
 
 def loaded(folder: Path) -> Backend:
-    return TokenizerFiles(folder).load()
+    return TokenizerFiles(folder).backend
 
 
 @pytest.mark.parametrize("name", [*READS_FLAGS, *KEEPS_FILE])
