@@ -19,6 +19,7 @@ from benchmarks.gpu import DECODE_CONTEXT, offline_load
 from benchmarks.layer_costs import FORMATS, PLAIN_BYTES, LayerCosts, layer_costs
 from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.device_facts import NAMED
 from minisgl_backend.models.config import ModelConfig
 
@@ -90,6 +91,20 @@ class Floors:
             flop += sum(count * layer.prefill_flop * layer.pairs(length) for layer, count in self._layers)
         return flop / self._limits.flop_per_s
 
+    def encoder_s(self, patches: int) -> float:
+        """Seconds for an image of one tile with so many patches: GEMMs and attention of the encoder's layers alone."""
+        encoder = self._config.encoder
+        if encoder is None:
+            raise ConfigError("the model has no encoder of images; allowed: one that sees")
+        per_patch, per_pair = encoder.operations()
+        return encoder.num_layers * patches * (per_patch + per_pair * patches) / self._limits.flop_per_s
+
+    def image_ms(self, patches: int, text_tokens: int) -> float:
+        """Milliseconds from such an image and text to a first token."""
+        encoder = self._config.encoder
+        merged = 1 if encoder is None else encoder.merge**2
+        return _digits(1000 * (self.encoder_s(patches) + self.prefill_s([patches // merged + text_tokens])))
+
     def offline_tok_s(self, load: Sequence[tuple[list[int], int]]) -> float:
         """Tokens a second of answers for (prompt, answer length) pairs that all start at once and fit the cache."""
         seconds = self.prefill_s([len(prompt) for prompt, _ in load])
@@ -98,7 +113,7 @@ class Floors:
         return _digits(sum(length for _, length in load) / seconds)
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """All of them, under the names that benchmarks.gpu gives to what it measures."""
+        """All of texts, under the names that benchmarks.gpu gives to what it measures."""
         single = self.prefill_s([128]) + sum(self.decode_s([128 + step]) for step in range(1, 512))
         results = {"offline_tok_s": self.offline_tok_s(offline_load()), "single_tok_s": _digits(512 / single)}
         for batch in BATCHES:

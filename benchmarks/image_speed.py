@@ -73,7 +73,8 @@ class Photos:
 
 
 def tower(model: str, sizes: Sequence[str]) -> dict[str, Any]:
-    """Milliseconds of the encoder alone, and the share of the operations' rate."""
+    """Milliseconds of the encoder alone, and its floors."""
+    from benchmarks.floors import Floors
     from benchmarks.limits import Limits
     from minisgl_backend.encoders.build import build_encoder
 
@@ -84,17 +85,16 @@ def tower(model: str, sizes: Sequence[str]) -> dict[str, Any]:
         config.encoder, folder, device=device, dtype=torch.bfloat16, model=model, dummy_weights=True
     )
     photos = Photos(model)
-    rate = Limits.measured(device).flop_per_s
-    found: dict[str, Any] = {"gemm_tflop_s": round(rate / 1e12)}
+    limits = Limits.measured(device)
+    floors = Floors(config, limits)
+    found: dict[str, Any] = {"gemm_tflop_s": round(limits.flop_per_s / 1e12)}
     with torch.inference_mode(), contextlib.closing(photos):
         for name in sizes:
             size = photos.sized(name)
             pixels = torch.randint(0, 256, size.shape, dtype=torch.uint8, device=device)
             ms = _device_ms(lambda: encoder.encode(pixels, size.grid))
-            patches = size.grid[1] * size.grid[2]
-            per_patch, per_pair = config.encoder.operations()
-            flop = patches * config.encoder.num_layers * (per_patch + per_pair * patches)
-            found |= {f"{name}_ms": ms, f"{name}_floor_ms": round(1000 * flop / rate, 1)}
+            floor = floors.encoder_s(size.grid[1] * size.grid[2])
+            found |= {f"{name}_ms": ms, f"{name}_floor_ms": round(1000 * floor, 1)}
     return found
 
 

@@ -91,6 +91,19 @@ def test_bytes_of_one_token(model: dict[str, Any], formats: dict[str, str], giga
     assert found / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "patches", "encoder_ms", "first_ms"),
+    [("qwen2.5-vl-7b", 10_764, 27, 87), ("qwen3-vl-8b", 3_520, 7.9, 30), ("qwen3-vl-8b", 47_376, 537, 813)],
+)
+def test_an_image_is_encoded_before_its_prompt(model: str, patches: int, encoder_ms: float, first_ms: float) -> None:
+    """At 600 TFLOP/s, without what turns patches into vectors."""
+    found = floors(model, Limits(flop_per_s=600e12))
+    assert 1000 * found.encoder_s(patches) == pytest.approx(encoder_ms, rel=0.08)
+    assert found.image_ms(patches, 64) == pytest.approx(first_ms, rel=0.1)
+    with pytest.raises(ConfigError, match="no encoder"):
+        floors("qwen3-8b").encoder_s(patches)
+
+
 def test_a_window_bounds_what_is_read_of_the_cache() -> None:
     windows = Floors(ModelConfig.from_dicts(GPT_OSS, {}), Limits(), experts="mxfp4")
     kept = 2 * 8 * 64 * 2  # bytes a token and layer
