@@ -61,4 +61,6 @@ def merge(model: torch.nn.Module, folder: Path) -> None:
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = tensors[name.replace("lora_A", "lora_B")]
-            model.get_submodule(module).weight += scale * (b @ a)  # type: ignore[operator]
+            linear = model.get_submodule(module)
+            # A parameter of its own: an output projection may share the embedding's, which the adapter leaves alone.
+            linear.weight = torch.nn.Parameter(linear.weight + scale * (b @ a))  # type: ignore[operator]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from minisgl_backend.layers.linear import AdaptedLinear
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
@@ -58,7 +58,7 @@ def _output(spec: LinearSpec, layer_context: LayerContext, tied: Embedding | Non
     return methods.plain_linear(spec, tied.weight.data[output.start : output.start + output.local])
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(AdaptedLinear):
     """Hidden states to logits. `tied` shares the embedding's weight: each rank uses its rows of it."""
 
     def __init__(
@@ -74,9 +74,12 @@ class ParallelLMHead(nn.Module):
         spec = LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size)
         self.method = _output(spec, layer_context, tied)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank."""
+    def forward(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank. slots: of adapters, int32
+        [num_tokens]; None: no token has one."""
         logits = self.method.apply_weights(hidden)
+        if slots is not None and self.lora is not None:
+            self.lora.add_to(logits, hidden, slots)
         tp = self._layer_context.tp
         if tp.size == 1:
             return logits
@@ -87,13 +90,15 @@ class ParallelLMHead(nn.Module):
         whole = torch.cat(gathered.unbind(), dim=1)
         return whole[:, : self._vocab_size] if missing else whole
 
-    def on_rank_0(self, hidden: torch.Tensor) -> torch.Tensor:
+    def on_rank_0(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """`forward` for a decode step (see `TensorParallel.logits_columns`), where ranks other than 0 may get
         [num_tokens, 0]."""
         tp = self._layer_context.tp
-        columns = tp.logits_columns(len(hidden), self._start, self.method.spec.shape[0])
+        # Columns may be in another GPU's memory, where adapters' kernels do not add.
+        adapted = slots is not None and self.lora is not None
+        columns = None if adapted else tp.logits_columns(len(hidden), self._start, self.method.spec.shape[0])
         if columns is None:
-            return self(hidden)
+            return self(hidden, slots)
         if columns.shape[1]:
             self.method.apply_into(hidden, columns)
         return tp.collect_logits(len(hidden))

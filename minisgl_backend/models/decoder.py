@@ -246,19 +246,20 @@ class CausalLM(nn.Module):
     def _mixers(self) -> Iterator[Mixer]:
         return (module for module in self.modules() if isinstance(module, Mixer))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's dtype."""
-        return self._shaped(self.lm_head(hidden))
+    def logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's dtype. slots: of adapters,
+        int32 [num_sampled]; None: no row has one."""
+        return self._shaped(self.lm_head(hidden, slots))
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] -> [n, num_labels]; only for a model with a classification head."""
         assert self.score is not None, "a request for scores is refused where there is no head"
         return self.score(hidden)
 
-    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def decode_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """`logits` for all rows of a decode step, once per step, where ranks other than 0, which do not sample, may get
         [num_sampled, 0]."""
-        return self._shaped(self.lm_head.on_rank_0(hidden))
+        return self._shaped(self.lm_head.on_rank_0(hidden, slots))
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Applies the model's logits multiplier and soft cap, in place."""

@@ -7,6 +7,7 @@ others take its tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -309,7 +310,10 @@ class ModelRunner:
         prompt_logprobs = tuple(self._prompt_logprobs(step, hidden))
         if step.logits_indices is not None and self._logits_indices(step) is None:
             hidden = hidden[step.logits_indices]  # otherwise `hidden` only has these
-        logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
+        logits = None
+        if step.num_sampled:
+            slots = self._slots_of(step, step.sampling.rows)
+            logits = self._model.logits(hidden[: step.num_sampled], slots)
         sound, end_of_checked = None, step.num_sampled + len(step.checked_rows)
         if step.checked_rows and self._tp.rank == 0:
             # NaN in a chunk's keys and values also reaches the hidden state of its last token, which attends to all.
@@ -317,11 +321,18 @@ class ModelRunner:
         pooled = self._pooled(step, hidden[end_of_checked:]) if step.pooled else None
         return Computed(step, logits, None, sound, prompt_logprobs, pooled)
 
+    def _slots_of(self, step: StepTensors, rows: torch.Tensor) -> torch.Tensor | None:
+        """The adapters of these rows, int32 [num_rows]; None: the step has none."""
+        return None if self._adapters is None or not step.decisions.adapts else self._adapters.slots_of(rows)
+
     def _pooled(self, step: StepTensors, states: torch.Tensor) -> Pooled | None:
         model, is_rank_0 = self._model, self._tp.rank == 0
-        return pool(
-            step.pooled, states, step.pooled_tokens, logits=model.logits, scores=model.scores, is_rank_0=is_rank_0
-        )
+
+        def logits(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+            of_rows = torch.tensor(rows, dtype=torch.int32, device=hidden.device)
+            return model.logits(hidden, self._slots_of(step, of_rows))
+
+        return pool(step.pooled, states, step.pooled_tokens, logits=logits, scores=model.scores, is_rank_0=is_rank_0)
 
     def _sample(self, computed: Computed, masks: GrammarMasks | None) -> PendingStep:
         """Launches the rest of a step whose logits are being computed."""
@@ -387,7 +398,7 @@ class ModelRunner:
         if self._adapters is not None and adapts:
             tokens = self._adapters.given(tokens, decode.rows)
         hidden = self._hidden_states(decode.rows, tokens, slots, plan, is_warm_up=is_warm_up, captured=True)
-        return self._model.decode_logits(hidden)
+        return self._model.decode_logits(hidden, tokens.by_row)
 
     def _decode_sampled(self, decode: DecodeInputs, logits: torch.Tensor) -> DecodeOutputs:
         if self._tp.rank == 0:
@@ -424,7 +435,8 @@ class ModelRunner:
             slabs = zip(states.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
             parts = []
             for slab, ids in slabs:
-                logits = self._model.logits(slab)  # of which each rank computes a part
+                slots = self._slots_of(step, torch.full_like(ids, request.row))
+                logits = self._model.logits(slab, slots)  # of which each rank computes a part
                 if self._tp.rank == 0:
                     every = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
                     parts.append(self._sampler.logprobs(logits, every, ids, request.top))

@@ -14,6 +14,7 @@ from minisgl_backend.step import PrefillChunk, StepPlan, Wants
 
 _ROWS_AT_ONCE = 64  # rows of logits at a time, which are large with a large vocabulary
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states [n, hidden_size] -> [n, width]
+RowHead = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]  # and the row of each -> [n, width]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def pool(
     states: torch.Tensor,
     token_ids: torch.Tensor | None,
     *,
-    logits: Head,
+    logits: RowHead,
     scores: Head,
     is_rank_0: bool,
 ) -> Pooled | None:
@@ -102,7 +103,7 @@ def _token_logprobs(
     chunks: tuple[PooledChunk, ...],
     states: Sequence[torch.Tensor],
     token_ids: torch.Tensor | None,
-    logits: Head,
+    logits: RowHead,
     is_rank_0: bool,
 ) -> dict[int, torch.Tensor]:
     """By index of the chunk: the log-probabilities of its tokens."""
@@ -110,7 +111,7 @@ def _token_logprobs(
     requested, first = [index for index, chunk in enumerate(chunks) if chunk.wants & Wants.TOKEN_LOGPROBS], 0
     for start in range(0, len(requested), _ROWS_AT_ONCE):
         slab = requested[start : start + _ROWS_AT_ONCE]
-        slab_logits = logits(torch.cat([states[index] for index in slab]))
+        slab_logits = logits(torch.cat([states[index] for index in slab]), [chunks[index].row for index in slab])
         if not is_rank_0 or token_ids is None:
             continue
         for index, logprobs in zip(slab, slab_logits.float().log_softmax(dim=1), strict=True):

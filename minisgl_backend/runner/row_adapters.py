@@ -47,6 +47,10 @@ class RowAdapters:
             self._slots.index_copy_(0, arrays["adapter_rows"].long(), arrays["adapter_slots"])
             self._uploaded[:] = self._host
 
+    def slots_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: int32 [num_rows] -> int32 [num_rows]."""
+        return self._slots[rows]
+
     def given(self, tokens: ModelInput, rows: torch.Tensor) -> ModelInput:
         """Tokens of these rows, int32 [num_tokens], with their slots."""
         return tokens._replace(by_row=self._slots[rows])

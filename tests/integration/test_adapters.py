@@ -30,7 +30,7 @@ class Served:
         model = reference_model(self.base)
         self.folders = {
             "all": save_for(folder / "all", model, "_proj$"),
-            "few": save_for(folder / "few", model, "(k|down)_proj$", rank=7, seed=2, use_rslora=True),
+            "few": save_for(folder / "few", model, "(k|down)_proj$|lm_head", rank=7, seed=2, use_rslora=True),
         }
         self.models = {None: model}
         for name, adapter in self.folders.items():
@@ -103,6 +103,20 @@ def test_prefixes_are_shared_within_an_adapter_alone(served: Served) -> None:
         (several,) = llm.generate([prompt], {**params("all"), "n": 3, "cache_salt": "other"})
         assert several.num_cached_tokens == 0
         assert [one.token_ids for one in several.completions] == [served.greedy("all", prompt)] * 3
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_merged_weights(served: Served) -> None:
+    prompt = [3, 1, 4, 1, 5, 9]
+    with served.llm() as llm:
+        params = [
+            {"max_tokens": 1, "prompt_logprobs": 0, **({"lora_name": name} if name else {})} for name in (None, "few")
+        ]
+        found = llm.generate([prompt] * 2, params)
+    for name, answer in zip((None, "few"), found, strict=True):
+        with torch.no_grad():
+            expected = served.models[name](torch.tensor([prompt])).logits[0].log_softmax(-1)
+        told = [one.logprob for one in answer.prompt_logprobs if one is not None]
+        assert told == pytest.approx([float(expected[at, token]) for at, token in enumerate(prompt[1:])], abs=1e-3)
 
 
 def test_an_adapter_as_in_vllm(served: Served) -> None:

@@ -98,7 +98,7 @@ class TransformersCausalLM(nn.Module):
             layers.append(spec.layer(index, pool.layer(index), sinks))
         self._calls.bind(layers)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, slots: None = None) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size]."""
         logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
@@ -107,7 +107,7 @@ class TransformersCausalLM(nn.Module):
         """Causal language models of transformers have no classification head."""
         raise RuntimeError("a request for scores is refused where there is no head")
 
-    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def decode_logits(self, hidden: torch.Tensor, slots: None = None) -> torch.Tensor:
         """As `logits`."""
         return self.logits(hidden)
 

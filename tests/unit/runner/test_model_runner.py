@@ -136,7 +136,7 @@ def test_a_row_with_nan_fails_alone(make_runner: MakeRunner, expected: list[list
     model = runner._model
     logits_of = model.logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+    def poisoned(hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         logits = logits_of(hidden)
         logits[1] = torch.nan
         return logits
