@@ -110,10 +110,17 @@ def test_its_own_layers_draft(name: str, tmp_path: Path) -> None:
     """MTP: texts are the same with any number of drafts, for siblings, and where rows are preempted."""
     save_mtp_checkpoint(name, tmp_path)
     save_tokenizer(tmp_path)
-    options = {"page_size": 8, "num_pages": 30, "max_running_requests": 4, "max_seq_len_override": MAX_SEQ_LEN}
+    options: dict[str, Any] = {
+        "page_size": 8,
+        "num_pages": 30,
+        "max_running_requests": 4,
+        "max_seq_len_override": MAX_SEQ_LEN,
+    }
     found = []
     for count in (0, 1, 3):
-        drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}} if count else {}
+        drafts: dict[str, Any] = (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}} if count else {}
+        )
         with LLM(str(tmp_path), dtype="float32", **options, **drafts) as llm:
             expect_short_answers(llm)
             for n in (1, 2):

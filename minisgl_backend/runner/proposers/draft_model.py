@@ -50,8 +50,9 @@ class DraftModelProposer(ModelProposer):
         _check_vocabulary(folder, model, target, target_dir)
         if model.ends_with_pages:
             raise ConfigError(
-                f"{model.architecture} keeps a state with whole pages, which a draft model's passes do not end with; "
-                "allowed: a model whose layers all attend"
+                f"some layers of {model.architecture} (convolutions or the gated delta rule) keep a state, which goes on "
+                "page by page, and a draft model's passes begin anywhere; allowed: a model whose layers all attend, or "
+                "another method: ngram, or mtp where the target has such a layer"
             )
         return model
 

@@ -25,6 +25,7 @@ from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.speculation.proposer import DeviceProposals, create_proposer
 from minisgl_backend.speculative_config import METHODS, Method, read_speculative_config
+from tests.parity.checkpoints import CHECKPOINTS
 
 DEMO = find_model_dir("demo")
 CPU = MachineFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
@@ -83,6 +84,15 @@ def test_another_tokenizer_is_refused_by_a_token(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"another tokenizer than the target: .* is token \d+ of it and \d+ of"):
         resolved(model(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_one_with_states_is_refused_by_what_it_keeps(name: str, tmp_path: Path) -> None:
+    config = CHECKPOINTS[name](vocab_size=1024).config_json
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = rf"some layers of {config['architectures'][0]} .* keep a state, .*; allowed: a model whose layers all attend"
+    with pytest.raises(ConfigError, match=f"speculative_config's model .* cannot propose: {said}"):
+        resolved(tmp_path)
 
 
 def test_what_cannot_be_loaded_or_split_is_refused(tmp_path: Path) -> None:
