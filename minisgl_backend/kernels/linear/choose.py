@@ -157,6 +157,13 @@ def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
     return serves and key.is_aligned(FP8_ALIGNMENT) and key.block is None
 
 
+def _fp8_cublaslt(key: LinearKey, facts: DeviceFacts) -> bool:
+    # Without a residual it would be torch's. Rows of the scales of blocks are aligned, see torch_blocks.
+    blocks = _fp8_blocks(key, facts) and key.block is not None and key.size_in % (4 * key.block[1]) == 0
+    serves = facts.capability == FP8_ROWWISE and (_fp8_rowwise(key, facts) or blocks)
+    return serves and key.residual and key.rows > FP8_CLOSE_ROWS
+
+
 def _not_torchs(key: LinearKey, facts: DeviceFacts) -> bool:
     return not (_fp8_rowwise(key, facts) or _fp8_blocks(key, facts))
 
@@ -291,6 +298,10 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row(
                 "sgl_scaled_mm_blocks", "sgl-kernel's, of CUTLASS", _sgl_fp8_blocks, close=always,
                 run=f"{_HERE}.fp8.libraries:sgl_scaled_mm_blocks",
+            ),
+            _Row(
+                "fp8_cublaslt", "torch's library, called here: the residual inside", _fp8_cublaslt, close=always,
+                run=f"{_HERE}.fp8.cublaslt:run",
             ),
             _cpu("weights are widened in registers", _cpu_blocks),
             _Row("torch", "numbers become float32", always, run=f"{_HERE}.fp8.reference:linear", on=not_on_gpu),

@@ -34,6 +34,7 @@ import triton.language as tl
 from minisgl_backend.kernels.elementwise import activate_mul
 from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.call import LinearKey
+from minisgl_backend.kernels.linear.fp8 import cublaslt as fp8_cublaslt
 from minisgl_backend.kernels.linear.fp8 import few_rows as linear_fp8
 from minisgl_backend.kernels.linear.fp8 import libraries as fp8_libraries
 from minisgl_backend.kernels.linear.fp8 import many_rows, one_row
@@ -265,6 +266,41 @@ def test_a_gated_gemm_leaves_its_result_as_the_next_takes_it(monkeypatch: pytest
                 ours.multiply(other, one, down, GemmCall(residual=residual[:40].clone())) for one in (gated, apart)
             )
             assert relative(found, expected) < 1e-6, (kernel, other)
+
+
+class FakeScaledGemm:
+    def __init__(self, rows: int, size_out: int, size_in: int, dtype: torch.dtype, in_blocks: bool) -> None:
+        self.rows, self.size_out, self.block = rows, size_out, (128, 128) if in_blocks else None
+
+    def add_to(self, out: torch.Tensor, weight: Any, x: Any) -> None:
+        (numbers, scale), (rows, x_scale) = weight, x
+        if len(out) == 96:
+            raise RuntimeError("cuBLASLt has no algorithm")
+        assert (len(rows), len(out), len(numbers)) == (self.rows, self.rows, self.size_out)
+        wide = x_scale[:, None] if self.block is None else x_scale.repeat_interleave(128, 1)
+        out += (rows.float() * wide) @ dequantize(numbers, scale, self.block).t()
+
+
+@pytest.mark.parametrize("kind", ["residual", "blocks residual", "bias residual"])
+@pytest.mark.parametrize("rows", [64, 70, 96])
+def test_by_cublaslt_with_the_residual_inside(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were padded for blocks, and those without an algorithm, are torch's."""
+    facts = replace(DeviceFacts.named("h200"), dependent_launch=False)
+    device = GemmDevice(TritonOps(CPU, facts=facts), CPU)
+    device.tuned = SimpleNamespace(library=lambda: SimpleNamespace(scaled_gemm=FakeScaledGemm))
+    monkeypatch.setattr(fp8_cublaslt, "ALIGNMENT", 1)
+    shape = many_rows.ManyRowsShape(32, 64, 64, 4, 2)
+    monkeypatch.setattr(fp8_cublaslt, "torch_scaled_mm", lambda *given: many_rows.linear(*given, shape=shape))
+    torch.manual_seed(rows)
+    block = (128, 128) if "blocks" in kind else None
+    weight_32 = torch.randn(256, 512) / 20
+    weight = Fp8Weight(*(quantize_outputs(weight_32) if block is None else in_blocks(weight_32, block)), None, block)
+    bias = torch.randn(256) if "bias" in kind else None
+    x, call = torch.randn(rows, 512), GemmCall(residual=torch.randn(rows, 256), bias=bias)
+    expected = LinearKernels("fp8", GemmDevice(TorchOps())).linear(
+        x, weight, call._replace(residual=call.residual.clone())
+    )
+    assert relative(fp8_cublaslt.run(device, x, weight, call), expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,18 @@ SGL_BLOCKS = "scaled_mm_blocks sgl_scaled_mm_blocks"
         ("plain", "h100", {}, {}),  # inside chains of kernels other ones win than alone
         ("plain", "h100", {"activation": "silu"}, {}),
         ("fp8", "h100", {}, {64: f"fp8_few_rows {SGL}", 256: SGL, 4096: SGL}),
-        ("fp8", "h100", {"block": (128, 128)}, {64: f"fp8_few_rows {SGL_BLOCKS}", 256: SGL_BLOCKS, 4096: SGL_BLOCKS}),
+        (
+            "fp8",
+            "h100",
+            {"block": (128, 128)},
+            {64: f"fp8_few_rows {SGL_BLOCKS}", 256: SGL_BLOCKS, 4096: SGL_BLOCKS},
+        ),
+        (
+            "fp8",
+            "h100",
+            {"residual": True},
+            dict.fromkeys((256, 4096), f"{SGL} fp8_cublaslt") | {64: f"fp8_few_rows {SGL} fp8_cublaslt"},
+        ),
         ("fp8", "h100", {"block": (64, 128)}, {}),
         ("fp8", "l40s", {}, dict.fromkeys((256, 4096), "fp8_many_rows sgl_scaled_mm")),
         ("int4", "h100", {}, {}),

@@ -180,8 +180,9 @@ def test_a_library_that_broke_since_is_not_taken(tmp_path: Path, caplog: pytest.
 def test_without_libraries_torchs_and_ours_contend() -> None:
     alone = replace(H200, libraries=frozenset())
     chooser = LinearChooser("fp8", alone)
-    assert chooser.contenders(key(64)) == ("fp8_few_rows", "scaled_mm")
-    assert chooser.contenders(key(65)) == ()
+    assert chooser.contenders(key(64, residual=False)) == ("fp8_few_rows", "scaled_mm")
+    assert chooser.contenders(key(64)) == ("fp8_few_rows", "scaled_mm", "fp8_cublaslt")
+    assert chooser.contenders(key(65, residual=False)) == ()
     assert chooser.kernel(key(65, block=(128, 128))) == "fp8_many_rows"  # nor is torch for CUDA 12.9
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.plain import tuned as tuned_linear
-from minisgl_backend.kernels.linear.plain.cublaslt import CLUSTERS, tile_sizes
+from minisgl_backend.kernels.linear.plain.cublaslt import CLUSTERS, ScaledGemm, tile_sizes
 from minisgl_backend.kernels.linear.plain.tuned import (
     LONG_CLUSTERS,
     LONG_TILES,
@@ -361,3 +361,37 @@ def test_where_the_library_is_missing_it_is_said_once(
         tuned.tune(two_weights(), [8])
     assert len(caplog.records) == 1
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), two_weights()[0]) is None
+
+
+class FakeLibrary:
+    """Notes what is asked of it; `algorithms` says how many it suggests."""
+
+    algorithms = 1
+
+    def __init__(self) -> None:
+        self.library, self.handle, self.preference, self.set = self, None, None, []
+
+    def __getattr__(self, name: str):
+        return lambda *given: 0
+
+    def call(self, name: str, *given: object) -> None:
+        if name == "cublasLtMatmulDescSetAttribute":
+            self.set.append((given[1], given[2]._obj.value))
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            given[-1]._obj.value = self.algorithms
+
+
+def test_a_gemm_with_scales_tells_the_library_where_they_are(monkeypatch: pytest.MonkeyPatch):
+    launched = []
+    monkeypatch.setattr(ScaledGemm, "launcher", lambda self, algorithm: lambda *given: launched.append(given))
+    lt = FakeLibrary()
+    gemm = ScaledGemm(lt, 8, 32, 16, torch.bfloat16, True)
+    weight, x, out = (torch.zeros(4), torch.zeros(3)), (torch.zeros(4), torch.zeros(3)), torch.zeros(1)
+    for _ in range(2):
+        gemm.add_to(out, weight, x)
+    pointers = [(17, weight[1].data_ptr()), (18, x[1].data_ptr())]
+    assert lt.set == [(3, 1), (31, 5), (32, 4), *pointers, *pointers]
+    assert launched == [(weight[0], x[0], out, True)] * 2
+    lt.algorithms = 0
+    with pytest.raises(RuntimeError, match="no algorithm for 32 x 16"):
+        ScaledGemm(lt, 8, 32, 16, torch.bfloat16, False).add_to(out, weight, x)

@@ -15,21 +15,27 @@ from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.linear.libraries import sgl
 
 # Rows of x in blocks are padded to a multiple of this: some other numbers cuBLAS refuses, and CUTLASS copies x for.
-_MULTIPLE = 16
+ROWS_MULTIPLE = 16
 _BLOCKS_ALIGNMENT = 4  # torch needs rows of a weight's scales to be a multiple of this many blocks
 
 
 def scaled_mm(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
     numbers, scales = quantize_for(weight, x, call)
-    out = torch._scaled_mm(
-        numbers, weight.numbers.t(), scale_a=scales.unsqueeze(1), scale_b=weight.scale.unsqueeze(0), out_dtype=x.dtype
-    )
-    return apply_epilogue(device, out, call)
+    return apply_epilogue(device, torch_scaled_mm(numbers, scales, weight, x.dtype), call)
 
 
 def scaled_mm_blocks(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
-    numbers, scales = quantize_for(weight, x, call, _MULTIPLE)
-    return apply_epilogue(device, torch_blocks(numbers, scales, weight.numbers, weight.scale)[: len(x)], call)
+    numbers, scales = quantize_for(weight, x, call, ROWS_MULTIPLE)
+    return apply_epilogue(device, torch_scaled_mm(numbers, scales, weight, x.dtype)[: len(x)], call)
+
+
+def torch_scaled_mm(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """torch's, of rows as `quantize_for` gives them; in blocks always in bfloat16."""
+    if weight.block is not None:
+        return torch_blocks(x, x_scale, weight.numbers, weight.scale)
+    return torch._scaled_mm(
+        x, weight.numbers.t(), scale_a=x_scale.unsqueeze(1), scale_b=weight.scale.unsqueeze(0), out_dtype=dtype
+    )
 
 
 def sgl_scaled_mm(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
@@ -39,7 +45,7 @@ def sgl_scaled_mm(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: 
 
 
 def sgl_scaled_mm_blocks(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
-    numbers, scales = quantize_for(weight, x, call, _MULTIPLE)
+    numbers, scales = quantize_for(weight, x, call, ROWS_MULTIPLE)
     out = sgl.fp8_blockwise_scaled_mm(numbers, scales, weight.numbers, weight.scale, x.dtype)
     return apply_epilogue(device, out[: len(x)], call)
 

@@ -1,8 +1,9 @@
 """GEMMs of one row with FP8 weights, in the Triton language: the row keeps its 16 bits, which saves the kernel that
 quantizes it, and norm and epilogue are inside. From two rows on the tensor cores with FP8 activations are faster.
 
-Weights stream through registers, as in plain/small_rows.py's `_vector_kernel`, and become float32 there. That takes
-nearly the time of reading them, so products are added up in place, and lanes meet once, at the end.
+Weights stream through registers, as in plain/small_rows.py's `_vector_kernel`, and become float32 there, which takes
+nearly the time of reading them. Adding products up in place, so that lanes meet once at the end, was slower: sums hold
+too many registers.
 
 `pdl`: programmatic dependent launch, whose rules are in plain/small_rows.py.
 """
@@ -38,7 +39,7 @@ def row_shape(size_in: int, gated: bool, block_in: int = 0) -> RowShape:
     if padded <= 4096:
         tile_out = (4 if gated else 8) if padded <= 2048 else 4
         return RowShape(tile_out, max(padded, block_in), max(1, min(8, tile_out * padded // 2048)))
-    return RowShape(4, 1024, 4)
+    return RowShape(4, 1024 if padded <= 8192 else 2048, 4)
 
 
 def run(device: GemmDevice, x: torch.Tensor, weight: Fp8Weight, call: GemmCall) -> torch.Tensor:
@@ -81,9 +82,9 @@ def _one_row_kernel(
     outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
     scale_at = scales_of(scale_ptr, 0, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
     up_at = scales_of(scale_ptr, 0, SIZE_OUT + o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
-    sums = tl.zeros([TILE_OUT, TILE_IN], tl.float32)
-    up_sums = tl.zeros([TILE_OUT, TILE_IN], tl.float32)
-    squares = tl.zeros([TILE_IN], tl.float32)
+    acc = tl.zeros([TILE_OUT], tl.float32)
+    acc_up = tl.zeros([TILE_OUT], tl.float32)
+    squares = 0.0
     for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
         i = step * TILE_IN + k
         i_ok = i < SIZE_IN
@@ -99,18 +100,17 @@ def _one_row_kernel(
             tl_cuda.gdc_wait()
         x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
         if NORM:
-            squares += x * x
+            squares += tl.sum(x * x, 0)
             x = x * norm
-        sums += _in_float32(w, scale, BLOCK_IN) * x[None, :]
+        acc += tl.sum(_in_float32(w, scale, BLOCK_IN) * x[None, :], 1)
         if GATED:
-            up_sums += _in_float32(w_up, up_scale, BLOCK_IN) * x[None, :]
-    acc, acc_up = tl.sum(sums, 1), tl.sum(up_sums, 1)
+            acc_up += tl.sum(_in_float32(w_up, up_scale, BLOCK_IN) * x[None, :], 1)
     if BLOCK_IN == 0:
         acc *= tl.load(scale_at, mask=o_ok, other=0.0)
         if GATED:
             acc_up *= tl.load(up_at, mask=o_ok, other=0.0)
     if NORM:
-        rms = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
+        rms = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
         acc *= rms
         acc_up *= rms
     if BIAS:

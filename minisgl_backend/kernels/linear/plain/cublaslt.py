@@ -16,13 +16,17 @@ from collections.abc import Callable
 
 import torch
 
+from minisgl_backend.kernels.candidate import REMEMBERED
+
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper, and what torch gives cuBLAS there
 ALIGNMENT = 256  # bytes, of all addresses: what the library assumes by default
 
-_DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _FLOAT32 = 0
 _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A = 3  # attribute of a GEMM
+_SCALES, _SCALE_MODES = (17, 18), (31, 32)  # attributes of one with scales: of the weight, and of x
+_BY_ROW, _IN_BLOCKS = (3, 3), (5, 4)  # a scale for each output and row; blocks of 128 x 128, and 128 inputs of a row
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES = 1, 3  # attributes of a preference
 _REDUCE_IN_FLOAT32 = 2  # partial sums in the workspace, added in a fixed order
 _TILE, _SPLIT, _REDUCTION, _CLUSTER = (1, 4), (2, 4), (3, 4), (8, 2)  # attributes of an algorithm, and their bytes
@@ -33,6 +37,7 @@ _PLAIN_TILES = (
     "128x128 256x64 64x512 128x256 256x128 512x64 64x96 96x64 96x128 128x160 160x128 192x128 128x192 128x96 32x256 "
     "256x32"
 )
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 # Clusters of blocks that share loads: ids of 1x1, 2x1, 1x2 and 4x1 blocks, the only ones that ever won.
 CLUSTERS = (2, 3, 5, 4)
 
@@ -75,6 +80,7 @@ class CublasLt:
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         with torch.cuda.device(device):
             self.handle = self._create("cublasLtCreate", "cublasLtDestroy")
+        self.scaled_gemm = functools.lru_cache(REMEMBERED)(functools.partial(ScaledGemm, self))
         self.preference = self._create("cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceDestroy")
         for attribute, value in (
             (_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES)),
@@ -104,34 +110,39 @@ def owned(owner: object, lt: CublasLt, create: str, destroy: str, *arguments: ob
 
 
 class Gemm:
-    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, all of one dtype and contiguous, except
-    that the row stride of out may be `stride` numbers.
+    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, all contiguous and of one dtype, or out
+    of its own, except that the row stride of out may be `stride` numbers.
 
     The library is column-major, so for it this is out.T = weight @ x.T: its tiles are (outputs, rows).
     """
 
     def __init__(
-        self, lt: CublasLt, rows: int, size_out: int, size_in: int, dtype: torch.dtype, stride: int | None = None
-    ) -> None:
+        self, lt: CublasLt, rows: int, size_out: int, size_in: int, dtype: torch.dtype, stride: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.rows, self.size_out, self.size_in = rows, size_out, size_in
         self._lt = lt
         self._description = owned(
             self, lt, "cublasLtMatmulDescCreate", "cublasLtMatmulDescDestroy", _COMPUTE_FLOAT32, _FLOAT32
         )
-        yes = ctypes.c_int32(1)
-        lt.call(
-            "cublasLtMatmulDescSetAttribute", self._description, _TRANSPOSE_A, ctypes.byref(yes), ctypes.c_size_t(4)
-        )
+        self._set(_TRANSPOSE_A, ctypes.c_int32(1))
         self._weight, self._x, self._out = (
             owned(
-                self, lt, "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutDestroy", _DATA_TYPES[dtype],
+                self, lt, "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutDestroy", _DATA_TYPES[number],
                 ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(apart),
             )
-            for height, width, apart in (
-                (size_in, size_out, size_in), (size_in, rows, size_in), (size_out, rows, stride or size_out)
+            for number, height, width, apart in (
+                (dtype, size_in, size_out, size_in), (dtype, size_in, rows, size_in),
+                (out_dtype or dtype, size_out, rows, stride or size_out),
             )
         )  # fmt: skip
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def _set(self, attribute: int, value: ctypes.c_int32 | ctypes.c_void_p) -> None:
+        self._lt.call(
+            "cublasLtMatmulDescSetAttribute", self._description, attribute, ctypes.byref(value),
+            ctypes.c_size_t(ctypes.sizeof(value)),
+        )  # fmt: skip
 
     def suggestions(self, most: int) -> list[bytes]:
         """The library's heuristic candidates, the most likely first."""
@@ -181,7 +192,7 @@ class Gemm:
             found.append(number.value)
         return max(found)
 
-    def launcher(self, algorithm: bytes) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]:
+    def launcher(self, algorithm: bytes) -> Launch:
         """launch(weight, x, out, add): starts the GEMM on the current stream; `add` adds to what `out` holds.
 
         RuntimeError where the library refuses; `allows` tells beforehand.
@@ -201,6 +212,33 @@ class Gemm:
                 raise RuntimeError(f"cublasLtMatmul returned status {status}")
 
         return launch
+
+
+class ScaledGemm(Gemm):
+    """Of FP8 numbers, whose scales come with each call: of outputs and rows, or of blocks. Since CUDA 12.9."""
+
+    def __init__(
+        self, lt: CublasLt, rows: int, size_out: int, size_in: int, out_dtype: torch.dtype, in_blocks: bool
+    ) -> None:
+        super().__init__(lt, rows, size_out, size_in, torch.float8_e4m3fn, out_dtype=out_dtype)
+        for attribute, mode in zip(_SCALE_MODES, _IN_BLOCKS if in_blocks else _BY_ROW, strict=True):
+            self._set(attribute, ctypes.c_int32(mode))
+        self._launch: Launch | None = None
+
+    def add_to(
+        self, out: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], x: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """out += x @ weight.T on the current stream, by the library's first suggestion. weight and x with their scales:
+        float32 [size_out] and [rows]; of blocks [blocks of outputs, of inputs] and column-major [rows, groups].
+        RuntimeError where it has none, or refuses."""
+        for attribute, (_, scales) in zip(_SCALES, (weight, x), strict=True):
+            self._set(attribute, ctypes.c_void_p(scales.data_ptr()))
+        if self._launch is None:  # without scales there are no suggestions
+            suggested = self.suggestions(1)
+            if not suggested:
+                raise RuntimeError(f"cuBLASLt has no algorithm for {self.size_out} x {self.size_in} in FP8")
+            self._launch = self.launcher(suggested[0])
+        self._launch(weight[0], x[0], out, True)
 
 
 def _buffer(algorithm: bytes) -> ctypes.Array[ctypes.c_char]:

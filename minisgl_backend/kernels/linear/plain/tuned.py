@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import is_tunable
-from minisgl_backend.kernels.linear.plain.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, tile_sizes
+from minisgl_backend.kernels.linear.plain.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Gemm, Launch, tile_sizes
 from minisgl_backend.kernels.linear.tuning.choices_file import ChoicesFile
 from minisgl_backend.kernels.linear.tuning.timing import GraphTimer, MeasuringStream, cold, is_close, take_turns
 
@@ -49,7 +49,6 @@ LONG_CLUSTERS = (3, 5)
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 
 Shape = tuple[int, int]  # size_out, size_in
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 _ALGORITHM = re.compile(r"([0-9a-f]{128})?")  # 64 bytes; or nothing, where torch's choice is the fastest
 
 
@@ -87,7 +86,7 @@ class TunedLinear:
         shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
         if not is_tunable(*shape, dtype):
             return
-        lt = self._library()
+        lt = self.library()
         if lt is None or not all(map(_is_plain, weights)):
             return
         kind = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
@@ -152,7 +151,8 @@ class TunedLinear:
         self._launchers[key] = _allowed(self._lt, key, algorithm)
         return self._launchers[key]
 
-    def _library(self) -> CublasLt | None:
+    def library(self) -> CublasLt | None:
+        """None: there is none, and torch keeps its GEMMs."""
         if self._lt is None and not self._failed:
             try:
                 self._lt = CublasLt(self._device)
