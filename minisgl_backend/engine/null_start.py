@@ -65,7 +65,7 @@ def _encoder(config: EngineConfig, model_dir: Path) -> Callable[[str], list[int]
     """Text -> token ids, without the tokenizer's special tokens; without transformers where possible."""
     files = TokenizerFiles(model_dir)
     if files.suffice(trust_remote_code=config.trust_remote_code):
-        backend = files.load()
+        backend = files.backend
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
     from minisgl_backend.text.tokenizer import load_tokenizer
 

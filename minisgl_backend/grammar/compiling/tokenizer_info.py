@@ -58,7 +58,7 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     files = TokenizerFiles(source.folder)
     if files.suffice(trust_remote_code=source.trust_remote_code):
         import_xgrammar(UNUSED_PACKAGES)
-        return _info(_fast_tokenizer(files.load()), source)
+        return _info(_fast_tokenizer(files.backend), source)
     with absent_torch():
         tokenizer = _load(source)
     import_xgrammar(["torch"])
