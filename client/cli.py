@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ from .console import errors_in_one_line, fail, print_table, remark, say_error, w
 from .embed_command import embed
 from .errors import NO_CHAT_TEMPLATE, InvalidRequest, Unavailable
 from .local import add_local_commands
-from .request import Message, SamplingOptions
+from .request import Message, SamplingOptions, question_of
 from .results import Result
 from .server_options import ChatSource, Model, SamplingFlags, ServerAddress, ServerOptions, System, options_of
 from .status import metrics_table, status_lines
@@ -66,6 +67,7 @@ class Asked:
     """How `generate` asks and answers."""
 
     system: System = None
+    image: Annotated[list[Path] | None, typer.Option(help="An image file before the text; may be repeated.")] = None
     max_tokens: Annotated[int | None, typer.Option(help=f"New tokens; default: {GENERATE_TOKENS}.")] = None
     n: Annotated[int, typer.Option(help="Answers to the same prompt.")] = 1
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False
@@ -99,20 +101,23 @@ def generate(
             raise ValueError("--system is given with --raw; allowed: one of them")
         question = sys.stdin.read() if prompt == "-" else prompt
         messages: list[Message] = [] if asked.system is None else [{"role": "system", "content": asked.system}]
-        messages.append({"role": "user", "content": question})
+        messages.append(question_of(question, asked.image or ()))
+        as_text: SamplingOptions = {**options, "apply_chat_template": False}
+        if asked.image:  # the text has their places then
+            as_text["images"] = asked.image
         started = time.monotonic()
         whole = not asked.stream or asked.n != 1 or asked.as_json
         ask = partial(_whole, as_json=asked.as_json) if whole else _streamed
         try:
             if asked.chat is False:
-                result = ask(client, question, None, {**options, "apply_chat_template": False})
+                result = ask(client, question, None, as_text)
             else:
                 result = ask(client, None, messages, options)
         except InvalidRequest as error:
             if asked.chat is not None or asked.system is not None or NO_CHAT_TEMPLATE not in error.message:
                 raise
             remark(f"{NO_CHAT_TEMPLATE}: what follows the text is printed (--raw)")
-            result = ask(client, question, None, {**options, "apply_chat_template": False})
+            result = ask(client, question, None, as_text)
         _print_summary(result, time.monotonic() - started)
 
 

@@ -192,6 +192,16 @@ def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
     raise TypeError(f"there is no option {name!r}; the options are: {allowed}")
 
 
+def question_of(text: str, images: Sequence[bytes | str | Path]) -> Message:
+    """A user's message: the images, then the text. images: as the option's. Raises InvalidRequest."""
+    if not images:
+        return {"role": "user", "content": text}
+    found = [_image(number, one) for number, one in enumerate(images)]
+    urls = [one if one.lstrip()[:5].lower() == "data:" else f"data:;base64,{one}" for one in found]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
 def _image(number: int, given: Any) -> str:
     """As base64, or the data URL that it is."""
     if isinstance(given, str) and given.lstrip()[:5].lower() == "data:":

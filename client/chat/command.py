@@ -38,6 +38,7 @@ class ChatLoop:
             "/help": _Command(self._help, "", "this list"),
             "/reset": _Command(self._reset, "", "forget the conversation"),
             "/system": _Command(self._system, "TEXT", "a system prompt, and a new conversation; without TEXT none"),
+            "/image": _Command(self._image, "FILE", "an image for the next question, where the model sees"),
             "/save": _Command(self._save, "FILE", "write the messages, as JSON"),
             "/load": _Command(self._load, "FILE", "go on with the messages of a file"),
             "/stats": _Command(self._stats, "", "times and tokens of the last answer and the session"),
@@ -97,6 +98,14 @@ class ChatLoop:
     def _system(self, text: str) -> None:
         self._chat.set_system(text or None)
         self._say(f"(a new conversation {'with this' if text else 'without a'} system prompt)")
+
+    def _image(self, name: str) -> None:
+        path = _path("/image", name)
+        try:
+            self._chat.images.append(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+        self._say(f"({len(self._chat.images)} for the next question)")
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)

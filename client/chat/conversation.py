@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..request import Message
+from ..request import Message, question_of
 from ..results import Chunk
 from ..stream import TextStream
 
@@ -69,6 +69,7 @@ class Chat:
         self._open_stream = open_stream
         self._system = system
         self._said: list[Message] = []
+        self.images: list[bytes] = []  # of the next question
         self.turns: list[Turn] = []  # of the whole session, including forgotten messages
 
     @property
@@ -79,7 +80,7 @@ class Chat:
 
     def reset(self) -> None:
         """Forgets everything but the system prompt."""
-        self._said = []
+        self._said, self.images = [], []
 
     def set_system(self, system: str | None) -> None:
         """Sets a new system prompt and starts a new conversation."""
@@ -115,7 +116,8 @@ class Chat:
 
     def ask(self, text: str) -> Generator[Chunk, None, None]:
         """The answer in pieces. A stopped answer stays in the history as far as it arrived; a failed turn does not."""
-        question: Message = {"role": "user", "content": text}
+        question = question_of(text, self.images)
+        self.images = []
         pieces: list[str] = []
         turn = Turn()
         stream = self._open_stream([*self.messages, question])

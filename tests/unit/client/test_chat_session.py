@@ -125,6 +125,18 @@ def test_commands_in_a_pipe(url: str, record: Record, tmp_path: Path) -> None:
     assert "> " not in done.stdout
 
 
+def test_an_image_belongs_to_the_next_question(url: str, record: Record, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"hi")
+    lines = [f"/image {tmp_path}/absent", f"/image {tmp_path}/a.png", f"/image {tmp_path}/a.png", "one", "two"]
+    done = run("--url", url, text="\n".join(lines))
+    assert "absent cannot be read" in done.stderr
+    assert "(2 for the next question)" in done.stdout
+    image = {"type": "image_url", "image_url": {"url": "data:;base64,aGk="}}
+    first, second = messages_of(record)
+    assert first == [[image, image, {"type": "text", "text": "one"}]]
+    assert second == [*first, TEXT, "two"]
+
+
 @pytest.mark.parametrize("command", ["/save", "/load"])
 def test_the_folder_of_nobody_ends_no_chat(url: str, command: str) -> None:
     done = run("--url", url, text=f"{command} ~nosuch/x\nHallo\n")

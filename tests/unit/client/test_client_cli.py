@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def test_generate_sends_a_message_or_a_text_where_there_is_no_template(url: str,
         )
         assert "messages" not in record.requests[-1]
     assert run("generate", "base model", "--url", url, "--chat").exit_code == 1
+
+
+def test_generate_sends_images_before_the_text(url: str, record: Record, tmp_path: Path) -> None:
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    given = ["--image", str(files[0]), "--image", str(files[1])]
+    run("generate", "What?", "--url", url, *given)
+    (message,) = json.loads(record.requests[-1]["messages"][0])
+    first, second, text = message["content"]
+    assert first == {"type": "image_url", "image_url": {"url": "data:;base64,YS5wbmc="}}
+    assert (second["image_url"]["url"], text) == ("data:;base64,Yi5wbmc=", {"type": "text", "text": "What?"})
+    run("generate", "What?", "--url", url, "--raw", *given)
+    assert record.requests[-1]["image"] == ["YS5wbmc=", "Yi5wbmc="]
+    absent = run("generate", "What?", "--url", url, "--image", "/no/file")
+    assert (absent.exit_code, "images[0] cannot be read" in absent.stderr) == (1, True)
 
 
 def test_generate_has_a_word_for_an_answer_without_one(url: str) -> None:
