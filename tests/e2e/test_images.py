@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import itertools
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from minisgl_backend import LLM
 from minisgl_backend.images.segments import SHARED
 from tests.e2e.conftest import RunningServer
 from tests.e2e.openai_stack import running_endpoint
+from tests.images.hostile import CASES
 from tests.seeing import SeeingModel, encoded
 from tests.seeing_checkpoint import seeing_checkpoint
 
@@ -143,3 +146,39 @@ def test_texts_do_not_wait_for_images(stack: Stack) -> None:
         image.result()
         text.result()
     assert ended["text"] < ended["image"]
+
+
+def _gaps(stack: Stack, count: int) -> list[float]:
+    """Seconds between what a stream brings, of a text's answer."""
+    stamps = []
+    with Client(f"127.0.0.1:{stack.server.grpc}", timeout=120) as client:
+        asked: dict[str, Any] = {"temperature": 1.0, "seed": count, "max_tokens": 150, "ignore_eos": True}
+        for _ in client.stream(f"world {count}", **asked):
+            stamps.append(time.monotonic())
+    return [later - before for before, later in itertools.pairwise(stamps)]
+
+
+@pytest.mark.full
+def test_streams_go_on_beside_images_and_what_is_none(stack: Stack) -> None:
+    """Every hostile file, pictures of a phone's size, and new small ones, while eight texts are streamed."""
+    photo = encoded(Image.effect_noise((4032, 3024), 90).convert("RGB"), "JPEG", quality=60)
+    files = [
+        photo,
+        *(case.make() for case in CASES.values() if not case.full),
+        *(encoded(PICTURES[0].rotate(turn)) for turn in range(20)),
+    ]
+    urls = [f"data:image/jpeg;base64,{base64.b64encode(one).decode()}" for one in files if len(one) < 16 << 20]
+
+    def ask(url: str) -> int:
+        body = {"messages": _messages(_part(url), "what?"), **GREEDY}
+        return int(stack.post("/v1/chat/completions", body)["status"])
+
+    with ThreadPoolExecutor(12) as threads:
+        alone = [gap for gaps in threads.map(lambda k: _gaps(stack, k), range(8)) for gap in gaps]
+        streams = [threads.submit(_gaps, stack, 10 + count) for count in range(8)]
+        statuses = list(threads.map(ask, urls))
+        beside = [gap for stream in streams for gap in stream.result()]
+    assert set(statuses) <= {200, 400}, statuses
+    assert statuses[0] == 200
+    most = 0.5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # seconds; on a machine that others use, more
+    assert max(beside) < max(most, 2 * max(alone)), (max(beside), max(alone))
