@@ -71,7 +71,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             readers={"mxfp4": "minisgl_backend.weights.schemes.mxfp4:read_mxfp4"},
         ),
         "gguf": WeightFormat(  # of GGUF files, where `weights.schemes.gguf` says so
-            title="GGUF's blocks (on CPUs Q4_0 to Q8_0 and Q4_K to Q6_K, on GPUs Q4_0, Q4_K, Q8_0)",
+            title="GGUF's blocks (on CPUs Q4_0 to Q8_0 and Q4_K to Q6_K, on GPUs Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K)",
             factory="minisgl_backend.weights.gguf:GGUFFactory",
             capability=(8, 0),
             vocabulary=True,

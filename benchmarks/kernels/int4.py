@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from minisgl_backend.kernels.linear.int4.reference import Int4Weight, num_groups
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.triton_ops import TritonOps
 
-_ROWS = (1, 8, 16, 32, 64, 128, 256)
+_ROWS = (1, 8, 16, 32, 64, 128)
 _GROUP, _PLANE = 128, 32
 _BYTES = 1 << 29  # of the copies of a weight, which the L2 cache does not hold
 
@@ -96,7 +97,8 @@ def random_blocks(kind: str, size_out: int, size_in: int) -> PackedBlocks:
 
 
 def name_of(shape: ManyShape) -> str:
-    return f"{shape.tile}x{shape.rows} w{shape.num_warps} s{shape.num_stages} c{shape.count} p{shape.programs}"
+    of_program = f"{shape.tile}x{shape.rows} w{shape.num_warps} s{shape.num_stages}"
+    return f"{of_program} c{shape.count} p{shape.programs} l{shape.least}"
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -127,16 +129,12 @@ def ways(
         sms = device.facts.multiprocessors
         return lambda weight: many_rows.linear(x, weight, device.workspace, bare, shape, sms, rows <= 64)
 
-    norm = call.norm_weight
     if rows <= 64:
         cut = int4_shape(rows, size_out // 2 if gated else size_out, size_in, gated)
         found["few"] = few(cut, bare)
-        if rows <= 8 and norm is not None:
-            found["few, norm inside"] = few(cut, call)
-            of_normed = device.ops.rms_norm
-            found["few, norm outside"] = lambda weight: few_rows.linear(
-                of_normed(x, norm, 1e-6), weight, device.workspace, bare, cut, True
-            )
+        if rows <= 8:
+            for early in (1, 2):
+                found[f"few, early {early}"] = few(replace(cut, early=early), bare)
     found["many"] = many(many_shape(rows, size_out * size_in))
     if rows >= 64:
         found["dequantized"] = lambda weight: dequantized.run(device, x, weight, bare)
@@ -147,18 +145,14 @@ def ways(
 
 
 def cuts(rows: int) -> list[ManyShape]:
-    """Tile, rows, warps, stages, planes of a product, programs of a multiprocessor."""
+    """Tile, rows, warps, stages, planes of a product, programs of a multiprocessor, least steps of one."""
     if rows <= 8:
-        found = [(64, 8, 2, 4, 4, 4), (64, 8, 2, 3, 4, 6), (128, 8, 4, 4, 4, 2), (128, 8, 4, 3, 4, 3)]
-        found += [(256, 8, 8, 3, 4, 1), (256, 8, 8, 4, 2, 1)]
-    elif rows <= 16:
-        found = [(64, 16, 2, 3, 4, 4), (128, 16, 4, 4, 4, 2), (128, 16, 4, 3, 2, 2)]
-        found += [(256, 16, 8, 3, 4, 1), (256, 16, 8, 4, 2, 1), (256, 16, 8, 4, 4, 1)]
+        found = [(64, 8, 2, 3, 4, 6), (64, 8, 2, 3, 4, 6, 2), (128, 8, 4, 3, 4, 3), (256, 8, 8, 3, 4, 1, 2)]
     elif rows <= 32:
-        found = [(128, 32, 4, 4, 4, 2), (128, 32, 4, 3, 2, 2), (256, 32, 8, 3, 4, 1), (256, 32, 8, 4, 2, 1)]
+        tile_rows = 16 if rows <= 16 else 32
+        found = [(128, tile_rows, 4, 3, 2, 2), (128, tile_rows, 4, 4, 4, 2), (256, tile_rows, 8, 4, 2, 1)]
     elif rows <= 64:
-        found = [(128, 64, 4, 2, 2, 2), (128, 64, 4, 2, 4, 2), (128, 64, 4, 3, 2, 1), (128, 64, 8, 3, 4, 1)]
-        found += [(128, 64, 8, 3, 2, 1), (256, 64, 8, 3, 4, 1), (256, 64, 8, 3, 2, 1), (256, 64, 8, 2, 2, 1)]
+        found = [(128, 64, 4, 3, 2, 1), (128, 64, 4, 2, 2, 2), (128, 64, 8, 3, 2, 1), (256, 64, 8, 3, 2, 1)]
     else:
         found = [(128, 128, 8, 2, 4, 1), (128, 128, 8, 2, 2, 1), (256, 128, 8, 2, 2, 1)]
     return [ManyShape(*one) for one in found]

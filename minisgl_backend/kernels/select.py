@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
@@ -32,18 +33,18 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
-def block_types(device: torch.device, dtype: torch.dtype, is_mixture: bool = False) -> tuple[str, ...]:
-    """The types of GGUF's blocks with which GEMMs there are made: on a CPU as they lie in files, on a GPU laid out
-    anew. dtype, is_mixture (of experts): of the model."""
+def block_types(device: torch.device, dtype: torch.dtype, is_mixture: bool = False) -> Mapping[str, float]:
+    """The types of GGUF's blocks with which GEMMs there are made, and their memory over that in the file: on a CPU they
+    are as they lie there, on a GPU laid out anew. dtype, is_mixture (of experts): of the model."""
     if dtype != torch.bfloat16:
-        return ()
+        return {}
     if device.type == "cpu":
-        return () if cpu_library() is None else tuple(GGUF_BLOCKS)
+        return {} if cpu_library() is None else dict.fromkeys(GGUF_BLOCKS, 1.0)
     if not torch.cuda.is_available():  # a GPU that is asked about by name
-        return ()
+        return {}
     facts = DeviceFacts.of(device)
     serves = on_gpu(facts) and facts.capability is not None and facts.capability >= WEIGHT_FORMATS["gguf"].capability
-    return PACKED if serves and not is_mixture else ()
+    return PACKED if serves and not is_mixture else {}
 
 
 class DeviceKernels:

@@ -82,9 +82,10 @@ class QuantizationConfig:
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
     @property
-    def stored_types(self) -> tuple[str, ...]:
-        """Number types of tensors that stay as they lie in files."""
-        return tuple(kept for scheme in self.schemes for kept in getattr(scheme.parameters, "kept", ()))
+    def stored_types(self) -> dict[str, float]:
+        """Number types of tensors that stay in the blocks of files, and how many times their memory there they take."""
+        of = [scheme.parameters for scheme in self.schemes if hasattr(scheme.parameters, "kept")]
+        return {kept: size for one in of for kept, size in zip(one.kept, one.sizes, strict=True)}
 
     def scheme_of(self, path: str) -> WeightScheme | None:
         """Of the module with this path, in this project's names: model.layers.0.self_attn.q_proj, or ...mlp.experts.

@@ -48,7 +48,7 @@ def weight_bytes(
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
             if tensor["dtype"] in kept:
-                total += stored
+                total += int(kept[tensor["dtype"]] * stored)
                 continue
             plain = item_bytes if tensor["dtype"] in _FLOATS or path.name == INDEX else None
             total += formats.bytes_of(here, tuple(tensor["shape"]), stored, plain)

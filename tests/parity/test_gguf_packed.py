@@ -24,7 +24,7 @@ from minisgl_backend.weights.method import LinearSpec
 from tests.tiny_gguf import write
 
 CPU = torch.device("cpu")
-MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}
+MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q4_1", "ffn_gate": "Q6_K", "ffn_up": "Q4_0"}
 
 
 @pytest.fixture(autouse=True)

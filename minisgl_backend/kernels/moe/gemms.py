@@ -88,11 +88,11 @@ Launch: TypeAlias = Callable[[ExpertsGemm, Pairs], None]
 
 
 def outputs_of_pairs(
-    x: torch.Tensor, experts: Experts[Weight], pairs: Pairs, shape: MixtureShape[Any], gemm: Launch, padded: int = 0
+    x: torch.Tensor, experts: Experts[Weight], pairs: Pairs, shape: MixtureShape[Any], gemm: Launch
 ) -> torch.Tensor:
-    """Both GEMMs: [pairs, hidden_size]. padded: numbers between them, where they are more than those of an expert."""
+    """Both GEMMs: [pairs, hidden_size]."""
     count = pairs.weights.numel()
-    activated = x.new_empty((count, padded or experts.intermediate_size))
+    activated = x.new_empty((count, experts.intermediate_size))
     out = x.new_empty((count, experts.hidden_size))
     gemm(ExpertsGemm(x, experts.gate_up, experts.gate_up_bias, activated, shape.gate_up, experts.activation), pairs)
     gemm(ExpertsGemm(activated, experts.down, experts.down_bias, out, shape.down, None), pairs)
@@ -108,7 +108,6 @@ def by_sorted_pairs(
     shape: MixtureShape[Any],
     gemm: Launch,
     pdl: bool,
-    padded: int = 0,
 ) -> torch.Tensor:
     """The mixture of picked experts, of any number of tokens; nothing waits for the device."""
     ids, weights = picked
@@ -117,7 +116,7 @@ def by_sorted_pairs(
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles = align(ids.contiguous(), experts.num_experts, shape.tile_pairs, pdl)
     pairs = Pairs(tiles, weights.contiguous(), ids.shape[1], shape.tile_pairs, pdl)
-    return combine(outputs_of_pairs(x, experts, pairs, shape, gemm, padded), ids.shape[1], residual, pdl)
+    return combine(outputs_of_pairs(x, experts, pairs, shape, gemm), ids.shape[1], residual, pdl)
 
 
 def by_plan(

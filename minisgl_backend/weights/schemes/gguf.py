@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from minisgl_backend.number_formats import GGUF_BLOCKS
 from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme
 from minisgl_backend.weights.gguf_index import INDEX, GGUFIndex
 
 FORMAT = "gguf"
+AS_THEY_LIE: Mapping[str, float] = MappingProxyType(dict.fromkeys(GGUF_BLOCKS, 1.0))
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,18 @@ class BlockScheme:
 
     kept: tuple[str, ...]
     others: tuple[str, ...] = ()
+    sizes: tuple[float, ...] = ()  # of those that are kept: their memory over that in the file
 
     def __str__(self) -> str:
         rest = f"; bfloat16, as {', '.join(self.others)} become" if self.others else ""
         return f"GGUF's blocks as they lie in the file ({', '.join(self.kept)}){rest}"
 
 
-def with_blocks(formats: QuantizationConfig, folder: Path, served: Collection[str] = GGUF_BLOCKS) -> QuantizationConfig:
-    """`formats`, which the folder and options say, on a device that multiplies blocks of the types `served`."""
+def with_blocks(
+    formats: QuantizationConfig, folder: Path, served: Mapping[str, float] = AS_THEY_LIE
+) -> QuantizationConfig:
+    """`formats`, which the folder and options say, on a device that multiplies blocks of the types `served`, which take
+    there so many times their memory in the file."""
     if not served or formats.rules or not (folder / INDEX).is_file():
         return formats
     types = {
@@ -38,4 +44,7 @@ def with_blocks(formats: QuantizationConfig, folder: Path, served: Collection[st
     if not kept:
         return formats
     others = tuple(sorted(types.difference(kept)))
-    return replace(formats, rules=(SchemeRule(WeightScheme(FORMAT, BlockScheme(kept, others))),))
+    return replace(
+        formats,
+        rules=(SchemeRule(WeightScheme(FORMAT, BlockScheme(kept, others, tuple(served[name] for name in kept)))),),
+    )

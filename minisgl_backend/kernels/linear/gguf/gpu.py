@@ -15,7 +15,7 @@ import triton.language as tl
 from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import apply_epilogue
-from minisgl_backend.kernels.linear.gguf.numbers import plane_numbers, plane_scales
+from minisgl_backend.kernels.linear.gguf.numbers import plane_of_block
 from minisgl_backend.kernels.linear.gguf.packed import BLOCK, PLANE, PackedBlocks, PackedWeight
 from minisgl_backend.kernels.linear.int4 import many_rows
 from minisgl_backend.kernels.linear.int4.dequantized import by_parts
@@ -94,7 +94,6 @@ def _dequantize_kernel(
     EIGHT: tl.constexpr, TILE_OUT: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One block of inputs per program."""
-    MINIMA: tl.constexpr = FIELDS == 5
     place = start + tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     ok = place < stop
     row = place.to(tl.int64)
@@ -109,12 +108,8 @@ def _dequantize_kernel(
     fields: tl.tuple = ()
     for one in tl.static_range(FIELDS):
         fields += (tl.load(fields_ptr + (block * FIELDS + one) * FIELD_STRIDE + row, mask=ok, other=0),)
-    c_tile = tl.broadcast_to(c[None, :], words[0].shape)
     out_rows = out_ptr + (place - start).to(tl.int64)[:, None] * SIZE_IN
     for plane in tl.static_range(8):
-        scale, minimum = plane_scales(fields[plane // 2], fields[FIELDS - 1], plane, MINIMA, ASM)
-        scale = tl.broadcast_to(scale[:, None], words[0].shape)
-        minimum = tl.broadcast_to(minimum[:, None], words[0].shape)
-        numbers = plane_numbers(words, low, c_tile, scale, minimum, plane, MINIMA, EIGHT, out_ptr.dtype.element_ty, ASM)
+        numbers = plane_of_block(words, low, fields, plane, EIGHT, out_ptr.dtype.element_ty, ASM)
         i = block * BLOCK + plane * PLANE + c
         tl.store(out_rows + i[None, :], numbers, mask=ok[:, None] & (i < SIZE_IN)[None, :])

@@ -27,19 +27,21 @@ def _four_bits(plane: int, zero: str, addend: str) -> str:
     )
 
 
-def _eight_bits(plane: int) -> str:
-    """$0: two numbers; $1, $2: words of upper halves, $3, $4 of lower ones, $5 two copies of the scale."""
+def _eight_bits(plane: int, addend: str) -> str:
+    """$0: two numbers; $1, $2: words of upper halves, $3, $4 of lower ones, $5 two copies of the scale, $7 of what is
+    added."""
     upper, lower = f"${1 + plane // 4}", f"${3 + plane // 4}"
     return (
         f"{{ .reg .b32 v, w; {_CONSTANTS} mov.b32 u, 0xC308C308; mov.b32 w, 0xC300C300; "
         f"{_nibble('$0', upper, plane, 'u')} {_nibble('v', lower, plane, 'w')} "
-        f"mov.b32 u, 0x41804180; fma.rn.bf16x2 $0, $0, u, v; fma.rn.bf16x2 $0, $0, $5, none; }}"
+        f"mov.b32 u, 0x41804180; fma.rn.bf16x2 $0, $0, u, v; fma.rn.bf16x2 $0, $0, $5, {addend}; }}"
     )
 
 
 _FOUR = tl.constexpr(tuple(_four_bits(plane, "0xC308C308", "none") for plane in range(8)))
 _FOUR_AND_MINIMA = tl.constexpr(tuple(_four_bits(plane, "0xC300C300", "$5") for plane in range(8)))
-_EIGHT = tl.constexpr(tuple(_eight_bits(plane) for plane in range(8)))
+_EIGHT = tl.constexpr(tuple(_eight_bits(plane, "none") for plane in range(8)))
+_EIGHT_AND_MINIMA = tl.constexpr(tuple(_eight_bits(plane, "$7") for plane in range(8)))
 # $0: two copies of a plane's scale; $1: the word of two planes.
 _SCALE = tl.constexpr(("prmt.b32 $0, $1, $1, 0x1010;", "prmt.b32 $0, $1, $1, 0x3232;"))
 # $0, $1: two copies of a plane's scale, and of its minimum, negative; $2: the word of two planes, $3 the factors.
@@ -60,34 +62,49 @@ def _upper(words):
 
 
 @triton.jit
-def plane_scales(word, factors, PLANE: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr):
-    """A plane's scales and minima [outputs] for `plane_numbers`, of the field that it shares."""
-    if ASM and MINIMA:
+def _copies(word, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """Two copies of a half of each word, a bfloat16; without ASM it in float32."""
+    if ASM:
+        return tl.inline_asm_elementwise(_SCALE[UPPER], "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return _upper(word if UPPER else word << 16)
+
+
+@triton.jit
+def _factored(word, factors, PLANE: tl.constexpr, ASM: tl.constexpr):
+    """Scales and minima of a plane, of six bits each, times their factors."""
+    if ASM:
         return tl.inline_asm_elementwise(
             _SCALE_AND_MINIMUM[PLANE % 2], "=&r,=&r,r,r", [word, factors], dtype=(tl.int32, tl.int32), is_pure=True,
             pack=1,
         )  # fmt: skip
-    elif ASM:
-        scale = tl.inline_asm_elementwise(_SCALE[PLANE % 2], "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
-        return scale, scale
     else:
         half = word >> (16 * (PLANE % 2)) & 0xFFFF
-        if MINIMA:
-            return (half & 255).to(tl.float32) * _upper(factors << 16), (half >> 8).to(tl.float32) * _upper(factors)
-        else:
-            return _upper(half << 16), half
+        return (half & 255).to(tl.float32) * _upper(factors << 16), (half >> 8).to(tl.float32) * _upper(factors)
 
 
 @triton.jit
-def plane_numbers(
-    words, low, c, scale, minimum, PLANE: tl.constexpr, MINIMA: tl.constexpr, EIGHT: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr,
+def plane_of_block(
+    words, low, fields, PLANE: tl.constexpr, EIGHT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Plane PLANE of a tile of words, in DTYPE. words, low: each a tile and that of its neighbours, as
-    `few_rows.words_of` gives them. scale, minimum: `plane_scales`, of the words' shape."""
+    """Plane PLANE of a tile of words, in DTYPE: [outputs, words]. words, low: each a tile and that of its neighbours,
+    as `few_rows.words_of` gives them; low: where numbers have EIGHT bits. fields: each [outputs], see packed.py."""
+    FIELDS: tl.constexpr = len(fields)
+    MINIMA: tl.constexpr = FIELDS == 5
+    c = tl.broadcast_to(tl.arange(0, words[0].shape[1])[None, :], words[0].shape)
+    if FIELDS == 8:
+        scale = tl.where(c < 16, _copies(fields[PLANE], 0, ASM)[:, None], _copies(fields[PLANE], 1, ASM)[:, None])
+        minimum = scale
+    elif MINIMA:
+        scale, minimum = _factored(fields[PLANE // 2], fields[4], PLANE, ASM)
+        scale, minimum = tl.broadcast_to(scale[:, None], c.shape), tl.broadcast_to(minimum[:, None], c.shape)
+    else:
+        scale = tl.broadcast_to(_copies(fields[PLANE // 2], PLANE % 2, ASM)[:, None], c.shape)
+        minimum = scale
     if ASM and EIGHT:
         return tl.inline_asm_elementwise(
-            _EIGHT[PLANE], "=&r,r,r,r,r,r,r", [words[0], low[0], scale], dtype=tl.bfloat16, is_pure=True, pack=2
+            _EIGHT_AND_MINIMA[PLANE] if MINIMA else _EIGHT[PLANE], "=&r,r,r,r,r,r,r,r,r",
+            [words[0], low[0], scale, minimum], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM:
         return tl.inline_asm_elementwise(

@@ -23,7 +23,7 @@ from minisgl_backend.kernels.activation import gate_mul_rows
 from minisgl_backend.kernels.candidate import REMEMBERED
 from minisgl_backend.kernels.launch import cdiv, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.kernels.linear.gguf.numbers import plane_numbers, plane_scales
+from minisgl_backend.kernels.linear.gguf.numbers import plane_of_block
 from minisgl_backend.kernels.linear.gguf.packed import BLOCK, PackedBlocks
 from minisgl_backend.kernels.linear.gguf.packed import PLANE as BLOCK_PLANE
 from minisgl_backend.kernels.linear.int4.few_rows import scales_of, uses_assembly, words_of
@@ -68,8 +68,10 @@ def many_shape(rows: int, numbers: int, eight: bool = False, shared: int = LARGE
         found = ManyShape(256, 64, 8, 3, 2) if large and not eight else ManyShape(128, 64, 8 if eight else 4, 3, 2)
     else:
         found = ManyShape(256 if large and not eight else 128, 128, 8, 2, 2)
-    stage = BLOCK * (found.tile * (2 if eight else 1) // 2 + 2 * found.rows)
-    return replace(found, num_stages=stages_that_fit(found.num_stages, stage, shared))
+    # Words, x, and fields; some 8-bit weights become operands by way of shared memory.
+    stage = BLOCK * (found.tile * (2 if eight else 1) // 2 + 2 * found.rows) + 4 * PLANES * found.tile
+    through = 2 * found.count * BLOCK_PLANE * found.tile if eight else 0
+    return replace(found, num_stages=stages_that_fit(found.num_stages, stage, shared - through))
 
 
 def run(device: GemmDevice, x: torch.Tensor, weight: Int4Weight | PackedBlocks, call: GemmCall) -> torch.Tensor:
@@ -182,18 +184,13 @@ def _operand(
 
 @triton.jit
 def _block_operand(
-    words, low, fields, FIRST: tl.constexpr, COUNT: tl.constexpr, FIELDS: tl.constexpr, EIGHT: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr,
+    words, low, fields, FIRST: tl.constexpr, COUNT: tl.constexpr, EIGHT: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_operand`, of GGUF's blocks."""
-    MINIMA: tl.constexpr = FIELDS == 5
-    c = tl.broadcast_to(tl.arange(0, words[0].shape[1])[None, :], words[0].shape)
     found: tl.tuple = ()
     for plane in tl.static_range(FIRST, FIRST + COUNT):
-        scale, minimum = plane_scales(fields[plane // 2], fields[FIELDS - 1], plane, MINIMA, ASM)
-        scale = tl.broadcast_to(scale[:, None], c.shape)
-        minimum = tl.broadcast_to(minimum[:, None], c.shape)
-        found += (plane_numbers(words, low, c, scale, minimum, plane, MINIMA, EIGHT, DTYPE, ASM),)
+        found += (plane_of_block(words, low, fields, plane, EIGHT, DTYPE, ASM),)
     return _joined(found)
 
 
@@ -271,7 +268,7 @@ def _many_kernel(
                     )  # fmt: skip
                 else:
                     weights = _block_operand(
-                        (words, odd), low, together, part * COUNT, COUNT, FIELDS, EIGHT, DTYPE, ASM
+                        (words, odd), low, together, part * COUNT, COUNT, EIGHT, DTYPE, ASM
                     )  # fmt: skip
                 acc = tl.dot(weights, tl.trans(tiles[part]), acc, input_precision="ieee")
         at += last - first

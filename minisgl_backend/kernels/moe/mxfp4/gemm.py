@@ -8,8 +8,8 @@ So that weights become operands without an exchange between threads and with few
 16-bit word e of a block holds the numbers e, 8 + e, 16 + e and 24 + e. The bits of the first are where a bfloat16 has
 them, those of the next two are 3 and 6 bits lower, and the last takes the remaining bits.
 
-The inputs with one index in four blocks are not adjacent: 16 bytes each, half of a memory transaction. With many tokens
-that matters, so inputs are rearranged first (`grouped.py`), and the first GEMM writes its outputs in that order.
+Joined, the four tensors of a step have its inputs in their order, in registers that the tensor cores take as they are:
+one product for all of them.
 """
 
 from __future__ import annotations
@@ -87,49 +87,34 @@ def _dequantize(words, scales, MACHINE: tl.constexpr):
 
 
 @triton.jit
-def _arranged_place(i):
-    """Index of the i-th input of a token after rearranging."""
-    return (i // 128) * 128 + (i % 32 // 8) * 32 + (i % 128 // 32) * 8 + i % 8
-
-
-@triton.jit
-def arrange_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    x = tl.load(x_ptr + row * x_stride + i, mask=i < SIZE, other=0.0)
-    tl.store(out_ptr + row * STRIDE + _arranged_place(i), x, mask=i < SIZE)
+def _in_order(w0, w1, w2, w3):
+    """The four numbers of each word [rows, words] in the order of their inputs: [rows, 4 * words]."""
+    rows: tl.constexpr = w0.shape[0]
+    words: tl.constexpr = w0.shape[1]
+    joined = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    blocks = tl.reshape(joined, (rows, words // 8, 8, 2, 2))
+    return tl.reshape(tl.permute(blocks, (0, 1, 3, 4, 2)), (rows, 4 * words))
 
 
 @triton.jit
 def _product(
     x_rows, pair_ok, weight_ptr, scale_ptr, row, row_ok,
     SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    ARRANGED: tl.constexpr, MACHINE: tl.constexpr,
+    MACHINE: tl.constexpr,
 ):  # fmt: skip
     """Weight rows @ tokens: float32 [TILE_OUT, PAIRS]. x_rows: pointers [PAIRS]. row int64 [TILE_OUT]."""
     acc = tl.zeros([TILE_OUT, PAIRS], tl.float32)
-    e = tl.arange(0, TILE_IN // 4)
+    e, i = tl.arange(0, TILE_IN // 4), tl.arange(0, TILE_IN)
     numbers = weight_ptr + row[:, None] * (SIZE_IN // 4) + e[None, :]
     scales = scale_ptr + row[:, None] * SCALES + tl.arange(0, TILE_IN // 32)[None, :]
-    if ARRANGED:
-        first, step = (e // 32) * 128 + e % 32, 32
-    else:
-        first, step = (e // 8) * 32 + e % 8, 8
-    inputs = x_rows[None, :] + first[:, None]
+    inputs = x_rows[:, None] + i[None, :]
     for start in tl.range(0, SIZE_IN, TILE_IN):
         ok = e < (SIZE_IN - start) // 4
         w = tl.load(numbers + start // 4, mask=row_ok[:, None] & ok[None, :], other=0)
         s = tl.load(scales + start // 32, mask=row_ok[:, None], other=0)
-        x_ok = pair_ok[None, :] & ok[:, None]
-        x0 = tl.load(inputs + start, mask=x_ok, other=0.0)
-        x1 = tl.load(inputs + start + step, mask=x_ok, other=0.0)
-        x2 = tl.load(inputs + start + 2 * step, mask=x_ok, other=0.0)
-        x3 = tl.load(inputs + start + 3 * step, mask=x_ok, other=0.0)
+        x = tl.load(inputs + start, mask=pair_ok[:, None] & (i < SIZE_IN - start)[None, :], other=0.0)
         w0, w1, w2, w3 = _dequantize(w, s, MACHINE)
-        acc = tl.dot(w0.to(x0.dtype), x0, acc, input_precision="ieee")
-        acc = tl.dot(w1.to(x1.dtype), x1, acc, input_precision="ieee")
-        acc = tl.dot(w2.to(x2.dtype), x2, acc, input_precision="ieee")
-        acc = tl.dot(w3.to(x3.dtype), x3, acc, input_precision="ieee")
+        acc = tl.dot(_in_order(w0, w1, w2, w3).to(x.dtype), tl.trans(x), acc, input_precision="ieee")
     return acc
 
 
@@ -137,7 +122,7 @@ def _product(
 def _finish(
     acc, bias_ptr, out_ptr, out_stride, weight_row, row, row_ok, target, pair_weight, pair_ok,
     SIZE_OUT: tl.constexpr, PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ARRANGED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Bias, and the activation or the pair's weight. row: of the tile's first output. target int64 [PAIRS]."""
     if BIAS:
@@ -150,8 +135,7 @@ def _finish(
         acc = acc * pair_weight[None, :]
         o = row + tl.arange(0, TILE_OUT)
     size: tl.constexpr = SIZE_OUT // 2 if GATED else SIZE_OUT
-    place = _arranged_place(o) if GATED and ARRANGED else o
-    address = target[None, :] * out_stride + place[:, None]
+    address = target[None, :] * out_stride + o[:, None]
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=pair_ok[None, :] & (o < size)[:, None])
 
 
@@ -161,7 +145,7 @@ def grouped_kernel(
     x_stride, out_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    ARRANGED: tl.constexpr, MACHINE: tl.constexpr, PDL: tl.constexpr,
+    MACHINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: activation(gate @ x) * (up @ x), read by token and written in sorted order. Else: read in sorted order,
     written by pair and multiplied by the pair's weight."""
@@ -185,11 +169,11 @@ def grouped_kernel(
     x_rows = x_ptr + source.to(tl.int64) * x_stride
     acc = _product(
         x_rows, i_ok, weight_ptr, scale_ptr, weight_row, row_ok,
-        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, ARRANGED, MACHINE,
+        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, MACHINE,
     )  # fmt: skip
     _finish(
         acc, bias_ptr, out_ptr, out_stride, weight_row, row, row_ok, target.to(tl.int64), pair_weight, i_ok,
-        SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS, ARRANGED,
+        SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS,
     )  # fmt: skip
 
 
@@ -218,10 +202,10 @@ def few_kernel(
         tl_cuda.gdc_wait()
     acc = _product(
         x_rows, pair_ok, weight_ptr, scale_ptr, weight_row, row_ok,
-        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, False, MACHINE,
+        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, MACHINE,
     )  # fmt: skip
     pair_weight = tl.load(pair_weights_ptr + pair, mask=pair_ok, other=0.0)
     _finish(
         acc, bias_ptr, out_ptr, SIZE_OUT // 2 if GATED else SIZE_OUT, weight_row, row, row_ok, pair.to(tl.int64),
-        pair_weight, pair_ok, SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS, False,
+        pair_weight, pair_ok, SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS,
     )  # fmt: skip

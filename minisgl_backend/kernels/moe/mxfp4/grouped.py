@@ -12,18 +12,16 @@ from typing import Any
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.launch import cdiv, next_power_of_2
+from minisgl_backend.kernels.launch import cdiv
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked
 from minisgl_backend.kernels.moe.few_plan import SLOTS, Plan
 from minisgl_backend.kernels.moe.gemms import ExpertsGemm, GemmShape, MixtureShape, Pairs, by_plan, by_sorted_pairs
 from minisgl_backend.kernels.moe.gpu import TritonMixtureKernels
-from minisgl_backend.kernels.moe.mxfp4.gemm import arrange_kernel, few_kernel, grouped_kernel
+from minisgl_backend.kernels.moe.mxfp4.gemm import few_kernel, grouped_kernel
 from minisgl_backend.kernels.moe.mxfp4.weight import Mxfp4Weight
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 
 _SCALES_PADDED = 16  # rows of scales are padded to a multiple of it: tiles may read beyond the row's end
-ARRANGED = 128  # inputs, four blocks
-ARRANGED_PAIRS = 64  # pairs of a tile from which on inputs are arranged
 MEAN_PAIRS = (12, 24, 48)  # pairs per expert: upper bounds of the ranges for which each tiling is best
 LARGEST_SCALE = 128  # E8M0: 2^126 times the scale has to fit into a bfloat16
 
@@ -31,12 +29,9 @@ LARGEST_SCALE = 128  # E8M0: 2^126 times the scale has to fit into a bfloat16
 # Outputs per tile are rows of the weight. At least 4 bytes of scales per thread and step: otherwise they are not
 # prefetched.
 def few_shape(num_tokens: int) -> MixtureShape[GemmShape]:
-    """Tiling for the plan of few_plan.py. Measured best on an H100, 4 of 32 experts of 2,880 x 2,880."""
-    if num_tokens <= 8:
-        return MixtureShape(SLOTS, GemmShape(64, 256, 4, 4), GemmShape(64, 256, 4, 3))
-    if num_tokens <= 32:
-        return MixtureShape(SLOTS, GemmShape(128, 256, 4, 3), GemmShape(64, 256, 4, 4))
-    return MixtureShape(SLOTS, GemmShape(128, 128, 4, 3), GemmShape(128, 256, 4, 3))
+    """Tiling for the plan of few_plan.py. Measured best on an H200, 4 of 32 experts of 2,880 x 2,880."""
+    cut = GemmShape(64, 256, 4, 3) if num_tokens <= 8 else GemmShape(128, 128, 4, 4)
+    return MixtureShape(SLOTS, cut, cut)
 
 
 def grouped_shape(
@@ -101,29 +96,14 @@ def of_picked(
     pdl: bool = False,
 ) -> torch.Tensor:
     """`mixture` in tiles of `shape`."""
-    padded = cdiv(experts.intermediate_size, ARRANGED) * ARRANGED if shape.tile_pairs >= ARRANGED_PAIRS else 0
-    return by_sorted_pairs(x, experts, picked, residual, shape=shape, gemm=_gemm, pdl=pdl, padded=padded)
+    return by_sorted_pairs(x, experts, picked, residual, shape=shape, gemm=_gemm, pdl=pdl)
 
 
 def _gemm(gemm: ExpertsGemm, pairs: Pairs) -> None:
-    is_arranged = pairs.tile_pairs >= ARRANGED_PAIRS
-    x = _arranged(gemm.x) if is_arranged and gemm.is_gated else gemm.x
     grouped_kernel[(cdiv(gemm.weight.outputs, gemm.cut.tile_out), pairs.num_tiles)](
-        x, *gemm.weight, gemm.weight.numbers if gemm.bias is None else gemm.bias, gemm.out, *pairs.tiles,
-        pairs.weights, x.stride(0), gemm.out.stride(0), ARRANGED=is_arranged, **_options(gemm, pairs),
+        gemm.x, *gemm.weight, gemm.weight.numbers if gemm.bias is None else gemm.bias, gemm.out, *pairs.tiles,
+        pairs.weights, gemm.x.stride(0), gemm.out.stride(0), **_options(gemm, pairs),
     )  # fmt: skip
-
-
-def _arranged(x: torch.Tensor) -> torch.Tensor:
-    """x [num_tokens, size] reordered within each 128 inputs, so that those with the same index in their blocks are
-    adjacent: [num_tokens, size padded to a multiple of 128], undefined in the padding."""
-    num_tokens, size = x.shape
-    padded = cdiv(size, ARRANGED) * ARRANGED
-    out = torch.empty((num_tokens, padded), dtype=x.dtype, device=x.device)
-    arrange_kernel[(num_tokens,)](
-        x, out, x.stride(0), SIZE=size, STRIDE=padded, PADDED=next_power_of_2(size), num_warps=4
-    )
-    return out
 
 
 def mixture_of_few(
