@@ -16,11 +16,12 @@ from minisgl_backend.kernels.lora.choose import choose_lora
 from minisgl_backend.kernels.lora.reference import LoraFactors, LoraLayout
 from minisgl_backend.layers.linear import AdaptedLinear
 from minisgl_backend.layers.lora import LoraSite
-from minisgl_backend.weights.loader import TensorReads, plan_reads
-from minisgl_backend.weights.method import LinearSpec
+from minisgl_backend.weights.loader import Read, TensorReads, plan_reads
+from minisgl_backend.weights.method import LinearMethod, LinearSpec
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.parts import WeightPart
 
+_ROWS_AT_ONCE = 8192  # of weights, while they are compared
 # What names begin with where the model was trained within another class than it is served as.
 _WRAPPERS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("", "model."))
 
@@ -59,6 +60,8 @@ class AdapterSlots:
                 parts.append(output.part("weight", (output.size, 1), target))
         self._reads = _reads(parts, names)  # by the modules' names in checkpoints
         self._kernels = choose_lora(device, dtype)
+        for adapter in adapters.values():
+            self._check_base(adapter)
         self._ranks = self._largest_ranks(adapters.values())
         layouts = {layer: self._layout(layer) for layer in self._ranks}
         size = sum(layout.size for layout in layouts.values())
@@ -83,6 +86,25 @@ class AdapterSlots:
     def load(self, slot: int, adapter: int) -> None:
         """The slot is this adapter's from now on, in stream order."""
         self._slots[slot - 1].copy_(self._adapters[adapter], non_blocking=True)
+
+    def _check_base(self, adapter: AdapterTensors) -> None:
+        """Raises ConfigError unless what the adapter has of the base is this model's."""
+        for module, weight in adapter.base.items():
+            reads = self._find(adapter, module)
+            if tuple(weight.shape) != (reads.shape[0], self._place(reads.reads[0].part).layer.method.spec.input_size):
+                raise ConfigError(
+                    f"{adapter.folder}: {module}.base_layer.weight has shape {tuple(weight.shape)}; this model's has "
+                    f"{reads.shape[0]} outputs: tokens were added when it was trained"
+                )
+            for read in reads.reads:
+                layer, output = self._place(read.part)
+                rows = [rows for _, rows in layer.method.spec.rows()][output]
+                theirs = read.part.ordered(_outputs(read, weight))
+                if not _equal(layer.method, rows, _local_inputs(theirs, layer.method.spec)):
+                    raise ConfigError(
+                        f"{adapter.folder}: {module}.base_layer.weight differs from this model's, as if it had been "
+                        "trained beside the adapter; allowed: the base's, or none (save_embedding_layers=False)"
+                    )
 
     def _largest_ranks(self, adapters: Iterable[AdapterTensors]) -> dict[AdaptedLinear, int]:
         ranks: dict[AdaptedLinear, int] = {}
@@ -116,8 +138,7 @@ class AdapterSlots:
         for module, factors in adapter.by_module.items():
             for read in self._read(adapter, module, factors).reads:
                 layer, output = self._place(read.part)
-                rows = factors.b[read.index[0]]
-                rows = read.part.ordered(rows if read.outputs is None else read.outputs.of(rows, 0))
+                rows = read.part.ordered(_outputs(read, factors.b))
                 inputs = _local_inputs(factors.a, layer.method.spec)
                 factors_of[layer].fill(0, output, inputs, rows.float() * factors.scale)
         return memory[0]
@@ -125,7 +146,7 @@ class AdapterSlots:
     def _place(self, part: WeightPart) -> _Place:
         return self._places[part.name.removesuffix(".weight")]
 
-    def _read(self, adapter: AdapterTensors, module: str, factors: Factors) -> TensorReads:
+    def _find(self, adapter: AdapterTensors, module: str) -> TensorReads:
         reads = next((self._reads[name] for name in self._candidates(module) if name in self._reads), None)
         if reads is None:
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in self._reads}))
@@ -133,6 +154,10 @@ class AdapterSlots:
                 f"{adapter.folder}: {module} is no linear layer that this model computes with adapters; allowed: "
                 f"{leaves} of its layers"
             )
+        return reads
+
+    def _read(self, adapter: AdapterTensors, module: str, factors: Factors) -> TensorReads:
+        reads = self._find(adapter, module)
         size_in, size_out = self._place(reads.reads[0].part).layer.method.spec.input_size, reads.shape[0]
         if (factors.a.shape[1], len(factors.b)) != (size_in, size_out):
             raise ConfigError(
@@ -146,6 +171,22 @@ class AdapterSlots:
         for theirs, ours in _WRAPPERS:
             if module.startswith(theirs):
                 yield ours + module.removeprefix(theirs)
+
+
+def _outputs(read: Read, weight: torch.Tensor) -> torch.Tensor:
+    """Of a weight's outputs in the file those that a read takes."""
+    rows = weight[read.index[0]]
+    return rows if read.outputs is None else read.outputs.of(rows, 0)
+
+
+def _equal(method: LinearMethod, rows: slice, theirs: torch.Tensor) -> bool:
+    """Whether these outputs of a weight are the numbers `theirs`."""
+    try:
+        own = method.dequantized()[rows]
+    except NotImplementedError:
+        return False
+    parts = zip(own.split(_ROWS_AT_ONCE), theirs.split(_ROWS_AT_ONCE), strict=True)
+    return all(torch.equal(one, other.to(one.device, one.dtype)) for one, other in parts)
 
 
 def _local_inputs(a: torch.Tensor, spec: LinearSpec) -> torch.Tensor:

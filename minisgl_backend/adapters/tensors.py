@@ -21,6 +21,8 @@ DIGEST_BYTES = 16
 _PREFIX = "base_model.model."
 # A bare state_dict has the adapter's name behind A and B; `save_pretrained` takes it away.
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
+# The weight below an adapter, which PEFT saves of an output projection: it may be there if it is the base's.
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
 # By what is in a tensor's name, in this order.
 _REFUSED = (
     (r"\.lora_magnitude_vector", "magnitudes of DoRA, which are applied to merged weights alone"),
@@ -30,8 +32,8 @@ _REFUSED = (
     (r"modules_to_save|original_module", "a whole module, trained beside the adapter (modules_to_save)"),
     (r"\.experts(\.|$)", "of a mixture's experts, whose adapters are not served"),
     (r"\.kv_b_proj\.", "of latents' expansion (kv_b_proj), which is a part of attention here and has no adapters"),
-    (r"(^|\.)(embed_tokens|lm_head|wte|word_embeddings)\.(base_layer\.)?weight$", "whole embeddings or a whole output "
-     "projection, as training with new tokens saves; if they are the base's, save with save_embedding_layers=False"),
+    (r"(^|\.)((embed_tokens|wte|word_embeddings)\.(base_layer\.)?|lm_head\.)weight$", "whole embeddings or a whole "
+     "output projection, as training with new tokens saves"),
     (r"\.bias$", "a trained bias of the base, which is not served"),
 )  # fmt: skip
 
@@ -52,6 +54,7 @@ class AdapterTensors:
     config: LoraConfig
     by_module: Mapping[str, Factors]  # by names at training time
     digest: bytes  # of all that decides what it adds, DIGEST_BYTES
+    base: Mapping[str, torch.Tensor]  # weights of the base that the file has, too, by module
 
     @classmethod
     def read(cls, folder: Path) -> AdapterTensors:
@@ -63,9 +66,13 @@ class AdapterTensors:
             hint = f" ({others[0]} would be unpickled, which runs what it says)" if others else ""
             raise ConfigError(f"{folder} has no {TENSOR_FILE}{hint}; allowed: safetensors, as PEFT's default")
         found: dict[str, dict[str, torch.Tensor]] = {}
+        base: dict[str, torch.Tensor] = {}
         for name, tensor in _tensors(path):
-            match = None if any(re.search(one, name) for one, _ in _REFUSED) else _FACTOR.fullmatch(name)
-            if match is None:
+            refused = any(re.search(one, name) for one, _ in _REFUSED)
+            if not refused and (match := _BASE.fullmatch(name)):
+                base[match["module"]] = tensor
+                continue
+            if refused or not (match := _FACTOR.fullmatch(name)):
                 raise ConfigError(f"{path}: {name} is {_why_refused(name)}")
             factors = found.setdefault(match["module"], {})
             if match["factor"] in factors:
@@ -74,7 +81,7 @@ class AdapterTensors:
         if not found:
             raise ConfigError(f"{path} has no tensors; allowed: lora_A and lora_B of one module or more")
         by_module = {module: _factors(path, config, module, factors) for module, factors in found.items()}
-        return cls(folder, config, by_module, _digest(by_module))
+        return cls(folder, config, by_module, _digest(by_module), base)
 
     @property
     def largest_rank(self) -> int:

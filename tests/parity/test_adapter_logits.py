@@ -112,6 +112,27 @@ def test_a_slot_is_filled_anew_and_unused_ones_are_not_read(tmp_path: Path) -> N
     assert torch.equal(logits(paged, {1: PROMPTS[0]}, [1])[1], expected)
 
 
+def test_a_weight_of_the_base_may_be_there(tmp_path: Path) -> None:
+    """As PEFT saves it beside an adapter of the output projection."""
+    save_checkpoint("phi3", tmp_path / "base")
+    base = reference_model(tmp_path / "base")
+    paged = PagedModel(tmp_path / "base", page_size=4)
+    for module in ("lm_head", "model.layers.1.self_attn.qkv_proj"):
+        weight = base.get_submodule(module).weight.detach().clone()
+        given = factors(module, weight.shape[1], len(weight))
+        for name, changed in {
+            "": weight,
+            "is the base's": weight.half().float() * 1.5,
+            "tokens were": weight[1:],
+        }.items():
+            folder = save_adapter(tmp_path / "adapter", {**given, f"{module}.base_layer.weight": changed.contiguous()})
+            if name:
+                with pytest.raises(ConfigError, match=r"differs from this model's|tokens were added"):
+                    with_adapters(paged, [folder])
+            else:
+                with_adapters(paged, [folder])
+
+
 def test_modules_of_another_base_are_refused(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path / "base")
     paged = PagedModel(tmp_path / "base", page_size=4)

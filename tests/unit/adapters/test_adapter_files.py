@@ -68,7 +68,7 @@ REFUSED_TENSORS: dict[str, dict[str, torch.Tensor]] = {
     "of a mixture's experts": {"model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(4, 8)},
     "of latents' expansion": {"model.layers.0.self_attn.kv_b_proj.lora_A.weight": torch.ones(4, 8)},
     "whole embeddings or a whole output projection": {"model.embed_tokens.weight": torch.ones(9, 8)},
-    "lm_head.base_layer.weight is whole embeddings": {"lm_head.base_layer.weight": torch.ones(9, 8)},
+    "lm_head.weight is whole embeddings": {"lm_head.weight": torch.ones(9, 8)},
     "a trained bias of the base": {f"{Q}.bias": torch.ones(6)},
     "neither lora_A.weight nor lora_B.weight": {f"{Q}.hada_w1_a": torch.ones(6)},
     f"{Q} has lora_A and no lora_B": {f"{Q}.lora_A.weight": torch.ones(4, 8)},
