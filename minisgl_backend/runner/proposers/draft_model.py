@@ -50,7 +50,7 @@ class DraftModelProposer(ModelProposer):
         _check_vocabulary(folder, model, target, target_dir)
         if model.ends_with_pages:
             raise ConfigError(
-                f"some layers of {model.architecture} (convolutions or the gated delta rule) keep a state, which goes on "
+                f"some layers of {model.architecture} (convolutions or the gated delta rule) keep a state that goes on "
                 "page by page, and a draft model's passes begin anywhere; allowed: a model whose layers all attend, or "
                 "another method: ngram, or mtp where the target has such a layer"
             )
