@@ -379,6 +379,10 @@ class StepStats:
     states_cached: int = 0  # kept only by the prefix cache, evictable
     states_owned: int = 0  # held by sequences
     total_state_misses: int = 0  # prompt tokens that the prefix cache had pages of, but no state behind them
+    # where adapters are served
+    adapters_open: int = 0  # that have a slot
+    adapters_waiting: int = 0  # whose requests wait for one
+    total_adapter_loads: int = 0  # into slots
     # of a model that sees
     encoder_cache_bytes: int = 0  # for vectors
     encoder_used_bytes: int = 0  # by images that are held or being encoded

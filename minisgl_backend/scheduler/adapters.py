@@ -32,6 +32,7 @@ class AdapterBook:
         # By number; the one that was opened first comes first.
         self._slots = OrderedDict((one.number, slot) for one, slot in zip(limits.adapters, slots, strict=False))
         self._loads: list[tuple[int, int]] = []
+        self.num_loads = len(self._slots)  # since the start, the first ones among them
 
     def find(self, name: str) -> ServedAdapter:
         """Raises InvalidRequestError."""
@@ -66,6 +67,7 @@ class AdapterBook:
                 slot = self._slots.pop(idle)
             self._slots[number] = slot
             self._loads.append((slot, number))
+            self.num_loads += 1
         self._slots.move_to_end(number)
         return True
 
@@ -98,6 +100,11 @@ class AdapterQueue(WaitingQueue):
         yield from self._members.values()
         for held in self._held.values():
             yield from held.values()
+
+    @property
+    def num_adapters(self) -> int:
+        """That wait for a slot."""
+        return len(self._held)
 
     def push(self, sequence: Answer) -> None:
         number = sequence.adapter.number

@@ -222,6 +222,7 @@ class Scheduler:
             total_failed=self._ended[FinishReason.ERROR],
             total_preempted=planner.preemption.num_preemptions,
             **self._state_stats(),
+            **self._adapter_stats(),
             **({} if self._running.images is None else self._running.images.stats()),
             speculation=DraftStats() if self._drafting is None else self._drafting.stats(),
         )
@@ -236,6 +237,15 @@ class Scheduler:
             "states_cached": cached,
             "states_owned": states.num_slots - free - cached,
             "total_state_misses": self._planner.admitter.state_misses,
+        }
+
+    def _adapter_stats(self) -> dict[str, int]:
+        if not self._limits.adapters:
+            return {}
+        return {
+            "adapters_open": len(self._adapters.opened()),
+            "adapters_waiting": 0 if self._held is None else self._held.num_adapters,
+            "total_adapter_loads": self._adapters.num_loads,
         }
 
     def tenant_stats(self) -> dict[str, TenantStats]:

@@ -72,6 +72,12 @@ _STATE_MISSES = _Series(
     "Prompt tokens that the prefix cache had pages of, but no state behind them",
     "total_state_misses",
 )
+_ADAPTERS, _ADAPTERS_HELP = "minisgl_adapters", "LoRA adapters by state"
+_ADAPTER_GAUGES = (
+    _Series(_ADAPTERS, _ADAPTERS_HELP, "adapters_open", (("state", "open"),)),
+    _Series(_ADAPTERS, _ADAPTERS_HELP, "adapters_waiting", (("state", "waiting"),)),
+)
+_ADAPTER_LOADS = _Series("minisgl_adapter_loads_total", "LoRA adapters copied into slots", "total_adapter_loads")
 # Of models that see.
 _ENCODER = "minisgl_encoder_cache_bytes"
 _ENCODER_HELP = "Bytes of images' vectors: used, and what there is room for in total"
@@ -234,9 +240,13 @@ class _EngineMetrics:
         figures = [None if stats is None else stats.values for stats in cores]
         for name, counter in self._counters:
             counter.follow(_values_of(name, figures))
-        for series in (*_DRAFT_COUNTERS, _STATE_MISSES, *_IMAGE_COUNTERS):
+        for series in (*_DRAFT_COUNTERS, _STATE_MISSES, _ADAPTER_LOADS, *_IMAGE_COUNTERS):
             self._count_later(series, figures)
-        for name, gauges in (("states_total", _STATE_GAUGES), ("encoder_cache_bytes", _ENCODER_GAUGES)):
+        for name, gauges in (
+            ("states_total", _STATE_GAUGES),
+            ("adapters_open", _ADAPTER_GAUGES),
+            ("encoder_cache_bytes", _ENCODER_GAUGES),
+        ):
             if gauges[0].value not in self._made and any(values and values.get(name) for values in figures):
                 self._made |= {series.value: self._metrics.gauge(series) for series in gauges}
         found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]

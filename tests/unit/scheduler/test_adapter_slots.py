@@ -92,7 +92,8 @@ def test_what_waits_for_a_slot_blocks_nobody() -> None:
     assert served.ended(base)
     assert not served.ended(waiting)
     assert not served.ended(same), "its adapter's slot goes on to the one that waits"
-    assert served.scheduler.stats().num_waiting == 2
+    stats = served.scheduler.stats()
+    assert (stats.num_waiting, stats.adapters_open, stats.adapters_waiting, stats.total_adapter_loads) == (2, 1, 2, 1)
     while not served.ended(long):
         served.step()
     for _ in range(12):

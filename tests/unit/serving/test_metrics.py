@@ -126,6 +126,19 @@ def test_slots_of_states_are_shown_of_models_that_have_some(reporter: Any, page:
     reporter.stop()
 
 
+def test_adapters_are_shown_where_some_are_served(reporter: Any, page: Page) -> None:
+    engine, stats = reporter._engine, stats_of(0, 0)
+    engine.report([stats])
+    assert not any("adapter" in family for family in page.families)
+    values = {"adapters_open": 2.0, "adapters_waiting": 1.0, "total_adapter_loads": 5.0}
+    engine.report([msgspec.structs.replace(stats, values=stats.values | values)] * 2)
+    assert [page.values["minisgl_adapters", state] for state in ("open", "waiting")] == [4, 2]
+    assert page.values["minisgl_adapter_loads_total",] == 10
+    del engine
+    reporter.start()
+    reporter.stop()
+
+
 def test_images_are_counted_of_models_that_see(reporter: Any, page: Page) -> None:
     engine, stats = reporter._engine, stats_of(0, 0)
     engine.report([stats])
