@@ -247,6 +247,7 @@ def check(
     from minisgl_backend.host.image_calls import images_told
     from minisgl_backend.host.model_check import check_folder
     from minisgl_backend.host.options.engine import read_engine_config
+    from minisgl_backend.kernels.cpu.library import cpu_kernels
     from minisgl_backend.runner.start.memory import memory_of, weight_formats
     from minisgl_backend.runner.start.states import fit_rows
     from minisgl_backend.weights.files import Checkpoint
@@ -277,6 +278,8 @@ def check(
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
     schemes = () if null else weight_formats(runtime, model).schemes
     table.add_row("number format of weights", "; ".join(map(str, schemes)) or f"plain: {runtime.dtype}")
+    if runtime.device == "cpu" and not null:
+        table.add_row("CPU kernels", str(cpu_kernels()))
     if model.implementation == "native" and not null:
         from minisgl_backend.runner.start.kernel_report import kernel_names  # whose trial run takes torch's compiler
 

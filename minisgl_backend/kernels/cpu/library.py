@@ -94,6 +94,12 @@ class CpuKernels:
     refusal: str
     instructions: str = ""
 
+    def __str__(self) -> str:
+        if self.library is not None:
+            return f"compiled for {self.instructions}"
+        cost = "weights become float32, two to eight times their size, and steps take several times as long"
+        return f"none, since {self.refusal}: {cost}"
+
 
 class _FailedError(Exception):
     """A compiler's library cannot be made or loaded; the text says why."""
@@ -113,15 +119,18 @@ def cpu_kernels() -> CpuKernels:
             log.info("CPU kernels of the package: %s", failed)
     compilers = _compilers()
     if not compilers:
-        return CpuKernels(None, "no C++ compiler is installed")
+        missing = CpuKernels(None, "no C++ compiler is installed")
+        log.warning("CPU kernels: %s", missing)
+        return missing
     refusals = []
     for compiler in compilers:
         try:
             return CpuKernels(_library(compiler, instructions), "", instructions.name)
         except _FailedError as failed:
             refusals.append(str(failed))
-    log.warning("no compiled CPU kernels, without which bfloat16 is slow: %s", "; ".join(refusals))
-    return CpuKernels(None, "; ".join(refusals))
+    missing = CpuKernels(None, "; ".join(refusals))
+    log.warning("CPU kernels: %s", missing)
+    return missing
 
 
 def cpu_library() -> ctypes.CDLL | None:

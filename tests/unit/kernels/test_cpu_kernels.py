@@ -380,6 +380,7 @@ def test_no_compiler_is_no_error(another_start: Path, monkeypatch: pytest.Monkey
         cpu_kernels.cache_clear()
         assert cpu_library() is None
         assert cpu_kernels().refusal == "no C++ compiler is installed"
+        assert "none, since no C++ compiler is installed: weights become float32" in str(cpu_kernels())
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
