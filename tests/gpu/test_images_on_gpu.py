@@ -25,12 +25,12 @@ from minisgl_backend.step import num_parts
 from tests.gpu.test_windows_on_gpu import skip_what_is_not_here
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.seeing import Image, reference, seeing
-from tests.parity.vision_checkpoints import FAMILIES, pixels, save
+from tests.parity.vision_checkpoints import FAMILIES, TOWERS, pixels, save
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", *TOWERS)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
