@@ -26,7 +26,7 @@ from minisgl_backend.request import SamplingParams
 from tests.parity.vision_checkpoints import FAMILIES, save
 from tests.seeing import SeeingModel
 
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 TOWERS = ("llava_next", "smolvlm")  # in every run
 # Of towers of transformers': its image processor with the sizes of the tiny checkpoint.
 SQUARE = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests.parity.checkpoint_options import MOE, SIZES
+from tests.parity.checkpoint_options import DELTA, MOE, SIZES
 
 Grid = tuple[int, int, int]
 _SIZES = {**SIZES, "hidden_size": 64}
@@ -48,6 +48,8 @@ class Family(NamedTuple):
         return rows // self.merge * (columns // self.merge)
 
 
+DELTA_TYPES = ["linear_attention", "full_attention"] * 2
+_PARTIAL_MROPE = {"rope_parameters": {**_rope(2, 1, 1)["rope_parameters"], "partial_rotary_factor": 0.5}}
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
 _SQUARE = {**_SIGLIP, "image_size": 24, "patch_size": 4}
@@ -162,6 +164,11 @@ FAMILIES: dict[str, Family] = {
         "Qwen3VLMoeForConditionalGeneration",
         {**_QWEN, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36},
         {"head_dim": 16, "mlp_only_layers": [1], **MOE, **_rope(4, 2, 2)},
+    ),
+    "qwen3_5": Family(  # whose decoder has states
+        "Qwen3_5ForConditionalGeneration",
+        {**_QWEN, "depth": 3, "num_position_embeddings": 36},
+        {**DELTA, "layer_types": DELTA_TYPES, **_PARTIAL_MROPE},
     ),
     "gemma3": Family(
         "Gemma3ForConditionalGeneration",

@@ -28,6 +28,8 @@ FAMILIES: Mapping[str, type[Family]] = {
     "mistral3": Pixtral,
     "qwen2_5_vl": QwenVL,
     "qwen2_vl": QwenVL,
+    "qwen3_5": QwenVL,
+    "qwen3_5_moe": QwenVL,
     "qwen3_vl": QwenVL,
     "qwen3_vl_moe": QwenVL,
     "smolvlm": Idefics3,

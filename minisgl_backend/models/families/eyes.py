@@ -69,8 +69,15 @@ _TOWER_OF: Mapping[Any, str] = MappingProxyType(  # whatever type vision_config 
 )
 
 
-def qwen_vision(config: Keys, decoder: DecoderConfig, generation: Literal["2", "2.5", "3"]) -> QwenVisionConfig:
-    """Of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Raises ConfigError for what is not computed."""
+def qwen_vision(
+    config: Keys,
+    decoder: DecoderConfig,
+    generation: Literal["2", "2.5", "3"],
+    deepstack: tuple[int, ...] = (8, 16, 24),
+) -> QwenVisionConfig:
+    """Of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. Raises ConfigError for what is not computed.
+
+    deepstack: layers whose outputs become planes, where config.json does not name them."""
     keys = Keys(config.mapping("vision_config"), _QWEN[generation])
     keys.choice("temporal_patch_size", (2,))
     keys.choice("in_channels", (3,))
@@ -86,7 +93,7 @@ def qwen_vision(config: Keys, decoder: DecoderConfig, generation: Literal["2", "
         more = {"window": window, "full_layers": layers, "norm": "rms", "gated": True}
     planes: tuple[int, ...] = ()
     if generation == "3":
-        planes = tuple(keys.get("deepstack_visual_indexes", (8, 16, 24)))
+        planes = tuple(keys.get("deepstack_visual_indexes", deepstack))
         more = {"num_positions": keys.integer("num_position_embeddings"), "plane_layers": planes}
     if len(planes) > decoder.num_layers:
         refuse("deepstack_visual_indexes", list(planes), f"{decoder.num_layers} or fewer, as the decoder has layers")

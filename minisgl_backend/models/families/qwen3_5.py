@@ -1,10 +1,13 @@
-"""Qwen3.5 and 3.6, text: Qwen3-Next with a dense MLP, or with experts in every layer; without the image encoder."""
+"""Qwen3.5 and 3.6: Qwen3-Next with a dense MLP, or with experts in every layer; Qwen3-VL's encoder of images without
+planes."""
 
 from dataclasses import replace
+from functools import partial
 
 from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, refuse
 from minisgl_backend.models.families.common import mlp
 from minisgl_backend.models.families.delta import CONVOLUTION, gated_queries, shared_experts
+from minisgl_backend.models.families.eyes import qwen_vision
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
 from minisgl_backend.models.families.qwen3_next import DRAFT_NAMES, FUSED, hybrid
 
@@ -48,5 +51,7 @@ MOE_FAMILY = replace(
     read=_read_moe,
     tensor_names=replace(_NAMES, stored=(*_NAMES.stored, *_EXPERTS)),
 )
-MULTIMODAL_FAMILY = replace(FAMILY, model_type="qwen3_5", text_config="text_config")
-MULTIMODAL_MOE_FAMILY = replace(MOE_FAMILY, model_type="qwen3_5_moe", text_config="text_config")
+
+_ENCODER = partial(qwen_vision, generation="3", deepstack=())
+MULTIMODAL_FAMILY = replace(FAMILY, model_type="qwen3_5", text_config="text_config", encoder=_ENCODER)
+MULTIMODAL_MOE_FAMILY = replace(MOE_FAMILY, model_type="qwen3_5_moe", text_config="text_config", encoder=_ENCODER)

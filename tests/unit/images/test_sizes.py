@@ -305,7 +305,12 @@ def test_limits_hold_at_random_shapes(name, tmp_path):
 
 
 def test_every_family_has_a_case():
-    alike = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm46v": "glm4v"}
+    alike = {
+        "qwen2_5_vl": "qwen2_vl",
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"), "qwen3_vl"),
+        "glm4v_moe": "glm4v",
+        "glm46v": "glm4v",
+    }
     assert {alike.get(name, name) for name in FAMILIES} == {case.model_type for case in CASES.values()}
 
 

@@ -111,6 +111,7 @@ ENCODER = EncoderLimits(
         bounds_of(2, mixed_prefill_length=0, encoder=dataclasses.replace(ENCODER, num_ranks=2, bidirectional=True)),
         bounds_of(2, cache_kinds=(FULL, Sliding(5)), num_pages=32, encoder=ENCODER),
         bounds_of(1, cache_type="naive", encoder=dataclasses.replace(ENCODER, num_layers=1, patch_cost=9.0)),
+        bounds_of(4, chunk_multiple=4, num_state_slots=7, encoder=ENCODER),
     ],
     ids=lambda one: f"page{one.page_size}-{one.encoder.capacity}-{one.cache_type}-{one.cache_kinds}",
 )
