@@ -16,7 +16,7 @@ class _Entry:
     units: int  # of work
     done: int = 0  # of these, by all steps planned so far
     owners: set[int] = field(default_factory=set)  # that pin it
-    touched: int = -1  # the last step that encodes it
+    touched: int = -1  # the last step that encodes or needs it
     rank: int = 0  # that encodes it
 
     @property
@@ -52,19 +52,25 @@ class EncoderBooks:
         """The tensor-parallel rank that encodes one that has begun."""
         return self._entries[key].rank
 
-    def begin(self, key: bytes, units: int, state_bytes: int, vector_bytes: int, step: int) -> bool:
+    def begin(
+        self, key: bytes, units: int, state_bytes: int, vector_bytes: int, step: int, first: int | None = None
+    ) -> bool:
         """Makes room for an image of so many units of work, unless it has begun; False: there is none while others are
-        pinned."""
+        pinned. `first`: an owner who goes on even so: others encode theirs again, and its own may take more together
+        while this one is encoded."""
         if key in self._entries:
             return True
         needed = max(state_bytes, vector_bytes)
-        unpinned = [one for one, entry in self._entries.items() if not entry.owners and entry.touched < step]
+        kept = [entry for entry in self._entries.values() if self._stays(entry, step, first)]
+        dropped = [one for one, entry in self._entries.items() if not self._stays(entry, step, first)]
+        dropped.sort(key=lambda one: bool(self._entries[one].owners))
         free = self.capacity - self.used
-        fits = needed <= free + sum(self._entries[one].num_bytes for one in unpinned)
+        fits = needed <= free + sum(self._entries[one].num_bytes for one in dropped)
         # Alone an image may take more while it is encoded, if its vectors fit.
-        if not fits and (len(unpinned) < len(self._entries) or vector_bytes > self.capacity):
+        is_alone = all(first in entry.owners for entry in kept)
+        if not fits and not (is_alone and vector_bytes + sum(one.vector_bytes for one in kept) <= self.capacity):
             return False
-        for one in unpinned:
+        for one in dropped:
             if needed <= self.capacity - self.used:
                 break
             self.evictions += 1
@@ -74,6 +80,9 @@ class EncoderBooks:
         self.misses += 1
         return True
 
+    def _stays(self, entry: _Entry, step: int, first: int | None) -> bool:
+        return entry.touched >= step or (bool(entry.owners) if first is None else first in entry.owners)
+
     def advance(self, key: bytes, done: int, step: int) -> None:
         """This step computes its units up to `done`."""
         entry = self._entries[key]
@@ -82,9 +91,10 @@ class EncoderBooks:
             self.used += entry.vector_bytes - entry.num_bytes
             entry.num_bytes = entry.vector_bytes
 
-    def pin(self, key: bytes, owner: int) -> None:
-        """It stays until this owner, a sequence's uid, unpins it."""
+    def pin(self, key: bytes, owner: int, step: int = -1) -> None:
+        """It stays until this owner, a sequence's uid, unpins it; and in `step`, which needs it, whoever is first."""
         entry = self._entries[key]
+        entry.touched = max(entry.touched, step)
         if owner not in entry.owners:
             self.hits += entry.is_held
             entry.owners.add(owner)

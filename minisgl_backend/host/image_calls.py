@@ -10,7 +10,7 @@ from minisgl_backend.images.families import family_of
 from minisgl_backend.images.front import scarce_memory
 from minisgl_backend.models.config import ModelConfig
 
-_SPEED = 6e11  # operations a millisecond, of an H100's GEMMs
+_SPEED = 3.5e11  # operations a millisecond, of transformers' towers on an H200
 _SHAPES = ((8192, 8192), (8192, 4096), (4096, 8192), (8192, 2048))  # width and height
 _LONG = 50  # ms that streams wait for at most
 
@@ -32,7 +32,7 @@ def images_told(config: EngineConfig, model: ModelConfig, folder: str | Path) ->
     sizes = [family.size(*shape) for shape in _SHAPES]
     tokens = max(size.num_vectors for size in sizes)
     longest = max(encoder.longest_call(size.shape) for size in sizes) / _SPEED
-    told = f"of up to {tokens} tokens, encoded in calls of up to {max(1, round(longest))} ms on an H100"
+    told = f"of up to {tokens} tokens, encoded in calls of up to {max(1, round(longest))} ms on an H200"
     if longest > _LONG:
         told += ", which streams wait for: max_image_tokens makes them shorter"
     return "; ".join(filter(None, (told, scarce_memory(config.image_cache_mib))))

@@ -55,12 +55,18 @@ class ImageBudget:
         self._tokens += sum(content.length for content in sequence.contents)
 
     def check_request(self, contents: tuple[Content, ...]) -> None:
-        """Raises InvalidRequestError for an image whose vectors can never be kept."""
+        """Raises InvalidRequestError for an image whose vectors can never be kept, beside those that a chunk needs with
+        them."""
+        last, together = -1, 0
         for number, content in enumerate(contents, start=1):
-            if (needed := content.num_vectors * self.limits.vector_bytes) > self.limits.capacity:
+            needed = content.num_vectors * self.limits.vector_bytes
+            together = needed + (together if self._multiple > 1 and content.start // self._multiple == last else 0)
+            last = (content.end - 1) // self._multiple
+            if together > self.limits.capacity:
+                beside = " with those of images just before it" if together > needed else ""
                 raise InvalidRequestError(
-                    f"image {number} has {content.num_vectors} tokens, whose vectors take {needed} bytes; allowed: "
-                    f"{self.limits.capacity} bytes, the encoder's cache"
+                    f"image {number} has {content.num_vectors} tokens, whose vectors take {together} bytes{beside}; "
+                    f"allowed: {self.limits.capacity} bytes, the encoder's cache"
                 )
 
     def whole_spans(self, sequence: Sequence, start: int, end: int) -> int:
@@ -103,7 +109,7 @@ class ImageBudget:
             )
             if not self.books.is_held(key):
                 return at, spent
-            self.books.pin(key, sequence.uid)
+            self.books.pin(key, sequence.uid, step)
             room = max(at, start + budget - spent)
             if room < min(content.end, end):
                 return max(start, self.whole_spans(sequence, start, room)), spent
@@ -158,7 +164,9 @@ class ImageBudget:
                 return 0
             count = 1
         vector_bytes = content.num_vectors * limits.vector_bytes
-        if not books.begin(key, units, patches * limits.state_bytes, vector_bytes, step):
+        # Chunks that end with pages may need several images at once, of which two sequences could each have some.
+        owner = sequence.uid if self._multiple > 1 and not builder.num_encoding else None
+        if not books.begin(key, units, patches * limits.state_bytes, vector_bytes, step, owner):
             return 0
         books.pin(key, sequence.uid)
         if first == 0:

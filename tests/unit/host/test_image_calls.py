@@ -45,9 +45,9 @@ def test_long_calls_are_told(tmp_path: Path) -> None:
     pixels = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
     long = told(tmp_path, GLM, pixels)
     assert long is not None
-    assert long.endswith("ms on an H100, which streams wait for: max_image_tokens makes them shorter")
+    assert long.endswith("ms on an H200, which streams wait for: max_image_tokens makes them shorter")
     assert told(tmp_path, GLM, pixels, max_image_tokens=1000) == (
-        "of up to 968 tokens, encoded in calls of up to 12 ms on an H100"
+        "of up to 968 tokens, encoded in calls of up to 21 ms on an H200"
     )
 
 
@@ -66,7 +66,7 @@ def test_tiles_and_refusals_are_told(tmp_path: Path) -> None:
     llava = json.loads(LLAVA.read_text(encoding="utf-8"))
     assert "preprocessor_config.json" in str(told(tmp_path, llava))
     square = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
-    assert told(tmp_path, llava, square) == "of up to 576 tokens, encoded in calls of up to 1 ms on an H100"
+    assert told(tmp_path, llava, square) == "of up to 576 tokens, encoded in calls of up to 1 ms on an H200"
     assert told(tmp_path, llava, square, encoder_cache_mib=0) == "refused: encoder_cache_mib is 0"
     with pytest.raises(ConfigError, match="max_image_tokens is 100"):
         told(tmp_path, llava, square, max_image_tokens=100)

@@ -107,11 +107,10 @@ ENCODER = EncoderLimits(
     [
         bounds_of(1, encoder=ENCODER, step_times=StepTimes(prompts=((0, 1.0), (64, 9.0)), rows=((1, 1.0), (4, 2.0)))),
         bounds_of(4, max_prefill_length=100, encoder=dataclasses.replace(ENCODER, capacity=4, part_patches=2)),
-        bounds_of(4, chunk_multiple=4, encoder=dataclasses.replace(ENCODER, capacity=40)),
+        bounds_of(4, chunk_multiple=4, encoder=dataclasses.replace(ENCODER, capacity=8)),
         bounds_of(2, mixed_prefill_length=0, encoder=dataclasses.replace(ENCODER, num_ranks=2, bidirectional=True)),
         bounds_of(2, cache_kinds=(FULL, Sliding(5)), num_pages=32, encoder=ENCODER),
         bounds_of(1, cache_type="naive", encoder=dataclasses.replace(ENCODER, num_layers=1, patch_cost=9.0)),
-        bounds_of(4, chunk_multiple=4, num_state_slots=7, encoder=ENCODER),
     ],
     ids=lambda one: f"page{one.page_size}-{one.encoder.capacity}-{one.cache_type}-{one.cache_kinds}",
 )
