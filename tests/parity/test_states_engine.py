@@ -105,6 +105,24 @@ def test_what_free_slots_hold_changes_nothing(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"])
+def test_every_family_answers_alike_however_it_is_run(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    save_tokenizer(tmp_path)
+    limits: dict[str, Any] = {"dtype": "float32", "max_seq_len_override": MAX_SEQ_LEN, "max_running_requests": 5}
+    with LLM(str(tmp_path), **limits, cache_type="naive") as llm:
+        expected = [llm.generate([prompt], **GREEDY)[0].token_ids for prompt in PROMPTS]
+    ways = {**CASES, "chunks": {"max_prefill_length": 16, "page_size": 8}, "tp": {"tp": 2, **CASES["preempted"]}}
+    for way, options in ways.items():
+        with LLM(str(tmp_path), **{**limits, "page_size": 16, **options}) as llm:
+            expect_short_answers(llm)
+            for n in (1, 2):
+                outputs = llm.generate(PROMPTS, **GREEDY, n=n)
+                found = [[one.token_ids for one in output.completions] for output in outputs]
+                assert found == [[answer] * n for answer in expected], way
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_its_own_layers_draft(name: str, tmp_path: Path) -> None:
     """MTP: texts are the same with any number of drafts, for siblings, and where rows are preempted."""

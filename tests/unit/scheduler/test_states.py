@@ -257,6 +257,19 @@ def test_a_row_that_fails_while_it_decodes_leaves_what_its_prompt_has_left() -> 
     assert served.ask([*text(0, 40), *served.loop.records.tokens[uid]])[0] == 32
 
 
+def test_a_row_that_fails_before_its_first_fold_does_not_keep_its_own_state() -> None:
+    """Its prompt's pages are published, and its slot stands for their end: it might hold anything."""
+    served = Served(limits())
+    uid = served.add(text(0, 44), max_tokens=50, stable_len=20)
+    for _ in range(2):
+        served.loop.step()
+    served.runner.fail = lambda one: one == uid
+    served.loop.run()
+    served.runner.fail = lambda one: False
+    assert served.loop.records.reasons[uid] is FinishReason.ERROR
+    assert served.ask(text(0, 44))[0] == 16
+
+
 def test_salts_share_no_state() -> None:
     served = Served(limits())
     assert [served.ask(text(0, 40), cache_salt=salt)[0] for salt in ("a", "b", "a", None)] == [0, 0, 32, 0]
