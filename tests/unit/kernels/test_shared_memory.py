@@ -30,7 +30,8 @@ POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_
             "solved_ptr", "scores_ptr", "conv_ptr", "tail_k_ptr", "tail_conv_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
           "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr", "blocks_ptr", "lens_ptr",
-          "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr"}
+          "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr",
+          "shifts_ptr"}
 FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr", "states_ptr", "tail_u_ptr",
           "tail_g_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
 
