@@ -87,6 +87,29 @@ def _add_norm_kernel(
     tl.store(row, (hidden + x * scale * weight).to(hidden_ptr.dtype.element_ty), mask=ok)
 
 
+def gate(x: torch.Tensor, gates: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    """x * sigmoid(gates), [num_tokens, size] each, written over x."""
+    num_tokens, size = x.shape
+    tile = 1024
+    _gate_kernel[(num_tokens, cdiv(size, tile))](
+        x, gates, x.stride(0), gates.stride(0), size, TILE=tile, num_warps=4, **pdl_options(pdl)
+    )
+    return x
+
+
+@triton.jit
+def _gate_kernel(x_ptr, gates_ptr, x_stride, gates_stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x_ptr += token * x_stride + i
+    gates = tl.load(gates_ptr + token * gates_stride + i, mask=i < size, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(x_ptr, (x / (1.0 + tl.exp(-gates))).to(x_ptr.dtype.element_ty), mask=i < size)
+
+
 def activate_mul(gate_up: torch.Tensor, activation: str = "silu", pdl: bool = False) -> torch.Tensor:
     """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size]."""
     num_tokens, width = gate_up.shape

@@ -69,6 +69,10 @@ class Ops(ABC):
         """hidden + multiplier * rms_norm(x), all [num_tokens, size]; hidden may be overwritten."""
 
     @abstractmethod
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gates), [num_tokens, size] each, written over x; rows of gates may be strided."""
+
+    @abstractmethod
     def rope_store(
         self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:

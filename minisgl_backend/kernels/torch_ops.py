@@ -25,6 +25,9 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         return (hidden.float() + multiplier * _rms_norm(x, weight, eps)).to(hidden.dtype)
 
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return x.mul_(gates.float().sigmoid())
+
     def rope_store(
         self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:

@@ -50,6 +50,9 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         return fused.add_norm(hidden, x, weight, eps, multiplier, self.pdl(x))
 
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return fused.gate(x, gates, self.pdl(x))
+
     def rope_store(
         self, qkv: torch.Tensor, rotation: QKNormRope, at: TokenPlaces, kv: LayerKV, num_q_heads: int
     ) -> torch.Tensor:

@@ -60,7 +60,7 @@ class GatedAttention(SelfAttention):
 
     def mix(self, projected: torch.Tensor, tokens: ModelInput, ctx: ForwardContext) -> torch.Tensor:
         attended = super().mix(self._ungated(projected), tokens, ctx)
-        return attended.mul_(projected[:, -self._sizes[0] :].sigmoid())
+        return self._ops.gate(attended, projected[:, -self._sizes[0] :])
 
     def store(self, projected: torch.Tensor, tokens: ModelInput, slots: torch.Tensor) -> None:
         super().store(self._ungated(projected), tokens, slots)

@@ -77,3 +77,11 @@ def test_mixtures(tokens: int) -> None:
     outputs = torch.einsum("eh,eoh->eo", F.gelu(gate, approximate="tanh") * up, down)
     shares, chosen = (x[0] @ router.T).softmax(0).topk(k)
     torch.testing.assert_close(expected[0], (shares / shares.sum()) @ outputs[chosen], atol=1e-5, rtol=1e-4)
+
+
+def test_a_gate() -> None:
+    """Of outputs of attention, from some columns of what was projected."""
+    projected, x = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)), torch.ones(3, 1100)
+    expected = TorchOps().gate(x.clone(), projected[:, 400:])
+    torch.testing.assert_close(expected, projected[:, 400:].sigmoid())
+    torch.testing.assert_close(fused.gate(x, projected[:, 400:]), expected)
