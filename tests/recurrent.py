@@ -35,7 +35,7 @@ def plain(x: torch.Tensor, layer: DeltaLayer) -> tuple[torch.Tensor, torch.Tenso
     config, dtype = layer.config, layer.state.states.dtype
     group, channels, size = config.num_v_heads // config.num_k_heads, config.conv_channels, config.num_v_heads
     raw = F.pad(x[:, :channels].to(dtype), (0, 0, config.conv_width - 1, 0))
-    taps = [raw[i : i + len(x)] * layer.conv_weight[:, i].to(dtype) for i in range(config.conv_width)]
+    taps = [raw[i : i + len(x)] * layer.conv_weight[i].to(dtype) for i in range(config.conv_width)]
     mixed = F.silu(sum(taps[1:], taps[0])).to(x.dtype).to(dtype)
     q, k, v = mixed.split([config.num_k_heads * config.k_dim] * 2 + [size * config.v_dim], 1)
     q, k = (part.unflatten(1, (config.num_k_heads, -1)).repeat_interleave(group, 1) for part in (q, k))
@@ -88,7 +88,7 @@ class RecurrentRows:
         self.layers = [
             DeltaLayer(
                 config=config,
-                conv_weight=self._normal(config.conv_channels, config.conv_width).to(dtype),
+                conv_weight=self._normal(config.conv_width, config.conv_channels).to(dtype),
                 a_log=self._normal(heads).to(state_dtype) - 2,
                 dt_bias=self._normal(heads).to(state_dtype),
                 norm_weight=(1 + 0.1 * self._normal(config.v_dim)).to(dtype),

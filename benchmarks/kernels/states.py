@@ -48,7 +48,7 @@ class _Case:
         self.layers = [
             DeltaLayer(
                 config=CONFIG,
-                conv_weight=self.random(CONFIG.conv_channels, CONFIG.conv_width),
+                conv_weight=self.random(CONFIG.conv_width, CONFIG.conv_channels),
                 a_log=self.random(heads).float() - 2,
                 dt_bias=self.random(heads).float(),
                 norm_weight=self.random(CONFIG.v_dim),
@@ -167,7 +167,7 @@ def _chunks(rate: float) -> dict[str, Any]:
 
 def _tuned() -> dict[str, Any]:
     from minisgl_backend.kernels.recurrent.chunk import ChunkShape, delta_chunk
-    from minisgl_backend.kernels.recurrent.window import StreamShape, delta_window
+    from minisgl_backend.kernels.recurrent.window import delta_window
 
     found: dict[str, Any] = {}
     for num_rows in (1, 8, 64, 256):
@@ -177,11 +177,11 @@ def _tuned() -> dict[str, Any]:
         entries, lens, slots, borders = map(case.ints, (rows, 1 + rows % PAGE + PAGE, slots, borders))
         window = WindowBatch(entries, lens, slots, borders)
         x = case.random(num_rows, CONFIG.num_inputs)
-        for stream in ((16, 1, 3), (16, 1, 4), (32, 1, 3), (16, 2, 3), (32, 2, 3), (32, 4, 3), (32, 4, 5), (64, 8, 3)):
+        for streams in (False, True):
             calls: list[Callable[[], object]] = [
-                functools.partial(delta_window, x, layer, window, None, StreamShape(*stream)) for layer in case.layers
+                functools.partial(delta_window, x, layer, window, None, streams) for layer in case.layers
             ]
-            name = f"window, {num_rows} rows, tile {stream[0]} warps {stream[1]} stages {stream[2]}"
+            name = f"window, {num_rows} rows, {'streamed' if streams else 'whole'}"
             found[name] = round(time_graph(calls, 5), 1)
             print(name, found[name], flush=True)
     for count, tokens in ((1, 8192), (2, 4096)):

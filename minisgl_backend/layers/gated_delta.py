@@ -38,7 +38,7 @@ class GatedDelta(Mixer):
         outputs = {f"in_proj_{name}": size for name, size in projected.items()}
         self.qkv_proj = column_parallel(hidden_size, outputs, layer_context)
         self.o_proj = RowParallelLinear(values, hidden_size, "out_proj", False, layer_context)
-        self.conv_weight = self._parameter(share.conv_channels, 1, config.conv_width)
+        self.conv_weight = self._parameter(config.conv_width, share.conv_channels)  # which kernels read by channels
         self.a_log, self.dt_bias = self._parameter(share.num_v_heads), self._parameter(share.num_v_heads)
         self.norm_weight = self._parameter(config.v_dim)
         self.shape_out = (share.num_v_heads * config.v_dim,)
@@ -54,7 +54,7 @@ class GatedDelta(Mixer):
     def bind_states(self, states: StatePool, layers: Iterator[int]) -> None:
         self._layer = DeltaLayer(
             config=self._share,
-            conv_weight=self.conv_weight.squeeze(1),
+            conv_weight=self.conv_weight,
             a_log=self.a_log,
             dt_bias=self.dt_bias,
             norm_weight=self.norm_weight,
@@ -82,10 +82,10 @@ class GatedDelta(Mixer):
 
     def weight_parts(self) -> list[WeightPart]:
         context, config = self._context, self._config
-        parts, first = list[WeightPart](), 0
+        parts, first, conv_weight = list[WeightPart](), 0, self.conv_weight.t()[:, None]
         for name, size in self._channels.items():
             local = size // context.tp.size
-            target, full = self.conv_weight[first : first + local], f"{context.name(name)}.weight"
+            target, full = conv_weight[first : first + local], f"{context.name(name)}.weight"
             shape = (size, 1, config.conv_width)
             parts.append(WeightPart(name=full, shape=shape, target=target, start=self._rank * local))
             first += local

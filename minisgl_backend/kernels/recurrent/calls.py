@@ -25,7 +25,7 @@ class DeltaLayer:
     """One layer: constants, weights and its states."""
 
     config: StateConfig  # of this rank
-    conv_weight: torch.Tensor  # [c, w], in any dtype
+    conv_weight: torch.Tensor  # [w, c], in any dtype, contiguous
     a_log: torch.Tensor  # float32 [num_v_heads]
     dt_bias: torch.Tensor  # float32 [num_v_heads]
     norm_weight: torch.Tensor  # [v_dim]

@@ -202,6 +202,11 @@ def _states_kernel(
     if num_body == 0:
         tl.store(states_ptr + target * SLOT, state, mask=state_ok)
     size = num_blocks.to(tl.int64) * HV
+    # Of a block, before the loop: numbers of 32 bits, and not of 64.
+    q_at = (i * C)[:, None] + (key_head * DK + d)[None, :]
+    v_at = (i * C)[:, None] + (2 * HK * DK + head * DV + e)[None, :]
+    o_at = (i * (HV * DV))[:, None] + (head * DV + e)[None, :]
+    square = i[:, None] * BLOCK + i[None, :]
     for n in tl.range(0, count, num_stages=STAGES):
         block = first_block + n
         token = tl.load(blocks_ptr + block * COLUMNS + 1).to(tl.int64)
@@ -209,18 +214,18 @@ def _states_kernel(
         place = (block * HV + head).to(tl.int64)
         i_ok = i < length
         qk_ok = i_ok[:, None] & d_ok[None, :]
-        q_ptr = mixed_ptr + (token + i)[:, None] * C + key_head * DK + d[None, :]
-        q = tl.load(q_ptr, mask=qk_ok, other=0.0)
-        k = tl.load(q_ptr + HK * DK, mask=qk_ok, other=0.0)
+        block_ptr = mixed_ptr + token * C
+        q = tl.load(block_ptr + q_at, mask=qk_ok, other=0.0)
+        k = tl.load(block_ptr + HK * DK + q_at, mask=qk_ok, other=0.0)
         v_ok = i_ok[:, None] & e_ok[None, :]
-        v_ptr = mixed_ptr + (token + i)[:, None] * C + 2 * HK * DK + head * DV + e[None, :]
-        v = tl.load(v_ptr, mask=v_ok, other=0.0)
-        square = place * (BLOCK * BLOCK) + i[:, None] * BLOCK + i[None, :]
-        score = tl.load(scores_ptr + square)
-        solved = tl.load(solved_ptr + square)
-        before_k = tl.load(vectors_ptr + place * BLOCK + i)
-        before_q = tl.load(vectors_ptr + (size + place) * BLOCK + i)
-        after = tl.load(vectors_ptr + (2 * size + place) * BLOCK + i)
+        v = tl.load(block_ptr + v_at, mask=v_ok, other=0.0)
+        squares = place * (BLOCK * BLOCK)
+        score = tl.load(scores_ptr + squares + square)
+        solved = tl.load(solved_ptr + squares + square)
+        vector_ptr = vectors_ptr + place * BLOCK
+        before_k = tl.load(vector_ptr + i)
+        before_q = tl.load(vector_ptr + size * BLOCK + i)
+        after = tl.load(vector_ptr + size * (2 * BLOCK) + i)
         decay = tl.load(decays_ptr + place)
         rest = v.to(tl.float32) - before_k[:, None] * dot_with_pair(k, state)
         if EXACT:
@@ -228,15 +233,14 @@ def _states_kernel(
             o = before_q[:, None] * tl.dot(q, state, input_precision="tf32x3")
             o = tl.dot(score, u, o, input_precision="tf32x3")
         else:
-            lower = tl.load(solved_ptr + size * (BLOCK * BLOCK) + square)
+            lower = tl.load(solved_ptr + (size * (BLOCK * BLOCK) + squares) + square)
             high, low = halves(rest, q.dtype)
             u = tl.dot(solved, high, tl.dot(solved, low, tl.dot(lower, high)))
             o = before_q[:, None] * tl.dot(q, state.to(q.dtype))
             o = tl.dot(score, u.to(q.dtype), o)
         grown = dot_with_pair(tl.trans(k), after[:, None] * u)
         state = state * decay + grown
-        o_ptr = out_ptr + (token + i)[:, None] * (HV * DV) + head * DV + e[None, :]
-        tl.store(o_ptr, o.to(out_ptr.dtype.element_ty), mask=v_ok)
+        tl.store(out_ptr + token * (HV * DV) + o_at, o.to(out_ptr.dtype.element_ty), mask=v_ok)
         if n + 1 == num_body:
             tl.store(states_ptr + target * SLOT, state, mask=state_ok)
         checkpoint = tl.load(blocks_ptr + block * COLUMNS + 5).to(tl.int64)
@@ -247,11 +251,11 @@ def _states_kernel(
             tail_at = (row * HV + head) * LENGTH + at
             tl.store(tail_u_ptr + tail_at[:, None] * DV + e[None, :], u, mask=v_ok)
             if tile == 0:
-                tl.store(tail_g_ptr + tail_at, tl.load(vectors_ptr + (3 * size + place) * BLOCK + i), mask=i_ok)
+                tl.store(tail_g_ptr + tail_at, tl.load(vector_ptr + size * (3 * BLOCK) + i), mask=i_ok)
             if has_keys:
                 key_at = (row * HK + key_head) * LENGTH + at
                 # Read again: it would take registers in every block.
-                key = tl.load(q_ptr + HK * DK, mask=qk_ok, other=0.0)
+                key = tl.load(block_ptr + HK * DK + q_at, mask=qk_ok, other=0.0)
                 tl.store(tail_k_ptr + key_at[:, None] * DK + d[None, :], key, mask=qk_ok)
     # The last raw inputs: to checkpoints, to the tail, and last to the target, which may be the source.
     raw_ptr = x_ptr + first_token * x_stride

@@ -21,8 +21,14 @@ def log_decay(a, a_log, dt_bias):
 @triton.jit
 def halves(x, number: tl.constexpr):
     """A float32 number as the sum of two 16-bit ones."""
-    high = x.to(number)
-    return high, (x - high.to(tl.float32)).to(number)
+    if number == tl.bfloat16:
+        # The upper one is cut off, and not rounded: that takes no conversion, of which a multiprocessor makes few.
+        bits = x.to(tl.int32, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return high, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    else:
+        high = x.to(number)
+        return high, (x - high.to(tl.float32)).to(number)
 
 
 @triton.jit

@@ -21,17 +21,17 @@ def conv_prefill(x: torch.Tensor, layer: DeltaLayer, batch: ChunkBatch) -> torch
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
     if len(batch.blocks):
         _conv_kernel[(cdiv(channels, _CHANNELS), len(batch.blocks))](
-            x, out, batch.blocks, batch.sequences, layer.state.conv, layer.conv_weight, x.stride(0), C=channels,
-            WIDTH=config.conv_width, COLUMNS=len(Block._fields), ROW_COLUMNS=len(ChunkRow._fields), CHANNELS=_CHANNELS,
-            TOKENS=_TOKENS, num_warps=4,
+            x, out, batch.blocks, batch.sequences, layer.state.conv, layer.conv_weight, x.stride(0),
+            C=channels, WIDTH=config.conv_width, COLUMNS=len(Block._fields),
+            ROW_COLUMNS=len(ChunkRow._fields), CHANNELS=_CHANNELS, TOKENS=_TOKENS, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, out_ptr, blocks_ptr, rows_ptr, conv_ptr, weight_ptr, x_stride, C: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    x_ptr, out_ptr, blocks_ptr, rows_ptr, conv_ptr, weight_ptr, x_stride, C: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     blocks_ptr += tl.program_id(1) * COLUMNS
     rows_ptr += tl.load(blocks_ptr) * ROW_COLUMNS
@@ -57,7 +57,7 @@ def _conv_kernel(
                 old_ok = (i_ok & (at + before < 0) & (at + before >= -history))[:, None] & ok[None, :]
                 old_at = (WIDTH - 1 + at + before)[:, None] * C
                 raw += tl.load(conv_ptr + old_at + channel[None, :], mask=old_ok, other=0.0)
-            weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=ok, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + tap * C + channel, mask=ok, other=0.0).to(tl.float32)
             total += raw.to(tl.float32) * weight[None, :]
         out = silu(total).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + i[:, None] * C + channel[None, :], out, mask=i_ok[:, None] & ok[None, :])

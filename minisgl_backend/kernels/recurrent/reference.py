@@ -220,7 +220,7 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
 def _dot_taps(raw: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
     """raw [n, w, c], oldest first -> [n, c] in the states' dtype."""
     dtype = layer.state.states.dtype
-    return (raw.to(dtype) * layer.conv_weight.to(dtype).T).sum(1)
+    return (raw.to(dtype) * layer.conv_weight.to(dtype)).sum(1)
 
 
 def _keys(layer: DeltaLayer) -> slice:

@@ -3,6 +3,7 @@ compiled."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.recurrent.choose import recurrent_kernels
+from minisgl_backend.kernels.recurrent.window import delta_window
 from minisgl_backend.kv.state_config import StateConfig
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-2}  # the interpreter has no products of bfloat16
@@ -28,18 +30,22 @@ def rows_of(config: StateConfig, dtype: torch.dtype = torch.float32, **options: 
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "page_size", "max_drafts"),
+    ("config", "dtype", "page_size", "max_drafts", "streams"),
     [
-        (small(2), torch.float16, 16, 0),
-        (small(1, 16, 32), torch.float32, 16, 2),
-        (small(3, 24, 48, num_k_heads=1), torch.float32, 64, 1),
-        (small(4, num_k_heads=1, width=3), torch.float32, 1, 3),
+        (small(2), torch.float16, 16, 0, True),
+        (small(1, 24, 48), torch.float32, 16, 0, False),
+        (small(1, 16, 32), torch.float32, 16, 2, None),
+        (small(3, 24, 48, num_k_heads=1), torch.float32, 64, 1, None),
+        (small(4, num_k_heads=1, width=3), torch.float32, 1, 3, None),
     ],
 )
-def test_decoding(config: StateConfig, dtype: torch.dtype, page_size: int, max_drafts: int) -> None:
+def test_decoding(
+    config: StateConfig, dtype: torch.dtype, page_size: int, max_drafts: int, streams: bool | None
+) -> None:
     """Windows and folds, with drafts right and wrong, padding, steps made twice; tails longer than what a program reads
     at once; sizes that are no power of two."""
     rows = rows_of(config, dtype, num_tokens=130, page_size=page_size, max_drafts=max_drafts)
+    rows.ops = rows.ops._replace(delta_window=partial(delta_window, streams=streams))
     expected = [rows.expected(row) for row in range(3)]
     rows.prefill({0: 1, 1: page_size + 14, 2: 30})
     for step in range(5):

@@ -23,6 +23,7 @@ from minisgl_backend.kernels.attention import decode as decode_attention, prefil
 from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
 from minisgl_backend.kernels.linear.plain import small_rows as small_linear
 from minisgl_backend.kernels.recurrent import chunk as delta_chunk, fold as delta_fold, window as delta_window
+from minisgl_backend.kernels.recurrent.window_drafts import drafts_kernel
 from minisgl_backend.kv.state_config import StateConfig
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
@@ -125,19 +126,22 @@ def chunk(capability, limit, number):
                WIDTH_PADDED=4, LENGTH=32, RING=4, ROW_COLUMNS=9, STAGES=cut.num_stages, **blocks),
     )
 
-def window(capability, limit, page_size, drafts):
+def window(capability, limit, page_size, drafts, k_dim=128, v_dim=128):
     # A decode step's window, and the fold.
-    config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=128, v_dim=128, conv_width=4)
-    rings = dict(WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, **STATES)
-    taken = [shared(delta_fold._fold_kernel, capability, "bf16", 8, 3, DV_PADDED=128, WIDTH_PADDED=4, TAIL=32, **rings)]
-    for few in (True, False):
-        cut = delta_window.stream_shape(few, config, page_size, limit)
-        tiles = dict(TILE=cut.tile, TILES=128 // cut.tile, STAGES=cut.num_stages, PDL=False, TAIL=page_size, **rings)
-        taken.append(shared(delta_window._streaming_kernel, capability, "bf16", cut.num_warps, 3, **tiles))
-        if few:
-            tiles |= dict(ENTRIES=4, ROWS=16)
-            taken.append(shared(delta_window._drafts_kernel, capability, "bf16", cut.num_warps, 3, **tiles))
-    return max(taken)
+    config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=k_dim, v_dim=v_dim, conv_width=4)
+    padded = triton.next_power_of_2(v_dim)
+    rings = dict(STATES, WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, DK=k_dim, DV=v_dim)
+    page, few = dict(PDL=False, TAIL=page_size, **rings), delta_window.stream_warps(config, page_size)
+    stages = delta_window.stream_stages(config, page_size, limit)
+    several = dict(DV_PADDED=padded, ENTRIES=4, ROWS=16, TILE=32, STAGES=3)
+    return max(
+        shared(delta_fold._fold_kernel, capability, "bf16", 4, 3, TILE=delta_fold.TILE,
+               TILES=-(-v_dim // delta_fold.TILE), WIDTH_PADDED=4, TAIL=32, **rings),
+        shared(delta_window._whole_kernel, capability, "bf16", 4, 3, DV_PADDED=padded, WARPS=4, **page),
+        shared(delta_window._streaming_kernel, capability, "bf16", few, 3, TILE=32, TILES=padded // 32, STAGES=stages,
+               **page),
+        shared(drafts_kernel, capability, "bf16", 4, 3, **several, **page),
+    )
 
 ways = {"chunk": chunk, "window": window, "latents": latents, "stored": stored, "expanded": expanded,
         "capped": capped, "linear": linear, "grouped": grouped, "prefill": prefill}
@@ -153,7 +157,7 @@ TIGHT = [
     ("capped", 90, 256),
     ("prefill", 120, 256),
     ("stored", 90, 0),
-    ("window", 89, 32, 3),
+    ("window", 89, 32, 3, 96, 192),
 ]
 OTHERS = [
     *(("linear", capability, 16, 4096, 12288) for capability in (80, 120)),
@@ -170,6 +174,7 @@ OTHERS = [
     *(("expanded", *row) for row in ((90, "bf16", 192, 256), (80, "bf16", 192, 256), (89, "bf16", 128, 128))),
     *(("expanded", *row) for row in ((89, "bf16", 192, 256), (89, "fp32", 192, 256))),
     *(("chunk", *row) for row in ((90, "bf16"), (89, "bf16"), (80, "bf16"), (120, "fp32"))),
+    ("window", 89, 32, 3),
     ("window", 90, 64, 3),
 ]
 

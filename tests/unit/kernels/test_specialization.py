@@ -27,6 +27,7 @@ CONSTANT = {
     "out_stride": "the same; where it is the rows of a step it must be unspecialised, see CHANGING",
     "q_stride": "a row of queries", "q_stride_t": "a row of queries", "q_stride_h": "a head",
     "qkv_stride": "a row of the projection", "stride": "a row of a table or of gate and up",
+    "gates_stride": "a row of the projection",
     "size": "outputs of gate, or of up",
     "kv_stride_page": "the pool's", "kv_stride_head": "the pool's", "kv_stride_token": "the pool's",
     "table_stride": "pages of a row, at most", "tokens_stride": "tokens of a row, at most",
