@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.taken_images import TakenImages
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.images.families import why_blind
 from minisgl_backend.images.front import ImageFront, SeenPrompt, open_front
 from minisgl_backend.images.local import local_sources, take_local_images
 from minisgl_backend.images.parts import asked_of_all, has_images, without_eyes
@@ -37,7 +38,7 @@ class PromptImages:
     ) -> None:
         self._model_dir, self._tokenizer, self._config = model_dir, tokenizer, config
         self._sees = config.encoder_cache_bytes > 0 and model.encoder is not None
-        self._why_not = model.why_no_images
+        self._why_not = why_blind(model_dir, model.why_no_images)
         self._taken = TakenImages()
 
     def close(self) -> None:

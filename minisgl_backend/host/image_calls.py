@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.images.families import family_of
+from minisgl_backend.images.families import family_of, why_blind
 from minisgl_backend.images.front import scarce_memory
 from minisgl_backend.models.config import ModelConfig
 
@@ -22,7 +22,8 @@ def images_told(config: EngineConfig, model: ModelConfig, folder: str | Path) ->
     model = model.reading(config.encoder_cache_bytes > 0)
     encoder = model.encoder
     if encoder is None:
-        return f"refused: {model.why_no_images}" if model.why_no_images else None
+        why_not = why_blind(folder, model.why_no_images)
+        return f"refused: {why_not}" if why_not else None
     try:
         family = family_of(folder)
     except ConfigError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.images.families import family_of
+from minisgl_backend.images.families import family_of, why_blind
 from minisgl_backend.images.parts import Source
 from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, PromptTokenizer
 from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
@@ -126,7 +126,7 @@ def open_front(
     """The front of a model that sees, and ""; else None, and why its images are refused, if there is a reason beside
     that it has no eyes. Its texts are served even so. Raises ConfigError for `max_image_tokens`."""
     if not sees:
-        return None, why_not
+        return None, why_blind(model_dir, why_not)
     try:
         return (
             ImageFront(

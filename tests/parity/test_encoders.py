@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
@@ -78,3 +79,21 @@ def test_slices_of_layers_change_no_bit(family: tuple[str, Any, Encoder]) -> Non
         encoder.run(state, layer, layer + 1)
         encoder.encode(pixels(*size, seed=2), grid)  # another image between two slices
     assert torch.equal(encoder.finish(state), whole)
+
+
+@torch.inference_mode()
+def test_names_of_transformers_4_are_read(tmp_path: Path) -> None:
+    """CLIP was in a module of its own."""
+    reference = save("llava", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()
+    }
+    tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(37)[None]
+    save_file(tensors, file)
+    config = ModelConfig.load(tmp_path)
+    assert config.encoder is not None
+    encoder = build_encoder(config.encoder, tmp_path, device=torch.device("cpu"), dtype=torch.float32, model="llava")
+    image = pixels(24, 24)
+    expected = expected_vectors("llava", reference, image)
+    torch.testing.assert_close(encoder.encode(image, (1, 0, 0)), expected, rtol=1e-5, atol=1e-5)

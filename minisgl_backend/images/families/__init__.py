@@ -53,3 +53,14 @@ def family_of(model_dir: str | Path) -> Family:
         return found.read(files)
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"the processor's files in {model_dir} cannot be read: {error}") from None
+
+
+def why_blind(model_dir: str | Path, why_not: str) -> str:
+    """`why_not` of a model whose images are not served; of a family whose images never are, the list of those that are
+    in its place."""
+    if why_not:
+        try:
+            family_of(model_dir)
+        except ConfigError as error:
+            return str(error)
+    return why_not

@@ -74,6 +74,20 @@ def test_tiles_and_refusals_are_told(tmp_path: Path) -> None:
     assert "vision_config.model_type" in str(told(tmp_path, llava, square))
 
 
+def test_families_that_see_elsewhere_are_refused_with_the_list(tmp_path: Path) -> None:
+    text = {**TEXT, "intermediate_size": 64, "vocab_size": 100, "num_key_value_heads": 8, "dtype": "bfloat16"}
+    text |= {
+        "max_position_embeddings": 128,
+        "num_local_experts": 4,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 64,
+    }
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    said = str(told(tmp_path, {**config, "vision_config": {"hidden_size": 32}}, {}))
+    assert said.startswith("refused: images are not served with model_type 'llama4' in config.json; allowed: gemma3,")
+    assert said.endswith("smolvlm")
+
+
 @pytest.mark.parametrize("name", ["InternVLChatModel", "LlavaLlamaForCausalLM"])
 def test_formats_of_publishers_own_are_refused_with_the_name_of_the_other(name: str) -> None:
     with pytest.raises(ConfigError, match=r"in transformers' format, (InternVL|Llava)ForConditionalGeneration"):

@@ -212,6 +212,27 @@ CASES = {
             "num_additional_image_tokens": 1,
         },
     ),
+    "llava_next with siglip": Case(  # Granite Vision 3
+        "llava_next",
+        LlavaNextImageProcessorPil,
+        {
+            **{"size": {"height": 384, "width": 384}, "crop_size": {"height": 384, "width": 384}},
+            "image_grid_pinpoints": [[384, 384 * a] for a in range(1, 11)] + [[768, 768], [1152, 384], [3840, 384]],
+        },
+        LlavaNextProcessor,
+        {"image_token": "<image>"},
+        config=SIGLIP,
+        processor={"patch_size": 14, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
+    ),
+    "llava with pixtral": Case(  # Pixtral 12B
+        "llava",
+        PixtralImageProcessorPil,
+        {"size": {"longest_edge": 1024}, "patch_size": {"height": 16, "width": 16}, "do_pad": False},
+        _pixtral_processor(),
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        config={"vision_config": {"model_type": "pixtral", "image_size": 1024, "patch_size": 16}},
+        processor={"patch_size": 16, "spatial_merge_size": 1},
+    ),
     "llava_onevision": Case(
         "llava_onevision",
         LlavaOnevisionImageProcessorPil,
