@@ -74,6 +74,9 @@ class AdapterSlots:
         self.served = tuple(ServedAdapter(name, number, one.digest) for number, (name, one) in numbered)
         for number in range(min(num_slots, len(adapters))):
             self.load(number + 1, number)
+        for count in self._kernels.row_counts:  # kernels are compiled now, not in the first step that needs them
+            for layer in {layout: layer for layer, layout in layouts.items()}.values():
+                self._try(layer, count)
 
     @property
     def num_slots(self) -> int:
@@ -86,6 +89,13 @@ class AdapterSlots:
     def load(self, slot: int, adapter: int) -> None:
         """The slot is this adapter's from now on, in stream order."""
         self._slots[slot - 1].copy_(self._adapters[adapter], non_blocking=True)
+
+    def _try(self, layer: AdaptedLinear, count: int) -> None:
+        """Adds what an adapter makes of so many rows, to nothing."""
+        size_out, size_in = layer.method.spec.shape
+        x, out = self._slots.new_zeros(count, size_in), self._slots.new_zeros(count, size_out)
+        assert layer.lora is not None, "it has room for adapters"
+        layer.lora.add_to(out, x, torch.ones(count, dtype=torch.int32, device=self._slots.device))
 
     def _check_base(self, adapter: AdapterTensors) -> None:
         """Raises ConfigError unless what the adapter has of the base is this model's."""

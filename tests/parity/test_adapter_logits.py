@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.adapters import slots as slots_module
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.tensors import AdapterTensors
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.lora.choose import LoraKernels
+from minisgl_backend.kernels.lora.reference import LoraFactors, add_lora
+from minisgl_backend.kernels.torch_ops import activate_mul
 from tests.adapter_folders import factors, merge, save_adapter, save_for
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
@@ -110,6 +114,24 @@ def test_a_slot_is_filled_anew_and_unused_ones_are_not_read(tmp_path: Path) -> N
         if getattr(layer, "lora", None) is not None:
             layer.lora.factors.a[1].fill_(torch.nan)
     assert torch.equal(logits(paged, {1: PROMPTS[0]}, [1])[1], expected)
+
+
+def test_kernels_are_launched_once_for_each_layout_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def noted(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factors: LoraFactors) -> None:
+        launched.append((*x.shape, factors.ends))
+        add_lora(out, x, slots, factors)
+
+    kernels = LoraKernels(noted, activate_mul, 16, torch.float32, (1, 512))
+    monkeypatch.setattr(slots_module, "choose_lora", lambda device, dtype: kernels)
+    save_checkpoint("llama", tmp_path / "base")
+    adapter = save_for(tmp_path / "adapter", reference_model(tmp_path / "base"), PROJECTIONS)
+    with_adapters(PagedModel(tmp_path / "base", page_size=4), [adapter])
+    counts = [count for count, _, _ in launched]
+    assert (counts, len(set(launched))) == ([1] * 4 + [512] * 4, len(launched))
 
 
 def test_a_weight_of_the_base_may_be_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ RANK_MULTIPLE = 16  # the least that a tensor core multiplies
 TILE_ROWS = 16
 _PART_INPUTS, _MOST_PARTS = 512, 16
 # Rows from which tiles are enough programs: one then adds up all parts of its rows.
-_MANY_ROWS = 512
+MANY_ROWS = 512
 
 
 def add_lora_gpu(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factors: LoraFactors) -> None:
@@ -27,7 +27,7 @@ def add_lora_gpu(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factor
     num_rows, size_in = x.shape
     rank, all_ranks = factors.rank, factors.a.shape[1]
     num_parts = min(_MOST_PARTS, next_power_of_2(max(size_in // _PART_INPUTS, 1)))
-    inside = num_parts if num_rows >= _MANY_ROWS else 1
+    inside = num_parts if num_rows >= MANY_ROWS else 1
     stored, tiles = num_parts // inside, cdiv(num_rows, TILE_ROWS)
     hidden = torch.empty(stored, num_rows, all_ranks, dtype=torch.float32, device=x.device)
     rank_block = next(size for size in (64, 32, 16) if rank % size == 0)
@@ -45,7 +45,7 @@ def add_lora_gpu(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factor
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x_ptr, a_ptr, slots_ptr, hidden_ptr, num_rows, stride_x, stride_a,
     SIZE_IN: tl.constexpr, ALL_RANKS: tl.constexpr, PART: tl.constexpr, INSIDE: tl.constexpr,
@@ -80,7 +80,7 @@ def _shrink_kernel(
         slot = tl.max(slots, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     hidden_ptr, b_ptr, slots_ptr, out_ptr, tiles_ptr, num_rows, stride_out, stride_b,
     ALL_RANKS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
