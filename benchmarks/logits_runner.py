@@ -244,11 +244,11 @@ class _TappedModel:
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.scores(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        return self._model.logits(hidden, slots)
 
-    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.decode_logits(hidden)
+    def decode_logits(self, hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        return self._model.decode_logits(hidden, slots)
 
     def parameters(self) -> Iterable[torch.Tensor]:
         return self._model.parameters()
