@@ -51,7 +51,11 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     never be."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
+    try:
+        memory = mmap.mmap(-1, math.prod(shape))
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"can't allocate memory: {math.prod(shape)} bytes") from error
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 class KVPool:
