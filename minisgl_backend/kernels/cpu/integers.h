@@ -107,12 +107,11 @@ struct Int4 {
     return bits;
   }
 
-  struct OfPlane {  // planes n and 4 + n of a unit, whose words take turns
+  struct OfPlane {  // planes n and 4 + n of a block of units, whose words take turns
     Ints zeros;
     Floats scales;
   };
-  static OfPlane of_plane(const Weight& w, long row, long u, int n) {
-    const long block = u / (w.plane / 16);
+  static OfPlane of_plane(const Weight& w, long row, long block, int n) {
     const long low = (block * 8 + n) * w.plane / w.block_size * w.rows + row;
     const long high = (block * 8 + 4 + n) * w.plane / w.block_size * w.rows + row;
     const int zero = w.zeros ? w.zeros[low] : 8, other = w.zeros ? w.zeros[high] : 8;
@@ -132,15 +131,20 @@ struct Int4 {
     for (auto& one : total) one = zeros();
     const long ahead = ahead_of<R>(w);
     const bool once = w.block_size % (4 * w.plane) == 0;  // planes 0 to 3 share a scale, and 4 to 7
-    for (long u = 0; u < units(w); u++) {
+    OfPlane of_planes[R][4];
+    for (long u = 0, block = 0, left = 0; u < units(w); u++, left--) {
+      if (left == 0) {
+        for (int r = 0; r < R; r++)
+          for (int n = 0; n < 4; n++) of_planes[r][n] = of_plane(w, rows[r], block, n);
+        block++, left = w.plane / 16;
+      }
       for (int r = 0; r < R; r++) {
         const uint8_t* const at = w.numbers + rows[r] * w.row_bytes + u * 64;
         _mm_prefetch((const char*)at + ahead, _MM_HINT_T0);
         const Ints words = load_ints(at);
-        OfPlane of = of_plane(w, rows[r], u, 0);
         Ints sums[M];
         for (auto& one : sums) one = no_ints();
-        const auto add_up = [&] {
+        const auto add_up = [&](const OfPlane& of) {
           for (int m = 0; m < M; m++) {
             const Floats scaled = mul(of.scales, all(scales[m][u]));
             total[r * M + m] = fma(floats(sums[m]), scaled, total[r * M + m]);
@@ -148,17 +152,16 @@ struct Int4 {
           }
         };
         const auto plane = [&](Ints numbers, int n) {
+          const OfPlane& of = of_planes[r][n];
           const Ints part = sub(numbers, of.zeros);
           for (int m = 0; m < M; m++) sums[m] = dot(sums[m], part, load_ints(xs[m] + u * kUnit + 32 * n));
-          if (once) return;
-          add_up();
-          if (n < 3) of = of_plane(w, rows[r], u, n + 1);
+          if (!once) add_up(of);
         };
         plane(nibbles_of<0>(words), 0);
         plane(nibbles_of<1>(words), 1);
         plane(nibbles_of<2>(words), 2);
         plane(nibbles_of<3>(words), 3);
-        if (once) add_up();
+        if (once) add_up(of_planes[r][0]);
       }
     }
     sums_of<R * M>(total, out);
