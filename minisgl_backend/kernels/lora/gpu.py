@@ -47,7 +47,7 @@ def add_lora_gpu(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factor
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
-    x_ptr, a_ptr, slots_ptr, hidden_ptr, num_rows, stride_x, stride_a,
+    x_ptr, a_ptr, slots_ptr, hidden_ptr, num_rows, x_stride, a_stride,
     SIZE_IN: tl.constexpr, ALL_RANKS: tl.constexpr, PART: tl.constexpr, INSIDE: tl.constexpr,
     ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_IN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _shrink_kernel(
     slot = tl.max(slots, axis=0)
     while slot > 0:
         mine = slots == slot
-        a_rows = a_ptr + (slot - 1).to(tl.int64) * stride_a + rank[None, :] * SIZE_IN
+        a_rows = a_ptr + (slot - 1).to(tl.int64) * a_stride + rank[None, :] * SIZE_IN
         total = tl.zeros([ROWS, RANK_BLOCK], tl.float32)
         for inside in range(INSIDE):
             first = (part * INSIDE + inside) * PART
@@ -67,7 +67,7 @@ def _shrink_kernel(
                 i = first + start + tl.arange(0, TILE_IN)
                 ok = (i < first + PART) & (i < SIZE_IN)
                 x = tl.load(
-                    x_ptr + rows.to(tl.int64)[:, None] * stride_x + i[None, :],
+                    x_ptr + rows.to(tl.int64)[:, None] * x_stride + i[None, :],
                     mask=mine[:, None] & ok[None, :],
                     other=0.0,
                 )
@@ -82,7 +82,7 @@ def _shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
-    hidden_ptr, b_ptr, slots_ptr, out_ptr, tiles_ptr, num_rows, stride_out, stride_b,
+    hidden_ptr, b_ptr, slots_ptr, out_ptr, tiles_ptr, num_rows, out_stride, b_stride,
     ALL_RANKS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -102,10 +102,10 @@ def _expand_kernel(
             for part in range(PARTS):
                 address = (part * num_rows + rows)[:, None] * ALL_RANKS + (ranks + rank)[None, :]
                 hidden += tl.load(hidden_ptr + address, mask=mine[:, None], other=0.0)
-            b_rows = b_ptr + (slot - 1).to(tl.int64) * stride_b + outputs[None, :] * RANK
+            b_rows = b_ptr + (slot - 1).to(tl.int64) * b_stride + outputs[None, :] * RANK
             b = tl.load(b_rows + rank[:, None], mask=(outputs < end)[None, :], other=0.0)
             acc = tl.dot(hidden, b.to(tl.float32), acc, input_precision=PRECISION)
-        out = out_ptr + rows.to(tl.int64)[:, None] * stride_out + outputs[None, :]
+        out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
         ok = mine[:, None] & (outputs < end)[None, :]
         sum = tl.load(out, mask=ok, other=0.0).to(tl.float32) + acc
         tl.store(out, sum.to(out_ptr.dtype.element_ty), mask=ok)
