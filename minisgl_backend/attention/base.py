@@ -312,7 +312,8 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not rotate")
 
     def allocate_graph(self, max_batch_size: int) -> None:  # noqa: B027
-        """Allocates, once, every buffer that captured graphs will read; none where the constructor's serve."""
+        """Allocates every buffer that captured graphs will read; none where the constructor's serve. Again for another
+        set of graphs: buffers that are large enough stay where they are."""
 
     def plan_capture(self, inputs: DecodeInputs) -> Plan:
         """The plan for the capture of this batch size; `inputs` has the static buffers."""

@@ -20,9 +20,10 @@ class BatchTables:
         return inputs.page_table[:, :pages].index_select(0, inputs.rows)
 
     def allocate(self, max_batch_size: int) -> None:
-        """The buffer of `gather_static`."""
-        shape = (max_batch_size, self._spec.max_pages_per_row)
-        self._static = torch.zeros(shape, dtype=torch.int32, device=self._spec.device)
+        """The buffer of `gather_static`, unless there is one already, which graphs may read."""
+        if self._static is None or len(self._static) < max_batch_size:
+            shape = (max_batch_size, self._spec.max_pages_per_row)
+            self._static = torch.zeros(shape, dtype=torch.int32, device=self._spec.device)
 
     def gather_static(self, inputs: DecodeInputs) -> torch.Tensor:
         """int32 [batch, max_pages_per_row], always at the same address."""

@@ -177,16 +177,17 @@ class FlashInferBackend(AttentionBackend):
         return _run(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        self._graph_indices = graph_indices(self.spec, max_batch_size)
+        self._graph_indices = graph_indices(self.spec, max_batch_size, self._graph_indices)
 
     def plan_capture(self, inputs: DecodeInputs) -> Any:
         batch, device = inputs.batch_size, self.spec.device
-        self.captured[batch] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=self._tensor_cores,
-            paged_kv_indptr_buffer=torch.zeros(batch + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buffer=self._graph_indices,
-            paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=device),
-        )  # fmt: skip
+        if batch not in self.captured:
+            self.captured[batch] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=self._tensor_cores,
+                paged_kv_indptr_buffer=torch.zeros(batch + 1, dtype=torch.int32, device=device),
+                paged_kv_indices_buffer=self._graph_indices,
+                paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=device),
+            )  # fmt: skip
         return self._plan_decode(self.captured[batch], inputs)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
@@ -227,7 +228,7 @@ class _PlannedBefore(AttentionBackend):
         return _run(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        self._graph_indices = graph_indices(self.spec, max_batch_size)
+        self._graph_indices = graph_indices(self.spec, max_batch_size, self._graph_indices)
 
     def plan_capture(self, inputs: DecodeInputs) -> Any:
         self.plan_replay(inputs)
@@ -253,9 +254,13 @@ def _run(layer: AttentionLayer, q: torch.Tensor, wrapper: Any) -> torch.Tensor:
     return out
 
 
-def graph_indices(spec: AttentionSpec, max_batch_size: int) -> torch.Tensor:
-    """Buffer for the page ids of a captured step's sequences, for all batch sizes."""
-    return torch.zeros(max_batch_size * spec.max_pages_per_row, dtype=torch.int32, device=spec.device)
+def graph_indices(spec: AttentionSpec, max_batch_size: int, before: torch.Tensor | None) -> torch.Tensor:
+    """Buffer for the page ids of a captured step's sequences, for all batch sizes: the one before if it is large
+    enough, since graphs may read it."""
+    size = max_batch_size * spec.max_pages_per_row
+    if before is not None and len(before) >= size:
+        return before
+    return torch.zeros(size, dtype=torch.int32, device=spec.device)
 
 
 def _zeros(spec: AttentionSpec) -> torch.Tensor:

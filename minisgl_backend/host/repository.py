@@ -24,7 +24,10 @@ def parse_options(given: Mapping[str, str]) -> dict[str, str]:
     values = {name: OPTIONS[name].parse(text) for name, text in given.items()}
     if "model" in values:
         values["model"] = _resolve_model(values["model"])
-    EngineConfig(**values)
+    config = EngineConfig(**values)
+    if values.get("adapters"):  # as the model's, from wherever the server is started
+        folders = {name: os.path.abspath(os.path.expanduser(folder)) for name, folder in config.adapter_folders.items()}
+        values["adapters"] = ",".join(f"{name}={folder}" for name, folder in folders.items())
     return {name: _parameter_text(value) for name, value in values.items()}
 
 

@@ -195,9 +195,21 @@ def data_of_url(url: str, name: str) -> bytes:
     payload = url.lstrip()[head.end() :]
     is_base64 = any(one.strip().lower() == "base64" for one in head[1].split(";")[1:])
     if "%" in payload or not is_base64:
-        data = unquote_to_bytes(payload)
+        data = _unquoted(payload)
         return _base64(data, name) if is_base64 else _bounded(data, name)
     return base64_data(payload, name)
+
+
+def _unquoted(payload: str) -> bytes:
+    """Percent-encoding decoded, in pieces: between them other threads run, and few objects stand at a time."""
+    raw, pieces, at = payload.encode("utf-8", "replace"), [], 0
+    while at < len(raw):
+        end = at + _PIECE
+        cut = raw.rfind(b"%", end - 2, end)  # so that no escape is cut
+        end = cut if cut > at else end
+        pieces.append(unquote_to_bytes(raw[at:end]))
+        at = end
+    return b"".join(pieces)
 
 
 def base64_data(text: str | bytes, name: str) -> bytes:

@@ -45,7 +45,7 @@ class Endpoint:
         self.settings = settings
         self.files = FileStore(Path(settings.files_folder, FILES), settings.max_files_bytes)
         self.batches = BatchStore(Path(settings.files_folder, BATCHES))
-        self.images = ImageSources(self.files, settings.media_domains)
+        self.images = ImageSources(self.files if settings.max_files_bytes else None, settings.media_domains)
         self._num_requests = 0
         self._background: list[Callable[[], Work]] = []
         self._tasks: set[asyncio.Task[None]] = set()

@@ -6,48 +6,66 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.fetch import ImageFetcher
 from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, loaded
 from minisgl_backend.openai.batches.files import FileStore
-from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.storage import storage_error
 
 _WEB = ("http:", "https:")
+_MAX_BYTES = 64 << 20  # of a request's images by URL and file: as a body with images may have
+_MAX_AT_ONCE = 16  # requests whose images are read
 
 
 class ImageSources:
     """Of one endpoint."""
 
-    def __init__(self, files: FileStore, media_domains: Sequence[str]) -> None:
-        """media_domains: hosts from which images are fetched; none: no URL is."""
+    def __init__(self, files: FileStore | None, media_domains: Sequence[str]) -> None:
+        """files: where uploads are kept; media_domains: hosts from which images are fetched; none: no URL is."""
         self._files = files
         self._fetcher = ImageFetcher(media_domains) if media_domains else None
+        self._room = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def load(self, sources: Sequence[Source]) -> list[Source]:
         """The same with their data. Raises ApiError for the first that cannot be had."""
-        web = [one for one in sources if self._fetcher is not None and one.url.lstrip()[:6].lower().startswith(_WEB)]
         try:
-            fetched = {}
-            if self._fetcher is not None and web:
-                data = await self._fetcher.fetch_all([(one.name, one.url.strip()) for one in web])
-                fetched = {one.name: each for one, each in zip(web, data, strict=True)}
-            return [
-                replace(one, data=fetched[one.name], url="") if one.name in fetched else await self._read(one)
-                for one in sources
-            ]
+            if all(one.url[:5].lower() == "data:" for one in sources):
+                return [await asyncio.to_thread(loaded, one) for one in sources]
+            async with self._room:
+                return await self._read(sources)
+        except CapacityError as error:
+            raise ApiError(429, str(error), code="queue_full") from None
         except InvalidRequestError as error:
             raise invalid(str(error).partition(" ")[0].partition("[")[0], str(error)) from None
 
-    async def _read(self, source: Source) -> Source:
-        if not source.file_id:
-            return await asyncio.to_thread(loaded, source)
+    async def _read(self, sources: Sequence[Source]) -> list[Source]:
+        found = list(sources)
+        web = [number for number, one in enumerate(sources) if one.url.lstrip()[:6].lower().startswith(_WEB)]
+        if self._fetcher is not None and web:
+            urls = [(sources[number].name, sources[number].url.strip()) for number in web]
+            for number, data in zip(web, await self._fetcher.fetch_all(urls, _MAX_BYTES), strict=True):
+                found[number] = replace(sources[number], data=data, url="")
+        total = 0
+        for number, one in enumerate(found):
+            found[number] = await (self._of_file(one) if one.file_id else asyncio.to_thread(loaded, one))
+            total += len(found[number].data)
+            if total > _MAX_BYTES:
+                raise InvalidRequestError(
+                    f"{one.name} brings the request's images to {total} bytes; allowed: {_MAX_BYTES}"
+                )
+        return found
+
+    async def _of_file(self, source: Source) -> Source:
         try:
-            found = await asyncio.to_thread(self._files.find, source.file_id)
-            if found is None:
+            found = None if self._files is None else await asyncio.to_thread(self._files.find, source.file_id)
+            if self._files is None or found is None:
                 raise FileNotFoundError
             if found["bytes"] > MAX_FILE_BYTES:
                 raise InvalidRequestError(f"{source.name} has {found['bytes']} bytes; allowed: {MAX_FILE_BYTES}")
             data = await asyncio.to_thread(self._files.data(source.file_id).read_bytes)
-        except OSError:
+        except FileNotFoundError:
             raise InvalidRequestError(f"{source.name} is {source.file_id!r:.100}, which is no file here") from None
+        except OSError as error:
+            raise storage_error("files cannot be read", error) from None
         return replace(source, data=data, file_id="")

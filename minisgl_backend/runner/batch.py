@@ -270,7 +270,7 @@ class BatchBuilder:
         if self._states is not None:
             self._states.apply(host.plan.step, arrays)
         if self._adapters is not None:
-            self._adapters.apply(arrays)
+            self._adapters.apply(host.plan, arrays)
         self._apply(host, arrays)
         prefill = host.prefill
         batch = len(host.decode_rows)
@@ -312,7 +312,7 @@ class BatchBuilder:
         if self._vectors is not None:
             self._vectors.admit_plain(admitted.row)
         if self._adapters is not None:
-            self._adapters.apply(arrays)
+            self._adapters.apply(host.plan, arrays)
         self._reset_sampling(host)
         return StepTensors(
             plan=host.plan,

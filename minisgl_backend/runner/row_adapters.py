@@ -41,11 +41,12 @@ class RowAdapters:
         rows = rows[self._host[rows] != self._uploaded[rows]]
         return {"adapter_rows": rows, "adapter_slots": self._host[rows]} if len(rows) else {}
 
-    def apply(self, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Brings the device's table up to date, in stream order; never waits."""
+    def apply(self, plan: StepPlan, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Brings the device's table up to date with the plan's rows, in stream order; never waits."""
         if "adapter_rows" in arrays:
             self._slots.index_copy_(0, arrays["adapter_rows"].long(), arrays["adapter_slots"])
-            self._uploaded[:] = self._host
+            rows = [one.row for one in plan.admitted]
+            self._uploaded[rows] = self._host[rows]
 
     def slots_of(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: int32 [num_rows] -> int32 [num_rows]."""

@@ -155,7 +155,9 @@ class Scheduler:
         if drafting is not None and in_flight and drafting.waits(in_flight[-1], self._planner.prompts_wait):
             return None
         if self._held is not None and (victims := self._held.open_slots(self._running.rows.sequences, now)):
-            self._planner.preemption.for_adapter(victims)
+            # Who has not sampled since it got its row would begin anew: each turn brings a token.
+            sampled = self._running.rows.sampled
+            self._planner.preemption.for_adapter([one for one in victims if sampled[one.row]])
         plan = self._planner.plan(self._next_step)
         if plan is None:
             return None

@@ -154,8 +154,8 @@ def test_errors_in_anthropics_shape(endpoint: Endpoint, client: anthropic.Anthro
         client.messages.create(model="demo", max_tokens=5, messages=MESSAGES, extra_body={"temperature": 1000})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model="demo", max_tokens=5, messages=[{"role": "user", "content": "word " * 9000}])
-    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type is 'image'"):
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    with pytest.raises(anthropic.BadRequestError, match="this model has no image encoder"):
         client.messages.create(model="demo", max_tokens=5, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=endpoint.url, api_key="wrong", max_retries=0).messages.create(

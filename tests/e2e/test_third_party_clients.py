@@ -119,7 +119,7 @@ def test_end_to_end_client_gets_json(server: Server) -> None:
     [
         (("-b", 2), "beam_width is 2; allowed: 1"),
         (("--embedding-bias-words", "a", "--embedding-bias-weights", "1"), "embedding_bias_w"),
-        (("--lora-task-id", "3"), "lora_task_id is not served: this server has no LoRA"),
+        (("--lora-task-id", "3"), "lora_task_id is not served: name an adapter of the server by lora_name"),
         (("--return-context-logits",), "context_logits"),
     ],
 )
@@ -240,12 +240,12 @@ def test_vllm_sample_client(server: Server, tmp_path: Path, options: tuple[objec
     assert answers[0].startswith(QUESTION) == (not options)
 
 
-def test_vllm_sample_client_hears_that_there_is_no_lora(server: Server, tmp_path: Path) -> None:
+def test_vllm_sample_client_hears_that_there_are_no_adapters(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(QUESTION, encoding="utf-8")
     files = ("--input-prompts", prompts, "--results-file", tmp_path / "results.txt")
     output = run(VLLM / "client.py", "-u", f"127.0.0.1:{server.grpc}", *files, "-l", "mine")
-    assert "lora_name is not served: this server has no LoRA" in output
+    assert "lora_name is 'mine', which is not served; allowed: none, as adapters are off" in output
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,7 @@ def _ask_alone(llm: LLM, request: RandomRequest) -> list[RandomAnswer]:
 
 NOT_DRAWN = {"bad_words", "skip_special_tokens", "include_stop_str_in_output"}  # of texts alone
 NOT_DRAWN |= {"thinking_token_budget", "thinking_tags"}  # of models that think
+NOT_DRAWN |= {"lora_name"}  # of servers with adapters
 
 
 def test_requests_differ() -> None:

@@ -43,19 +43,20 @@ class FlashInferLatentBackend(TritonPrefillBackend):
         return attended
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        self._graph_indices = graph_indices(self.spec, max_batch_size)
+        self._graph_indices = graph_indices(self.spec, max_batch_size, self._graph_indices)
 
     def plan_capture(self, inputs: DecodeInputs) -> Any:
         batch, device = inputs.batch_size, self.spec.device
-        self._captured[batch] = self._wrapper(
-            self._workspace,
-            use_cuda_graph=True,
-            qo_indptr=torch.zeros(batch + 1, dtype=torch.int32, device=device),
-            kv_indptr=torch.zeros(batch + 1, dtype=torch.int32, device=device),
-            kv_indices=self._graph_indices,
-            kv_len_arr=torch.zeros(batch, dtype=torch.int32, device=device),
-            backend=self.kernels,
-        )
+        if batch not in self._captured:
+            self._captured[batch] = self._wrapper(
+                self._workspace,
+                use_cuda_graph=True,
+                qo_indptr=torch.zeros(batch + 1, dtype=torch.int32, device=device),
+                kv_indptr=torch.zeros(batch + 1, dtype=torch.int32, device=device),
+                kv_indices=self._graph_indices,
+                kv_len_arr=torch.zeros(batch, dtype=torch.int32, device=device),
+                backend=self.kernels,
+            )
         return self._plan(self._captured[batch], inputs)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:

@@ -87,8 +87,7 @@ class FlashMLABackend(TritonPrefillBackend):
     def plan_capture(self, inputs: DecodeInputs) -> _Plan:
         tiles, num_splits = self._metadata(inputs.kv_lens, self.group.num_q_heads, 1)
         plan = _Plan(inputs.kv_lens, self._tables.gather_static(inputs), tiles, num_splits)
-        self._captured[inputs.batch_size] = plan
-        return plan
+        return self._captured.setdefault(inputs.batch_size, plan)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         plan = self._captured[inputs.batch_size]

@@ -11,12 +11,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import minisgl_backend
+from minisgl_backend.config import read_adapters
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.addresses import is_loopback, reached_at
@@ -183,6 +184,8 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
         model = Path(parameters["model"])
         values["served_model_name"] = values["served_model_name"] or [name_of(model)]
         parameters["model"] = str(ascii_links(model))
+    if adapters := read_adapters(parameters.get("adapters", "")):
+        _check_adapters(adapters, values["served_model_name"] or [Path(parameters.get("model", "")).name])
     endpoint = None
     if values["openai_port"]:
         endpoint = endpoint_of(
@@ -194,6 +197,12 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
     return Arguments(settings, endpoint, parameters)
+
+
+def _check_adapters(adapters: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises ConfigError where an adapter could not be asked for."""
+    if both := sorted(adapters.keys() & set(names)):
+        raise ConfigError(f"adapters names {both[0]!r}, which is the model's own name; allowed: other names")
 
 
 def open_ports_warning(arguments: Arguments) -> str | None:

@@ -123,7 +123,7 @@ def _part_text(part: Any, name: str) -> str:
         return part
     if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
         kind = part.get("type") if isinstance(part, dict) else part
-        raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: text (this server has no other inputs)")
+        raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: text, and image_url where the model sees")
     text = part.get("text", part.get("refusal"))
     if not isinstance(text, str):
         raise wrong(f"{name}.text", f"is {shown(text)}; allowed: a text")

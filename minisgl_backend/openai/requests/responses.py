@@ -175,8 +175,8 @@ class ResponsesRequest(Sampling):
 
     def _messages(self, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        for item in earlier:
-            _add(item, "previous_response_id", messages)
+        for number, item in enumerate(earlier):
+            _add(item, f"previous_response_id[{number}]", messages)
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for number, item in enumerate(self.input):

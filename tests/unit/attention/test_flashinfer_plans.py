@@ -151,10 +151,13 @@ def test_captured_sizes_share_their_memory_and_keep_their_plans(pair: AttentionP
     pool = Pool(pair.spec)
     pair.allocate_graph(4)
     plans = {size: pair.plan_capture(pool.decode([1] * size)) for size in (4, 2)}
-    for kv_lens in ([90, 3], [17, 100, 64, 65], [91, 4]):
+    pair.allocate_graph(3)  # of another set of graphs, as where there are adapters
+    others = {size: pair.plan_capture(pool.decode([1] * size)) for size in (2, 1)}
+    for kv_lens in ([90, 3], [17, 100, 64, 65], [91, 4], [5]):
         decode = pool.decode(kv_lens)
         pair.plan_replay(decode)
-        check(pair, pool, plans[len(kv_lens)], None, decode)
+        for plan in (one[len(kv_lens)] for one in (plans, others) if len(kv_lens) in one):
+            check(pair, pool, plan, None, decode)
         check(pair, pool, pair.plan(None, decode), None, decode)  # a step of another kind between them
     decoding = [one for one in Wrapper.made if isinstance(one, Decode)]
     assert len({one._int_workspace_buffer.data_ptr() for one in decoding}) == 2, "one of each window"

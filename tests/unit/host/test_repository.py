@@ -45,6 +45,13 @@ def parameters_of(config: str) -> dict[str, str]:
     return parameters
 
 
+def test_folders_are_those_of_the_one_who_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    found = parse_options({"adapters": "a=./one, b=~/two,c=/three"})
+    assert found["adapters"] == f"a={tmp_path}/one,b=/home/ada/two,c=/three"
+
+
 def test_of_two_entries_the_last_one_counts() -> None:
     config = set_parameters(CONFIG, {"page_size": "16", "attention_backend": "fa,fi"})
     assert parameters_of(config) == {"model": "demo", "page_size": "16", "attention_backend": "fa,fi"}

@@ -175,6 +175,17 @@ def test_a_model_name_that_is_no_unicode_is_refused_at_start(name: str) -> None:
         parse_arguments(["--served-model-name", name])
 
 
+@pytest.mark.parametrize("names", [["--served-model-name", "one", "sql"], ["--model", "sql"]])
+def test_an_adapter_with_the_models_name_could_not_be_asked_for(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sql").mkdir()
+    (tmp_path / "sql" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="adapters names 'sql', which is the model's own name"):
+        parse_arguments([*names, "--adapters", "a=/a,sql=/b"])
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_ipv6_hosts_are_written_as_each_door_wants_them(host: str) -> None:
     settings = parse_arguments(["--host", host]).server

@@ -56,6 +56,7 @@ def test_round_trip() -> None:
         fold_targets=ints(2, 3),
         fold_borders=ints(8, 4),
         freed_vectors=(b"gone",),
+        adapter_loads=((1, 7), (2, 3)),
         encode=(EncodeSlice(3, b"key", IMAGE, 0, 2, 1),),
     )
     decisions = StepDecisions(
@@ -71,9 +72,10 @@ def test_round_trip() -> None:
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
     assert copy.draft_tokens.tolist() == [-1, 7]
     assert (copy.freed_vectors, copy.encode) == (plan.freed_vectors, plan.encode)
+    assert copy.adapter_loads == plan.adapter_loads
     assert (copy.num_proposed, copy.num_proposing) == (3, 1)
     arrays = [name for name in StepPlan.__struct_fields__ if isinstance(getattr(plan, name), np.ndarray)]
-    assert len(arrays) == len(StepPlan.__struct_fields__) - 8, "the others are compared one by one"
+    assert len(arrays) == len(StepPlan.__struct_fields__) - 9, "the others are compared one by one"
     for name in arrays:
         assert len(getattr(plan, name)), f"{name}: only what is there can be lost"
         assert getattr(copy, name).dtype == getattr(plan, name).dtype

@@ -31,6 +31,10 @@ async def slowly(path: str, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
 
 
+async def bare(path: str, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1\r\n\r\n")
+
+
 async def without_end(path: str, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     while not writer.is_closing():
@@ -55,6 +59,8 @@ PAGES: dict[str, Answer] = {
     "/packed": reply(f"{OK}\r\nContent-Encoding: gzip", PICTURE),
     "/gone": reply("404 Not Found"),
     "/busy": reply("429 Too Many Requests"),
+    "/empty": bare,
+    "/crumbs": reply("200 OK\r\nTransfer-Encoding: chunked", b"1\r\nA\r\n" * 40_000),
     "/noise": reply("\x00\x01"),
     "/head": reply("200 OK\r\nX: " + "y" * 40_000),
     "/slow": slowly,
@@ -148,6 +154,9 @@ def test_an_image_is_read_however_its_end_is_told(page: str) -> None:
         ("http://open.example/gone", "status 404"),
         ("http://open.example/busy", "status 429"),
         ("http://open.example/noise", "ValueError"),
+        ("http://open.example/empty", "IndexError"),
+        ("http://open.example/crumbs", "chunks"),
+        ("http://a\\.open.example/length", "a host"),
         ("http://open.example/head", "head of more than"),
         ("http://open.example/" + "a" * 9000, "more than 8192"),
     ],
@@ -187,10 +196,35 @@ def test_equal_urls_at_a_time_are_fetched_once() -> None:
     async def run() -> tuple[list[bytes], Web]:
         async with Web() as web:
             urls = [(f"part {number}", "http://open.example/length") for number in range(20)]
-            return await web.fetcher().fetch_all(urls), web
+            return await web.fetcher().fetch_all(urls, 1 << 20), web
 
     found, web = asyncio.run(run())
     assert (set(found), len(found), web.num_resolved, len(web.asked)) == ({PICTURE}, 20, 1, 1)
+
+
+def test_all_images_of_a_request_are_bounded() -> None:
+    async def run() -> list[bytes]:
+        async with Web() as web:
+            return await web.fetcher().fetch_all([("a", "http://open.example/length")] * 3, 2 * len(PICTURE))
+
+    with pytest.raises(InvalidRequestError, match="a brings the request's images to"):
+        asyncio.run(run())
+
+
+def test_a_fetch_ends_with_the_last_who_waits() -> None:
+    async def run() -> None:
+        async with Web() as web:
+            fetcher = web.fetcher()
+            waiting = [asyncio.create_task(fetcher.fetch("http://open.example/slow", "x")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            waiting[0].cancel()
+            await asyncio.sleep(0.05)
+            assert len(fetcher._running) == 1
+            waiting[1].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert not fetcher._running
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -198,7 +232,8 @@ def test_equal_urls_at_a_time_are_fetched_once() -> None:
     [
         *("127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "0.0.0.0", "100.64.0.1", "224.0.0.1", "0x7f.1"),
         *("::1", "fe80::1%eth0", "fc00::1", "::ffff:10.0.0.1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:a00:1::"),
-        "2001:0:1:2:3:4:5:6",
+        *("2001:0:1:2:3:4:5:6", "fec0::2", "::7f00:1", "::ffff:0:a00:1", "64:ff9b:1::a9fe:a9fe"),
+        *("168.63.129.16", "192.0.0.192", "3fff::1"),
     ],
 )
 def test_private_addresses_in_every_form(address: str) -> None:
