@@ -45,6 +45,11 @@ class RowStates:
         return self._slots.num_slots
 
     @property
+    def version(self) -> int:
+        """Until it changes, what did not `fit` does not fit."""
+        return self._slots.version
+
+    @property
     def num_free(self) -> int:
         return self._slots.num_free
 

@@ -26,6 +26,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_evictable = 0  # cached and without a user
+        self.version = 0  # incremented whenever `num_available` may have grown
         self._pool = PagePool(num_slots)
         self._nodes = np.empty(num_slots + 1, dtype=object)  # the node of a cached state
         self.is_cached = np.zeros(num_slots + 1, dtype=np.bool_)  # others only read it
@@ -93,6 +94,7 @@ class StateSlots:
         """Ends one use of a slot. A slot that is neither cached nor used by others is free."""
         assert self._users[slot] > 0, "a use ends once"
         self._users[slot] -= 1
+        self.version += self._users[slot] <= self._is_owned[slot]  # the last use, or the last but the owner's
         if self._users[slot]:
             return
         if self.is_cached[slot]:

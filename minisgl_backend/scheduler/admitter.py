@@ -17,6 +17,7 @@ from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 # The least length of a chunk that does not end its prompt, unless it is the step's first: shorter ones cost a step more
 # than they compute. Chunks of background requests may be shorter.
 MIN_LATER_CHUNK, MIN_LATER_BACKGROUND_CHUNK = 64, 8
+NEVER = (-1, -1, -1)
 
 
 def chunk_end(sequence: Sequence, start: int, budget: int, builder: StepPlanBuilder, multiple: int = 1) -> int:
@@ -50,18 +51,18 @@ class Admitter:
         self._preemption = preemption
         self._shares = shares
         self._forecast: Forecast | None = None  # for this round, made when first needed
-        self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
+        self._refused_at = NEVER  # versions at which the last admission failed
         self.num_admissions = 0
         self.prompt_tokens = 0  # of requests at their first admission
         self.cached_tokens = 0  # those of them that the prefix cache supplied
         self.state_misses = 0  # those that it had pages of, but no state behind them
 
     def may_admit(self) -> bool:
-        """Whether an admission can succeed: a sequence waits, a row is free, and pages or the queue have changed since
-        the last attempt failed."""
+        """Whether an admission can succeed: a sequence waits, a row is free, and pages, slots of states or the queue
+        have changed since the last attempt failed."""
         if not (self._queue.num_tokens and self._running.rows.num_free):
             return False
-        return self._refused_at != (self._running.kv.version, self._queue.version)
+        return self._refused_at != self._versions()
 
     def preempt_for_priority(self) -> None:
         """Preempts background sequences where another one waits for a row or for pages."""
@@ -71,7 +72,7 @@ class Admitter:
         self._begin_round()
         head = queue.head()
         if head is not None and not head.is_background and self._preemption.for_priority(head, self._fits):
-            self._refused_at = (-1, -1)
+            self._refused_at = NEVER
 
     def preempt_for_fair_share(self, shares: FairShares) -> None:
         """Preempts where a tenant below its guaranteed rows waits for a row or for pages."""
@@ -83,7 +84,7 @@ class Admitter:
         self._begin_round()
         head = self._queue.head()
         if head is not None and self._preemption.for_fair_share(head, shares, self._fits):
-            self._refused_at = (-1, -1)
+            self._refused_at = NEVER
 
     def admit(self, builder: StepPlanBuilder, budget: int, step: int, background: bool | None) -> None:
         """Admits the queue's first sequences while `budget` prompt tokens and rows are left. `background`: True: only
@@ -103,6 +104,11 @@ class Admitter:
             else:
                 running.plan_encoding(sequence, step)
             budget -= end - start + spent
+
+    def _versions(self) -> tuple[int, int, int]:
+        """Of pages, of slots of states, and of the queue: what was refused may fit once one has changed."""
+        kv = self._running.kv
+        return kv.version, 0 if kv.states is None else kv.states.version, self._queue.version
 
     def _begin_round(self) -> None:
         if self._shares is not None:
@@ -134,7 +140,7 @@ class Admitter:
         if too_short or not self._fits(sequence, new_pages):
             kv.unmatch(match)
             if not too_short:  # else the next step's budget may be enough
-                self._refused_at = (kv.version, self._queue.version)
+                self._refused_at = self._versions()
             return None
         self._queue.remove(sequence)
         if not sequence.resumed and sequence.reports_prompt:  # pages shared with siblings are not counted as cache hits

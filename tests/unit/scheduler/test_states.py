@@ -220,6 +220,18 @@ def test_rows_that_fold_together_use_no_slot_that_one_of_them_reads(num_slots: i
     assert served.runner.states.num_folds > 20
 
 
+def test_a_prompt_refused_for_want_of_a_slot_starts_when_one_is_free() -> None:
+    """The first chunk reads the only other slot, and publishes no page when it is committed."""
+    served = Served(limits(num_state_slots=2))
+    served.ask(text(0, 40))
+    served.add([*text(0, 40), *text(1, 5)], max_tokens=200)
+    second = served.add(text(2, 40))
+    for _ in range(5):
+        served.loop.step()
+    assert served.cached(second) == 0
+    served.loop.run()
+
+
 def test_a_row_that_finds_no_slot_takes_its_own_back_out_of_the_cache() -> None:
     served = Served(limits(num_state_slots=2))
     for uid in range(2):
