@@ -48,11 +48,11 @@ def _parts(layers: Iterable[LayerPlace], page_size: int) -> dict[int, tuple[int,
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """uint8; on a CPU memory that the system gives, as zeros, where it is first written: that of a pool's pages may
-    never be."""
+    never be. It is this process's own: shared memory is limited and counted otherwise."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     try:
-        memory = mmap.mmap(-1, math.prod(shape))
+        memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"can't allocate memory: {math.prod(shape)} bytes") from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
