@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +86,20 @@ def has_bfloat16_units() -> bool:
     return found is not None and "avx512_bf16" in found.needs
 
 
+class CpuLibrary(ctypes.CDLL):
+    """Its functions are those of _ARGUMENTS."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.recorded = threading.Lock()  # held while functions are replaced: by one Recording of the process
+
+
 @dataclass(frozen=True)
 class CpuKernels:
     """The functions of SOURCES. `library`: None where there are none; `refusal` then says why, else "".
     `instructions`: the name of the InstructionSet that they were compiled for."""
 
-    library: ctypes.CDLL | None
+    library: CpuLibrary | None
     refusal: str
     instructions: str = ""
 
@@ -133,7 +142,7 @@ def cpu_kernels() -> CpuKernels:
     return missing
 
 
-def cpu_library() -> ctypes.CDLL | None:
+def cpu_library() -> CpuLibrary | None:
     """The functions of SOURCES; None where this processor or machine has none."""
     return cpu_kernels().library
 
@@ -153,7 +162,7 @@ def _compilers() -> list[tuple[str, ...]]:
     return list(found.values())
 
 
-def _library(compiler: tuple[str, ...], instructions: InstructionSet) -> ctypes.CDLL:
+def _library(compiler: tuple[str, ...], instructions: InstructionSet) -> CpuLibrary:
     """The cached library where it can be loaded; else it is compiled, cached if that is possible, and loaded."""
     kept = _kept_file(compiler, instructions)
     if kept is not None and _is_own(kept, stat.S_ISREG) and _is_whole(kept):
@@ -172,9 +181,9 @@ def _library(compiler: tuple[str, ...], instructions: InstructionSet) -> ctypes.
         raise _FailedError(f"no folder to compile in: {error}") from error
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
+def _loaded(path: Path) -> CpuLibrary:
     try:
-        library = ctypes.CDLL(str(path))
+        library = CpuLibrary(str(path))
         for name, types in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 
+from minisgl_backend.kernels.cpu.library import CpuLibrary
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.choose import CPU_LANES
@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "silu": 1, "g
 class CpuOps(TorchOps):
     """See `Ops`. Number formats of more than 16 bits use torch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: CpuLibrary) -> None:
         self.library, self.facts = library, DeviceFacts.of(torch.device("cpu"))
 
     def rms_norm(

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minisgl_backend.kernels.cpu.library import CpuLibrary
+
 _WORDS, _NUMBERS = 16, 2  # integers and pointers of a call, at most, and floats
 # Operations whose results depend on more than shapes: what Python does next may be another thing then. The last two
 # are what torch does first where a tensor becomes numbers of the host.
@@ -43,10 +45,10 @@ class Recording(TorchDispatchMode):
 
     refusal: str | None = None  # what cannot be computed again without Python; None: nothing of it
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: CpuLibrary) -> None:
         super().__init__()
         self._library, self._thread = library, threading.get_ident()
-        self._functions = {name: one for name, one in vars(library).items() if name.startswith("minisgl_")}
+        self._functions: dict[str, Any] = {}  # what the library's are, while this is in their place
         self._steps: list[Callable[[], object]] = []
         self._calls: list[_Call] = []  # since the last of `_steps`
         self._kept: list[object] = []  # what owns memory whose addresses are in calls
@@ -57,16 +59,30 @@ class Recording(TorchDispatchMode):
         return False  # of this mode itself: torch would import its compiler, which takes a second
 
     def __enter__(self) -> Recording:
-        for name, function in self._functions.items():
-            setattr(self._library, name, partial(self._call, function))
-        super().__enter__()
+        self._library.recorded.acquire()
+        try:
+            for name, function in list(vars(self._library).items()):
+                if name.startswith("minisgl_") and name != "minisgl_replay":  # which calls of steps are bound to
+                    self._functions[name] = function
+                    setattr(self._library, name, partial(self._call, function))
+            super().__enter__()
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        try:
+            super().__exit__(*error)
+        finally:
+            self._restore()
+        self._end_calls()
+
+    def _restore(self) -> None:
         for name, function in self._functions.items():
             setattr(self._library, name, function)
-        self._end_calls()
+        self._functions.clear()
+        self._library.recorded.release()
 
     def replay(self) -> None:
         """Computes the step again, on the thread's own: nothing else may compute meanwhile."""
@@ -75,7 +91,7 @@ class Recording(TorchDispatchMode):
 
     def repeats(self, out: torch.Tensor) -> bool:
         """Whether a replay computes `out` again, to the bit, if all that was made for it is lost: whether nothing that
-        it needs was computed elsewhere."""
+        it needs was computed elsewhere. Where it does not, what the step has computed is overwritten."""
         expected = out.view(torch.uint8).clone()
         for made in self._made:
             ctypes.memset(made.untyped_storage().data_ptr(), 255, made.untyped_storage().nbytes())

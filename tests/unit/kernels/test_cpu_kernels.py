@@ -17,7 +17,13 @@ from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu import sources
-from minisgl_backend.kernels.cpu.library import INSTRUCTION_SETS, cpu_kernels, cpu_library, instruction_set
+from minisgl_backend.kernels.cpu.library import (
+    INSTRUCTION_SETS,
+    CpuLibrary,
+    cpu_kernels,
+    cpu_library,
+    instruction_set,
+)
 from minisgl_backend.kernels.cpu.ops import HALF, CpuOps
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.call import GemmCall
@@ -265,14 +271,13 @@ def test_where_nothing_can_be_kept_they_are_compiled_at_each_start(
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         another_start.symlink_to(tmp_path / "elsewhere")
     else:
-        load = ctypes.CDLL
 
-        def refuse(name: str) -> ctypes.CDLL:
+        def refuse(name: str) -> CpuLibrary:
             if Path(name).parent == another_start:
                 raise OSError("failed to map segment from shared object")
-            return load(name)
+            return CpuLibrary(name)
 
-        monkeypatch.setattr(ctypes, "CDLL", refuse)
+        monkeypatch.setattr("minisgl_backend.kernels.cpu.library.CpuLibrary", refuse)
     before = sorted(tmp_path.rglob("*"))
     assert cpu_library() is not None
     if place != "nothing runs there":

@@ -124,3 +124,56 @@ def test_another_threads_calls_are_its_own(ops: CpuOps) -> None:
     out.zero_()
     recording.replay()
     assert not out.any()
+
+
+def test_replays_add_nothing(ops: CpuOps) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(ops.rms_norm(x, WEIGHT, 1e-5) + BIAS, WEIGHT, 1e-5) + BIAS
+
+    recording, _ = recorded(ops, step, torch.randn(4, 64).bfloat16())
+    kept = len(recording._kept)
+    for _ in range(3):
+        with torch.inference_mode():
+            recording.replay()
+    assert not recording._calls
+    assert len(recording._kept) == kept
+
+
+def test_two_threads_record_one_after_the_other(ops: CpuOps) -> None:
+    before, began, ended = ops.library.minisgl_rms_norm, threading.Event(), threading.Event()
+    x, other = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    found: list[tuple[Recording, torch.Tensor]] = []
+
+    def of_other(x: torch.Tensor) -> torch.Tensor:
+        began.set()
+        ended.wait(10)
+        return ops.rms_norm(x, BIAS, 1e-5)
+
+    thread = threading.Thread(target=lambda: found.append(recorded(ops, of_other, other)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        thread.start()
+        assert not began.wait(0.5), "it waits"
+        return ops.rms_norm(x, WEIGHT, 1e-5)
+
+    try:
+        recording, out = recorded(ops, step, x)
+    finally:
+        ended.set()
+        thread.join()
+    assert ops.library.minisgl_rms_norm is before
+    with torch.inference_mode():
+        assert recording.repeats(out)
+        (recording, out), *_ = found
+        assert recording.repeats(out)
+    assert torch.equal(out, ops.rms_norm(other, BIAS, 1e-5))
+
+
+def test_what_cannot_be_entered_is_left(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, x = ops.library.minisgl_rms_norm, torch.randn(4, 64).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.utils._python_dispatch.TorchDispatchMode.__enter__", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            recorded(ops, lambda x: x, x)
+    assert ops.library.minisgl_rms_norm is before
+    assert not ops.library.recorded.locked()
