@@ -56,10 +56,11 @@ class RecordedGraphRunner(GraphRunner):
             logits = self._parts.logits(self._decode, plan)
         if recording.refusal is None and recording.repeats(logits):
             self._recorded[size] = recording, logits
-        else:
-            log.info("decode steps are not recorded: %s", recording.refusal or "they do not repeat themselves")
-            self._refuses = True
-        return logits
+            return logits
+        log.info("decode steps are not recorded: %s", recording.refusal or "they do not repeat themselves")
+        self._refuses = True
+        # A replay that computes another thing has overwritten the logits, and its tokens' keys and values.
+        return logits if recording.refusal is not None else self._logits(size)
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
         raise AssertionError("it has no sampling graphs")
