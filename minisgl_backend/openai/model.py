@@ -80,7 +80,7 @@ class ServedModel:
 
     async def adapter_fields(self, body: Named) -> dict[str, str]:
         """The field of a request whose model is an adapter, once `resolve` has passed."""
-        adapter = await self._adapter(body.model) or getattr(body, "lora_path", None)
+        adapter = await self._adapter(body.model) or body.lora_path
         return {"lora_name": adapter} if adapter else {}
 
     async def _adapters(self) -> Mapping[str, str]:

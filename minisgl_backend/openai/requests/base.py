@@ -153,6 +153,7 @@ class Named(Model):
     """What every request may say of itself: its model, its id by either name, and its user."""
 
     model: str | None = None
+    lora_path: str | None = None  # SGLang's: the name of an adapter, where `model` names none
     request_id: str | None = None  # like the header X-Request-Id; vLLM's and SGLang's name
     rid: str | None = None
     # The tenant, with --tenants user; otherwise without effect.
@@ -186,7 +187,6 @@ class Sampling(Named):
     priority: int | None = None
     thinking_token_budget: int | None = None
     cache_salt: str | None = None
-    lora_path: str | None = None  # SGLang's: the name of an adapter, where `model` names none
     speculative: bool | None = None  # false: disables speculation for this request
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None

@@ -157,6 +157,8 @@ def _room(start: Start, parts: Parts, limits: StepLimits) -> _Room:
         tp.share_logits(graph_max_bs, start.model.vocab_size, getattr(torch, runtime.dtype))
     # The last term includes sampling graphs: in the measured decode step all rows edit their logits.
     step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // limits.max_running
+    if parts.adapters is not None:  # graphs of steps with adapters, beside those without
+        step_bytes += steps.decode * graph_max_bs // limits.max_running
     step_bytes += reserved_bytes(runtime, start.model)
     return _Room(step_bytes, _graph_sizes(graph_max_bs, runtime, attention), pieces)
 
