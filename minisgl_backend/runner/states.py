@@ -9,6 +9,7 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import RowStates
+from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.kernels.recurrent.calls import ChunkSpan, FoldBatch, chunk_tables
 from minisgl_backend.kernels.recurrent.choose import RecurrentKernels
 from minisgl_backend.kv.state import StatePool
@@ -65,13 +66,17 @@ class StateTables:
         return ChunkSpan(row, chunk.start, chunk.end, source=source, target=slot, checkpoints=chunk.checkpoints)
 
     def apply(self, step: int, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Launches the folds of this step, then brings the tables up to date; in stream order, never waits."""
+        """Launches the folds of this step, then brings the tables up to date; in stream order, never waits. Raises
+        EngineDeadError where a fold fails: some states may have moved then, so that no retry is right."""
         if "fold_rows" in arrays and step != self._folded:
             rows = arrays["fold_rows"]
             sources, targets, borders = (arrays[f"fold_{name}"] for name in ("sources", "targets", "borders"))
             batch = FoldBatch(rows, sources, targets, self.rows.border, borders)
-            for stack in self.pool.stacks:
-                self._kernels.delta_fold(stack, batch, self.pool.page_size)
             self._folded = step
+            try:
+                for stack in self.pool.stacks:
+                    self._kernels.delta_fold(stack, batch, self.pool.page_size)
+            except Exception as error:
+                raise EngineDeadError(f"states have moved in part: {error}") from error
         if "state_rows" in arrays:
             self._scatter(self._table, arrays["state_tables"], arrays["state_rows"], arrays["state_values"])

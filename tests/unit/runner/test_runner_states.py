@@ -9,6 +9,9 @@ import torch
 from state_plans import StateDriver
 from tiny_runner import GREEDY, MakeRunner, run
 
+from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.kernels.recurrent.calls import FoldBatch
+from minisgl_backend.kv.state import LayerState
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.state_plans import with_states
 from minisgl_backend.runner.start.warm_up import StepLimits, decode_plans, warm_up_plans
@@ -115,6 +118,33 @@ def test_a_step_may_be_repeated(make_runner: MakeRunner, folder: Path, expected:
     while min(map(len, said(driver))) < STEPS:
         twice(driver.plan(decode=(0, 1, 2)))
     assert said(driver) == expected
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_fold_that_fails_is_not_tried_again(failing: int, make_runner: MakeRunner, folder: Path) -> None:
+    """Stacks before have moved already: the engine is dead."""
+    page_size = 4
+    runner, driver = make_runner(page_size, folder=folder), StateDriver(page_size)
+    driver.admit(0, PROMPTS[0], GREEDY)
+    run(runner, driver, driver.plan(prefill={0: len(PROMPTS[0])}))
+    tables = runner._states
+    assert tables is not None
+    tables.pool.stacks = (*tables.pool.stacks, *tables.pool.stacks)
+    fold, calls = tables._kernels.delta_fold, list[LayerState]()
+
+    def fails_once(stack: LayerState, batch: FoldBatch, page_size: int) -> None:
+        calls.append(stack)
+        if len(calls) == failing + 1:
+            raise RuntimeError("no memory")
+        fold(stack, batch, page_size)
+
+    tables._kernels = tables._kernels._replace(delta_fold=fails_once)
+    while not len((plan := driver.plan(decode=(0,))).fold_rows):
+        run(runner, driver, plan)
+    with pytest.raises(EngineDeadError, match="in part: no memory"):
+        runner.execute(runner.prepare(plan))
+    runner.execute(runner.prepare(plan)).result()
+    assert len(calls) == failing + 1
 
 
 def test_kept_states_are_begun_with(make_runner: MakeRunner, folder: Path, expected: list[list[int]]) -> None:
