@@ -106,6 +106,10 @@ class AdapterQueue(WaitingQueue):
         """That wait for a slot."""
         return len(self._held)
 
+    def num_held(self, tenant: int) -> int:
+        """How many of a tenant's sequences wait for a slot."""
+        return sum(one.tenant == tenant for held in self._held.values() for one in held.values())
+
     def push(self, sequence: Answer) -> None:
         number = sequence.adapter.number
         if number < 0:

@@ -60,6 +60,7 @@ class FairShares:
         self._running = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences with a row at the beginning of this round
         self._counters = np.zeros(MAX_TENANTS)
         self._weights = np.ones(MAX_TENANTS)
+        self.num_held: Callable[[int], int] = lambda number: 0  # of a tenant, outside of the queue
         self._left_at = 0.0  # counter of the tenant that left last
 
     def enter(self, name: str, count: int) -> int:
@@ -68,7 +69,7 @@ class FairShares:
         number = self._numbers.get(name)
         if number is None:
             number = self._new(name)
-        if self.queue.num_waiting(number) >= self._most_waiting:
+        if self._num_waiting(number) >= self._most_waiting:
             raise CapacityError(
                 f"{self._most_waiting} requests of this tenant are waiting, all that max_waiting_requests_per_tenant "
                 "allows; try again later"
@@ -81,6 +82,9 @@ class FairShares:
             self._counters[number] = max(self._counters[number], lowest)
         self._live[number] += count
         return number
+
+    def _num_waiting(self, number: int) -> int:
+        return self.queue.num_waiting(number) + self.num_held(number)
 
     def leave(self, number: int) -> None:
         """One of its sequences has ended."""
@@ -127,7 +131,7 @@ class FairShares:
         """By name, of tenants that have requests or were served recently."""
         found = {}
         for name, number in (*self._numbers.items(), ("", OTHERS)):
-            live, waiting = int(self._live[number]), self.queue.num_waiting(number)
+            live, waiting = int(self._live[number]), self._num_waiting(number)
             if number != OTHERS or live or self._generated[number]:
                 tokens = int(self._prompt[number]), int(self._generated[number])
                 found[name] = TenantStats(max(0, live - waiting), waiting, *tokens)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.errors import CapacityError
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.adapters import PATIENCE_S
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -155,3 +156,16 @@ def test_a_load_that_was_not_executed_is_planned_again() -> None:
         assert served.ended(uid)
         uid = served.ask(1, [1, 2, 3], 4)
     served.scheduler.check()
+
+
+def test_what_waits_for_a_slot_counts_as_its_tenants() -> None:
+    """So that one tenant's requests for an adapter without a slot leave room for others'."""
+    served = Served(2, 1, fair_shares=True, max_waiting_requests_per_tenant=3, max_waiting_requests=100)
+    served.ask(0, [1, 2], 50)
+    served.step()
+    for _ in range(3):
+        served.ask(1, [1, 2], 5)
+    with pytest.raises(CapacityError, match="3 requests of this tenant are waiting"):
+        served.ask(1, [1, 2], 5)
+    (stats,) = [one for one in served.scheduler.tenant_stats().values() if one.num_running]
+    assert (stats.num_running, stats.num_waiting) == (1, 3)
