@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from minisgl_backend.kernels.cpu.library import CpuLibrary
 
+LARGEST = 256 << 20  # bytes that a recording may keep: of all that its step makes, none of which is freed
 _WORDS, _NUMBERS = 16, 2  # integers and pointers of a call, at most, and floats
 # Operations whose results depend on more than shapes: what Python does next may be another thing then. The last two
 # are what torch does first where a tensor becomes numbers of the host.
@@ -52,7 +53,8 @@ class Recording(TorchDispatchMode):
         self._steps: list[Callable[[], object]] = []
         self._calls: list[_Call] = []  # since the last of `_steps`
         self._kept: list[object] = []  # what owns memory whose addresses are in calls
-        self._made: list[torch.Tensor] = []
+        self._made: list[torch.UntypedStorage] = []  # in memory of their own
+        self._num_bytes = 0  # of `_made`
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,13 +96,13 @@ class Recording(TorchDispatchMode):
         it needs was computed elsewhere. Where it does not, what the step has computed is overwritten."""
         expected = out.view(torch.uint8).clone()
         for made in self._made:
-            ctypes.memset(made.untyped_storage().data_ptr(), 255, made.untyped_storage().nbytes())
+            ctypes.memset(made.data_ptr(), 255, made.nbytes())
         self.replay()
         return torch.equal(out.view(torch.uint8), expected)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         function(*arguments)
-        if threading.get_ident() != self._thread:  # another engine of this process
+        if threading.get_ident() != self._thread or self.refusal is not None:  # of another engine of this process
             return
         numbers, words = [], []
         for kind, argument in zip(function.argtypes, arguments, strict=True):
@@ -126,24 +128,45 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
+        if self.refusal is not None:
+            return out
         self._kept.append((args, kwargs, out))
         name, outputs, inputs = function._schema.name, tree_leaves(out), tree_leaves((args, kwargs))
         if name in _ALLOCATIONS:
-            self._made.append(out)
-        if self.refusal is not None or name in _ALLOCATIONS:
+            self._note(_storages(outputs).values())
             return out
         if _depends_on_numbers(function, inputs) or not all(isinstance(one, torch.Tensor) for one in outputs):
-            self.refusal = name
+            self._refuse(name)
             return out
-        of_inputs = {one.untyped_storage().data_ptr() for one in inputs if isinstance(one, torch.Tensor)}
+        of_inputs = _storages(inputs)
+        made = [storage for place, storage in _storages(outputs).items() if place not in of_inputs]
         if function._schema.is_mutable:
             self._end_calls()
             self._steps.append(partial(function, *args, **kwargs))
-        elif any(one.untyped_storage().data_ptr() not in of_inputs for one in outputs):  # others are views
+        elif made:  # else views
             self._end_calls()
-            self._made += outputs
             self._steps.append(partial(_compute_into, outputs, partial(function, *args, **kwargs)))
+            self._note(made)
         return out
+
+    def _note(self, made: Iterable[torch.UntypedStorage]) -> None:
+        for storage in made:
+            self._made.append(storage)
+            self._num_bytes += storage.nbytes()
+        if self._num_bytes > LARGEST:
+            self._refuse(f"they take more than {LARGEST >> 20} MiB")
+
+    def _refuse(self, why: str) -> None:
+        """Keeps nothing of the step any more."""
+        self.refusal = why
+        for kept in (self._steps, self._calls, self._kept, self._made):
+            kept.clear()
+
+
+def _storages(values: list[object]) -> dict[int, torch.UntypedStorage]:
+    """Those of tensors among the values, by address."""
+    storages = [one.untyped_storage() for one in values if isinstance(one, torch.Tensor)]
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def _depends_on_numbers(function: Any, inputs: list[object]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from minisgl_backend.kernels.cpu import recording as module
 from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.cpu.ops import CpuOps
 from minisgl_backend.kernels.cpu.recording import Recording
@@ -177,3 +178,33 @@ def test_what_cannot_be_entered_is_left(ops: CpuOps, monkeypatch: pytest.MonkeyP
             recorded(ops, lambda x: x, x)
     assert ops.library.minisgl_rms_norm is before
     assert not ops.library.recorded.locked()
+
+
+def test_inputs_that_an_operation_returns_are_not_lost(ops: CpuOps) -> None:
+    defined = torch.library.Library("minisgl_tests", "FRAGMENT")
+    defined.define("with_next(Tensor x) -> (Tensor, Tensor)")
+    defined.impl("with_next", lambda x: (x, x + 1), "CPU")
+    x = torch.randn(4, 64).bfloat16()
+    before = x.clone()
+    recording, out = recorded(ops, lambda x: torch.ops.minisgl_tests.with_next(x)[1], x)
+    assert recording.refusal is None
+    with torch.inference_mode():
+        assert recording.repeats(out)
+    assert torch.equal(x, before)
+    assert torch.equal(out, before + 1)
+
+
+@pytest.mark.parametrize("count", [7, 8])
+def test_what_takes_much_memory_is_refused(count: int, ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 64).bfloat16()
+    monkeypatch.setattr(module, "LARGEST", 7 * x.nbytes)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for i in range(count):
+            x = ops.rms_norm(x, WEIGHT, 1e-5) if i % 2 else (x + BIAS).view(4, 64)
+        return x
+
+    recording, out = recorded(ops, step, x)
+    assert (recording.refusal is None) == (count == 7)
+    assert torch.equal(out, step(x))
+    assert bool(recording._kept) == (count == 7), "no memory is kept for nothing"
