@@ -60,7 +60,7 @@ class FairShares:
         self._running = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences with a row at the beginning of this round
         self._counters = np.zeros(MAX_TENANTS)
         self._weights = np.ones(MAX_TENANTS)
-        self.num_held: Callable[[int], int] = lambda number: 0  # of a tenant, outside of the queue
+        self._num_held: Callable[[int], int] = lambda number: 0  # of a tenant, outside of the queue
         self._left_at = 0.0  # counter of the tenant that left last
 
     def enter(self, name: str, count: int) -> int:
@@ -83,8 +83,12 @@ class FairShares:
         self._live[number] += count
         return number
 
+    def count_held(self, num_held: Callable[[int], int]) -> None:
+        """`num_held`: of a tenant's sequences, those that wait outside of the queue."""
+        self._num_held = num_held
+
     def _num_waiting(self, number: int) -> int:
-        return self.queue.num_waiting(number) + self.num_held(number)
+        return self.queue.num_waiting(number) + self._num_held(number)
 
     def leave(self, number: int) -> None:
         """One of its sequences has ended."""

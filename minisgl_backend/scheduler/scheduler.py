@@ -67,7 +67,7 @@ class Scheduler:
         if len(limits.adapters) > limits.num_adapter_slots:
             self._queue = self._held = AdapterQueue(self._queue, self._adapters)
             if self._shares is not None:
-                self._shares.num_held = self._held.num_held
+                self._shares.count_held(self._held.num_held)
         self._running = RunningSet(limits, self._queue, self._adapters)
         self._arrivals = Arrivals(limits, self._running.max_length, seed, self._adapters)
         self._admission = AdmissionControl()
