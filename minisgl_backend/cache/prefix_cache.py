@@ -97,7 +97,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
 
     def keep_state(self, pin: Pin, behind: int, slot: int, hits: int) -> bool:
         """Adds the state of a model with states that is in `slot`. Returns whether the cache keeps it: not where it has
-        one there already.
+        one there already, which counts as used as often if that is `PROVED`.
 
         Args:
             pin: of the prefix to which the state belongs.

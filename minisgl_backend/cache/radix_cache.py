@@ -28,7 +28,7 @@ from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored
 from minisgl_backend.cache.content_ids import id_bytes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_node import RadixNode
-from minisgl_backend.cache.state_slots import StateSlots
+from minisgl_backend.cache.state_slots import PROVED, StateSlots
 from minisgl_backend.cache.window_pages import WindowPages
 from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.kinds import FULL
@@ -187,7 +187,9 @@ class RadixCache(PrefixCache[RadixNode]):
         if self._states is None:
             return False
         node, column = pin.column_before(behind)
-        if node.states[column]:
+        if known := int(node.states[column]):
+            if hits >= PROVED:
+                self._states.prove(known)
             return False
         node.keep_state(column, slot)
         self._states.add(slot, node, hits)

@@ -117,7 +117,7 @@ class RowStates:
         """Adds the row's own state to the prefix cache; the pages before it have been published."""
         row = lease.row
         slot, border = int(self._slot[row]), int(self._border[row])
-        if border and not self._slots.is_cached[slot]:
+        if border:
             self._keep(lease, border, slot, worth)
 
     def fold(self, rows: IndexArray, lengths: Int32Array) -> Folds | None:

@@ -108,6 +108,11 @@ class StateSlots:
         self._used_at[slot] = self._tick
         self._hits[slot] = max(int(self._hits[slot]), UNPROVED) + 1
 
+    def prove(self, slot: int) -> None:
+        """This cached state is what several prompts share, or what a preempted sequence comes back to."""
+        self._tick += 1
+        self._hits[slot], self._used_at[slot] = max(int(self._hits[slot]), PROVED), self._tick
+
     def add(self, slot: int, node: RadixNode, hits: int) -> None:
         """The slot's state, which a row or the caller has taken, is in the tree now."""
         self._tick += 1

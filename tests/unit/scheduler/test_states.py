@@ -196,6 +196,20 @@ def test_a_preempted_row_goes_on_from_its_last_border(most_drafts: int) -> None:
     assert [len(served.loop.records.tokens[uid]) for uid in uids] == [90, 90, *[5] * 8]
 
 
+def test_a_preempted_row_finds_the_state_that_its_prompt_had_left() -> None:
+    """Others that nobody has used make room for what comes next, though they are newer."""
+    served = Served(limits(max_running_requests=1, num_state_slots=4))
+    preempted = served.add(text(0, 44), max_tokens=20, priority=9, stable_len=43)
+    for _ in range(3):
+        served.loop.step()
+    for turn in range(6):
+        served.add(text(1 + turn, 44))
+    served.loop.run()
+    assert served.scheduler.stats().total_preempted == 1
+    admitted = [one for plan in served.runner.plans for one in plan.admitted if one.uid == preempted]
+    assert [one.cached_len for one in admitted] == [0, 40]
+
+
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
 def test_decoding_never_waits_for_a_slot(num_slots: int) -> None:
     served = Served(limits(num_state_slots=num_slots))
