@@ -132,7 +132,10 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from tests.unit.engine.test_open_device import Driver
 driver, right = Driver(num_devices=4), ctypes.CDLL
-ctypes.CDLL = lambda name, *args, **kwargs: driver if name == "libcuda.so.1" else right(name, *args, **kwargs)
+class Patched(right):
+    def __new__(cls, name, *args, **kwargs):
+        return driver if name == "libcuda.so.1" else super().__new__(cls)
+ctypes.CDLL = Patched
 retain, told = driver.cuDevicePrimaryCtxRetain, []
 driver.cuDevicePrimaryCtxRetain = lambda context, device: told.append(device.value) or retain(context, device)
 config = EngineConfig(dp=4, dummy_weights=True)  # no GPU is asked for its memory
