@@ -44,6 +44,7 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
 class Rate:
     """Of one round: tokens a second of all streams together."""
 
+    prompt: float  # of prompts, until the last of them has its first token
     decode: float  # after each stream's first token
     whole: float  # prompts included
     processor: float  # the same for a second that a thread computes, however many other programs run
@@ -72,9 +73,8 @@ class Candidate:
         said = self._read()
         after = streams * answer - len(said["first_s"])
         tokens = streams * answer
-        return Rate(
-            after / (said["end_s"] - max(said["first_s"])), tokens / said["end_s"], tokens / said["processor_s"]
-        )
+        first, end = max(said["first_s"]), said["end_s"]
+        return Rate(streams * prompt / first, after / (end - first), tokens / end, tokens / said["processor_s"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -115,6 +115,7 @@ def run(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
         for name, of_rounds in rates.items():
             found[name][str(streams)] = {
                 "decode_tok_s": round(statistics.median(one.decode for one in of_rounds), 2),
+                "prompt_tok_s": round(statistics.median(one.prompt for one in of_rounds), 2),
                 "whole_tok_s": round(statistics.median(one.whole for one in of_rounds), 2),
                 "tok_processor_s": round(statistics.median(one.processor for one in of_rounds), 2),
                 "rounds": [round(one.decode, 2) for one in of_rounds],
@@ -173,8 +174,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--streams is {args.streams}; allowed: 1 to {MAX_STREAMS}")
     if args.prompt < 1 or args.answer < 2 or args.prompt + args.answer > MAX_TOKENS:
         parser.error(f"--prompt and --answer are {args.prompt} and {args.answer}; allowed: {MAX_TOKENS} together")
-    if MAX_STREAMS * args.prompt > MAX_TOKENS:
-        parser.error(f"--prompt is {args.prompt}; allowed: up to {MAX_TOKENS // MAX_STREAMS}, one step for all prompts")
+    most = MAX_TOKENS // max(args.streams)
+    if args.prompt > most:
+        parser.error(f"--prompt is {args.prompt}; allowed: up to {most}, one step for all prompts")
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads: at least 1")
     return args

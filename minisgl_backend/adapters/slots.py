@@ -190,7 +190,7 @@ def _outputs(read: Read, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(method: LinearMethod, rows: slice, theirs: torch.Tensor) -> bool:
-    """Whether these outputs of a weight are the numbers `theirs`."""
+    """Whether these outputs of a weight are the numbers `theirs`; False for formats that do not tell theirs."""
     try:
         own = method.dequantized()[rows]
     except NotImplementedError:
