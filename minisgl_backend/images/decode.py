@@ -65,14 +65,19 @@ def open_image(data: bytes) -> Opened:
             width, height = image.size
     except Exception as error:
         raise _unreadable(error) from None
-    if width < 1 or height < 1 or width * height > MAX_PIXELS:
-        raise ImageRefused(f"is {width}x{height}; allowed: at most {MAX_PIXELS} pixels")
+    _check_pixels(width, height)
     return Opened(image, _turn(image))
 
 
 def open_raw(data: bytes, width: int, height: int, turn: int) -> Opened:
-    """Pixels that a caller of this process gave: RGB, uint8 [height, width, 3]."""
+    """Pixels as a client gave them: RGB, uint8 [height, width, 3]. Raises ImageRefused."""
+    _check_pixels(width, height)
     return Opened(Image.frombytes("RGB", (width, height), data), turn)
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width < 1 or height < 1 or width * height > MAX_PIXELS:
+        raise ImageRefused(f"is {width}x{height}; allowed: at most {MAX_PIXELS} pixels")
 
 
 def rgb(opened: Opened, background: Sequence[int]) -> Image.Image:

@@ -141,8 +141,9 @@ def take_indexed(messages: Sequence[Any], data: Sequence[bytes]) -> tuple[list[A
     return found, sources
 
 
-def without_eyes(messages: Sequence[Any], why: str) -> InvalidRequestError:
-    """The refusal of a model that has no encoder of images, by the part's name. `why`: it has one all the same."""
+def without_eyes(messages: Sequence[Any], why: str, name: str = "image") -> InvalidRequestError:
+    """The refusal of a model that has no encoder of images, by the part's name, or by `name` where no message has one.
+    `why`: it has one all the same."""
     place = next(
         (
             f"messages[{number}].content[{index}]"
@@ -151,7 +152,7 @@ def without_eyes(messages: Sequence[Any], why: str) -> InvalidRequestError:
             for index, part in enumerate(message["content"])
             if has_images([{"content": [part]}])
         ),
-        "image",
+        name,
     )
     reason = f" ({why})" if why else ""
     return InvalidRequestError(f"{place} is no text; allowed: text, as this model has no image encoder{reason}")

@@ -34,6 +34,7 @@ class Measured:
 
     source: Source
     digest: bytes
+    upright: tuple[int, int]  # width and height, as it is to be seen
     size: Size
     family: Family  # with the source's options
 
@@ -83,9 +84,8 @@ class ImageReader:
                     raise InvalidRequestError(
                         f"brings the request's images to {decoded} bytes when decoded; allowed: {MAX_DECODED_BYTES}"
                     )
-                found.append(
-                    Measured(source, _digest(source, family), family.size(answer.width, answer.height), family)
-                )
+                size = family.size(answer.width, answer.height)
+                found.append(Measured(source, _digest(source, family), (answer.width, answer.height), size, family))
         return found
 
     def _family(self, source: Source) -> Family:

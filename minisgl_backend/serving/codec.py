@@ -83,7 +83,7 @@ class RequestCodec:
         if "trtllm_input_ids" in fields:
             prompt_ids = self._input_ids(fields)
         elif (seen := self._images.seen(fields)) is not None:
-            text, prompt_ids = seen.prompt.text, seen.prompt.token_ids
+            text, prompt_ids = fields.get("text_input") or seen.prompt.text, seen.prompt.token_ids
         else:
             text, prompt_ids = self._prompt(fields)
         params = self._with_thinking_tags(self._params(fields), fields, prompt_ids)

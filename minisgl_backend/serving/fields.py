@@ -17,6 +17,7 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from minisgl_backend.serving.tensors import (
     ENDPOINT_INPUTS,
+    IMAGE_INPUTS,
     INPUTS,
     LLMAPI_INPUTS,
     RENAMED_INPUTS,
@@ -69,7 +70,7 @@ _JSON_FIELDS = {
 
 # Accepted only as tensors of certain ensembles: a request parameter cannot change a request's kind.
 _ONLY_TENSORS = frozenset(
-    tensor.name for tensor in (*ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
+    tensor.name for tensor in (*IMAGE_INPUTS, *ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
 ) - {
     "early_stopping",
     "return_stop_reason",
@@ -87,8 +88,9 @@ _OWN_KINDS = {
     "prompt_token_ids": "ids",
     "messages": "chat",
     "trtllm_input_ids": "array",
-    "image": "files",
-    "image_data": "files",
+    **dict.fromkeys(("image", "image_url", "image_url_input", "image_data"), "files"),
+    "image_bytes_input": "shaped",
+    "image_sizes_input": "shaped",
 }
 
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
@@ -246,6 +248,8 @@ def _asks(name: str, canonical: str, value: Any) -> bool:
 def _tensor_value(name: str, kind: str, array: npt.NDArray[Any]) -> Any:
     if kind == "tensor":
         return None
+    if kind == "shaped":
+        return array
     if kind == "array":
         return array.reshape(-1)
     items = array.reshape(-1).tolist()

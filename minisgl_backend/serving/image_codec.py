@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.images.parts import (
-    Asked,
-    Source,
-    asked_of_all,
-    base64_data,
-    data_of_url,
-    has_images,
-    take_images,
-    take_indexed,
-    without_eyes,
-)
+from minisgl_backend.images.parts import asked_of_all, has_images, take_images, take_indexed, without_eyes
 from minisgl_backend.request import Content, SamplingParams
 from minisgl_backend.serving.fields import json_object
+from minisgl_backend.serving.image_tensors import GivenImages, given_images
 from minisgl_backend.serving.prompt_settings import CodecSettings, listed_messages
+from minisgl_backend.serving.tensors import IMAGES
 
 if TYPE_CHECKING:  # the engine front imports this module, but not the workers'
     from minisgl_backend.images.front import ImageFront, SeenPrompt
 
 
+_TENSORS = (*IMAGES, "image_sizes_input")
 # How types of parts begin that are no text, or an escape that may spell one: writers of JSON escape no letters.
 _HINT = re.compile(r'"(?:image|video|audio|input_|file|document)|\\u00[0-7]')
 
@@ -40,14 +33,15 @@ class ImageCodec:
 
     def seen(self, fields: Mapping[str, Any]) -> SeenPrompt | None:
         """The prompt of a request with images, or of one that spells their tokens; None for all others."""
-        given, data = fields.get("image", ()), fields.get("image_data", ())
+        given = next((name for name in _TENSORS if len(fields.get(name, ()))), "")
+        data = fields.get("image_data", ())
         messages = fields.get("messages")
         listed: list[Any] = []
         if messages and (data or self._may_have_images(messages)):
             listed = listed_messages(messages)
         if given or data or has_images(listed):
             if self._images is None:
-                raise without_eyes(listed, self._settings.why_no_images)
+                raise without_eyes(listed, self._settings.why_no_images, given or "image")
         elif not listed:
             return None
         if self._images is None:  # a text that spells some token is nothing special then
@@ -55,9 +49,11 @@ class ImageCodec:
         asked = asked_of_all(fields.get("mm_processor_kwargs"), fields.get("media_io_kwargs"))
         if given:
             if data or has_images(listed):
-                raise InvalidRequestError("image is given together with images in messages; allowed: one or the other")
-            sources = [_file_source(one, number, asked) for number, one in enumerate(given)]
-            return self._checked(self._of_text_or_ids(fields, sources))
+                raise InvalidRequestError(f"{given} is given together with images in messages; allowed: one of them")
+            tensors = given_images(fields, asked)
+            seen = self._of_text_or_ids(fields, tensors)
+            tensors.check_sizes([image.upright for image in seen.images])
+            return self._checked(seen)
         taken, sources = take_indexed(listed, data) if data else take_images(listed, asked)
         if not sources and not self._images.are_written_in(listed):
             return None
@@ -72,19 +68,22 @@ class ImageCodec:
             return has_images(messages) or (self._images is not None and self._images.are_written_in(messages))
         return may_hold_images(messages) or (self._images is not None and self._images.are_written_in(messages))
 
-    def _of_text_or_ids(self, fields: Mapping[str, Any], sources: Sequence[Source]) -> SeenPrompt:
-        """vllm_backend's `image`: the prompt has a place for each of them, or is a user's question behind them."""
-        images = self._images
+    def _of_text_or_ids(self, fields: Mapping[str, Any], given: GivenImages) -> SeenPrompt:
+        """The prompt has a place for each of the images, or is a user's question behind them."""
+        images, sources = self._images, given.sources
         assert images is not None, "checked before"
         if fields.get("prompt_token_ids") is not None:
             return images.of_ids("prompt_token_ids", fields["prompt_token_ids"], sources)
         if fields.get("messages"):
-            raise InvalidRequestError("image is given together with messages; allowed: images in the messages' content")
+            raise InvalidRequestError(
+                f"{given.name} is given together with messages; allowed: images in the messages' content"
+            )
         text = fields.get("text_input")
         if text is None:
-            raise InvalidRequestError("text_input is missing; allowed with image: a text, or prompt_token_ids")
+            raise InvalidRequestError("text_input is missing; allowed with images: a text, or prompt_token_ids")
         self._settings.check_bytes("text_input", text)
-        if fields.get("apply_chat_template", self._settings.apply_chat_template):
+        default = given.goes_through_template(images.are_written_in(text), self._settings.apply_chat_template)
+        if fields.get("apply_chat_template", default):
             content = [*({"type": "image"} for _ in sources), {"type": "text", "text": text}]
             template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
             special = fields.get("add_special_tokens", False)
@@ -108,15 +107,3 @@ class ImageCodec:
 def may_hold_images(messages: str) -> bool:
     """Whether messages, as JSON text, may have images. Some texts are mistaken for one, no image is missed."""
     return _HINT.search(messages) is not None
-
-
-def _file_source(given: str | bytes, number: int, asked: Asked) -> Source:
-    """An image of vllm_backend's `image`: base64, or a data URL."""
-    name = f"image[{number}]"
-    is_url = given[:5].lower() in (b"data:", "data:") or given[:4].lower() in (b"http", "http")
-    if is_url:
-        text = given if isinstance(given, str) else given.decode("utf-8", "replace")
-        data = data_of_url(text, name)
-    else:
-        data = base64_data(given, name)
-    return Source(name, data, background=asked.background, options=asked.options)

@@ -20,6 +20,7 @@ from minisgl_backend.serving.tensors import (
     EMBEDDING_INPUTS,
     ENDPOINT_INPUTS,
     ENGINE_INPUTS,
+    IMAGE_INPUTS,
     INPUTS,
     LLMAPI_INPUTS,
     LLMAPI_OUTPUTS,
@@ -73,9 +74,9 @@ _LLMAPI_DETAILS = (
     *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "stop_reason"),
 )
 ENSEMBLES = (
-    Ensemble("ensemble", INPUTS + ENDPOINT_INPUTS),
+    Ensemble("ensemble", INPUTS + IMAGE_INPUTS + ENDPOINT_INPUTS),
     # TensorRT-LLM's BLS model: like its ensemble.
-    Ensemble("tensorrt_llm_bls", INPUTS, renamed=_APART),
+    Ensemble("tensorrt_llm_bls", INPUTS + IMAGE_INPUTS, renamed=_APART),
     # TensorRT-LLM's engine: token ids in, token ids out.
     Ensemble(
         "tensorrt_llm",

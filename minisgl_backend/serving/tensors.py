@@ -80,7 +80,7 @@ SAMPLING_INPUTS = (
     Tensor("embedding_bias_weights", "FP32", (-1,), "use logit_bias"),
     Tensor("prompt_embedding_table", "FP16", (-1, -1), "this server has no prompt tuning"),
     Tensor("prompt_vocab_size", "INT32", (1,), "this server has no prompt tuning"),
-    Tensor("prompt_table_extra_id", "UINT64", (1,), "this server has no prompt tuning"),
+    Tensor("prompt_table_extra_id", "UINT64"),  # a client's id of its image; here images are known by what they are
     Tensor("lora_task_id", "UINT64", (1,), "name an adapter of the server by lora_name"),
     Tensor("lora_weights", "FP16", (-1, -1), "name an adapter of the server by lora_name"),
     Tensor("lora_config", "INT32", (-1, 3), "name an adapter of the server by lora_name"),
@@ -89,6 +89,16 @@ SAMPLING_INPUTS = (
 )
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
+# Of tensorrtllm_backend's multimodal ensembles.
+IMAGE_INPUTS = (
+    Tensor("image_url_input", "STRING", (-1,)),
+    Tensor("image_bytes_input", "UINT8", (-1, -1, -1, -1)),  # pixels [images, 3, height, width], or 3 at the end
+    Tensor("image_sizes_input", "INT64", (-1, 2)),  # height and width of each; of pixels, behind which is padding
+    Tensor(
+        "image_input", "FP16", (-1, -1, -1, -1), "pixels are prepared here; send image_bytes_input or image_url_input"
+    ),
+    Tensor("video_bytes_input", "UINT8", (-1, -1, -1, -1), "this server has no video; send single frames as images"),
+)
 # From the OpenAI-compatible endpoint: the files of the images in `messages`, in order.
 ENDPOINT_INPUTS = (Tensor("image_data", "STRING", (-1,)),)
 
@@ -144,7 +154,7 @@ LLMAPI_INPUTS = (
     Tensor("sampling_param_exclude_input_from_output", "BOOL"),
     Tensor("sampling_param_return_perf_metrics", "BOOL"),
     Tensor("return_stop_reason", "BOOL"),
-    Tensor("image_url", "STRING", (-1,), "send images as `image` to the models `ensemble` or `vllm_model`"),
+    Tensor("image_url", "STRING", (-1,)),  # before the text, through the chat template
     Tensor("lora_id", "UINT64", (1,), _NO_LORA),
     Tensor("lora_name", "STRING"),
     Tensor("lora_path", "STRING", (1,), _NO_LORA),
@@ -220,5 +230,11 @@ PROMPT_OUTPUTS = (
 )
 
 TENSORS = {
-    tensor.name: tensor for tensor in (*INPUTS, *ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
+    tensor.name: tensor
+    for tensor in (
+        *(*INPUTS, *IMAGE_INPUTS, *ENDPOINT_INPUTS),
+        *(*TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS),
+    )
 }
+# The inputs that are images, of which a request has one.
+IMAGES = ("image", "image_url_input", "image_bytes_input", "image_url")

@@ -33,6 +33,7 @@ from minisgl_backend.serving.image_codec import may_hold_images
 from minisgl_backend.serving.pooling_codec import PoolingCodec
 from minisgl_backend.serving.prompt_settings import CodecSettings
 from minisgl_backend.serving.responses import error_response
+from minisgl_backend.serving.tensors import IMAGES
 
 if TYPE_CHECKING:
     from minisgl_backend.text.prompt_borders import PromptBorders
@@ -150,7 +151,7 @@ def _has_images(request: Any) -> bool:
     """Whether its answer may have to wait for images. May be wrong about a text that looks like one."""
     for tensor in request.inputs():
         name = tensor.name()
-        if name in ("image", "image_data"):
+        if name == "image_data" or name in IMAGES:
             return True
         if name == "messages" and any(may_hold_images(str(text)) for text in tensor.as_numpy().reshape(-1).tolist()):
             return True

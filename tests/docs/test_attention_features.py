@@ -115,7 +115,7 @@ def test_backends_that_only_sglang_has_are_refused_with_what_is_there(name: str)
 def test_inputs_that_are_no_text_are_refused_by_name() -> None:
     with pytest.raises(ApiError, match=r"content\[0\].type is 'image_url'; allowed: text"):
         text_of([{"type": "image_url", "image_url": {"url": "data:"}}], "messages[0].content")
-    assert TENSORS["image_url"].refused
+    assert TENSORS["video_bytes_input"].refused
 
 
 if __name__ == "__main__":

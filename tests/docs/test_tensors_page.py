@@ -14,6 +14,7 @@ TEXT = (ROOT / "docs" / "tensors.md").read_text(encoding="utf-8")
 OWN = next(ensemble for ensemble in schema.ENSEMBLES if ensemble.name == "tensorrt_llm")
 SECTIONS = {
     "Inputs": tensors.INPUTS,
+    "Images by NVIDIA's names": tensors.IMAGE_INPUTS,
     "Outputs": tensors.OUTPUTS,
     "Inputs of `tensorrt_llm`": (
         *tensors.TOKEN_OUTPUTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,65 +12,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from PIL import Image
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from client import Client
 from minisgl_backend import LLM
 from minisgl_backend.images.segments import SHARED
-from tests.e2e.conftest import RunningServer
-from tests.e2e.openai_stack import running_endpoint
+from tests.e2e.image_stack import BASE64, GREEDY, PICTURES, URLS, Stack, messages_of, part_of, running_stack
 from tests.images.hostile import CASES
-from tests.seeing import SeeingModel, encoded
-from tests.seeing_checkpoint import seeing_checkpoint
+from tests.seeing import encoded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-PICTURES = [
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (40, 56, 3), dtype=np.uint8)) for seed in (1, 2)
-]
-BASE64 = [base64.b64encode(encoded(one)).decode() for one in PICTURES]
-URLS = [f"data:image/png;base64,{one}" for one in BASE64]
-GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-
-
-class Stack:
-    """The model, and the addresses of its server and endpoint."""
-
-    def __init__(self, model: SeeingModel, server: Any, endpoint: Any) -> None:
-        self.model, self.server, self.endpoint = model, server, endpoint
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        status, answer = self.endpoint.post(path, body)
-        return {**answer, "status": status}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = seeing_checkpoint(tmp_path_factory.mktemp("model"))
-    parameters = {"model": str(model.path), "page_size": "4", "num_pages": "400", "encoder_cache_mib": "1"}
-    with (
-        RunningServer(tmp_path_factory.mktemp("server"), parameters) as server,
-        running_endpoint(server, workers=1, files_folder=str(tmp_path_factory.mktemp("files"))) as endpoint,
-    ):
-        yield Stack(model, server, endpoint)
-
-
-def _part(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _messages(*parts: Any) -> list[dict[str, Any]]:
-    listed = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return [{"role": "user", "content": listed}]
+    with running_stack(tmp_path_factory) as found:
+        yield found
 
 
 def test_images_through_every_door(stack: Stack) -> None:
     options = {"page_size": 4, "num_pages": 400, "encoder_cache_mib": 1, "dtype": "float32"}
     with LLM(str(stack.model.path), **options) as llm:
-        (expected,) = llm.chat(_messages(_part(URLS[0]), "and", _part(URLS[1])), **GREEDY)
+        (expected,) = llm.chat(messages_of(part_of(URLS[0]), "and", part_of(URLS[1])), **GREEDY)
         prompt = {"prompt": "a<|image_pad|>b", "multi_modal_data": {"image": PICTURES[1]}}
         (raw,) = llm.generate(prompt, **GREEDY)
-    body = {"messages": _messages(_part(URLS[0]), "and", _part(URLS[1]))}
+    body = {"messages": messages_of(part_of(URLS[0]), "and", part_of(URLS[1]))}
     answer = stack.post("/v1/chat/completions", {**body, **GREEDY})
     assert answer["status"] == 200, answer
     assert answer["choices"][0]["message"]["content"] == expected.text
@@ -109,17 +78,79 @@ def test_images_through_every_door(stack: Stack) -> None:
     assert not [name for name in left if name.startswith("lent-")]
 
 
+def _infer(stack: Stack, model: str, **arrays: Any) -> str:
+    """The text of an answer by tritonclient; `arrays`: with their batch dimension, where the model has one."""
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    inputs = []
+    for name, array in arrays.items():
+        inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{stack.server.grpc}") as client:
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, inputs, outputs=[grpcclient.InferRequestedOutput("text_output")])
+        result, error = answers.get(timeout=60)
+        client.stop_stream()
+    if error is not None:
+        raise error
+    return str(result.as_numpy("text_output").reshape(-1)[0].decode())
+
+
+def _texts(*texts: str) -> Any:
+    return np.array([text.encode() for text in texts], dtype=np.object_)
+
+
+def test_images_by_nvidias_names(stack: Stack) -> None:
+    """Pixels in both layouts and URLs, with places in the prompt and as a question's images; llmapi's image_url."""
+    body = {"messages": messages_of(part_of(URLS[0]), part_of(URLS[1]), "which?"), **GREEDY}
+    asked = stack.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    pixels = np.stack([np.asarray(one) for one in PICTURES])[None]
+    common = {
+        "text_input": _texts("which?")[None],
+        "max_tokens": np.array([[6]], dtype=np.int32),
+        "temperature": np.array([[0.0]], dtype=np.float32),
+        "ignore_eos": np.array([[True]]),
+        "exclude_input_in_output": np.array([[True]]),
+    }
+    sizes = np.array([[[40, 56], [40, 56]]], dtype=np.int64)
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        for images in (
+            {"image_bytes_input": pixels},
+            {"image_bytes_input": np.pad(pixels, ((0, 0), (0, 0), (0, 8), (0, 4), (0, 0))), "image_sizes_input": sizes},
+            {"image_bytes_input": np.ascontiguousarray(np.moveaxis(pixels, 4, 2))},
+            {"image_url_input": _texts(*URLS)[None]},
+        ):
+            assert _infer(stack, model, **common, **images) == asked, (model, list(images))
+    slots = {**common, "text_input": _texts("a<|image_pad|>b<|image_pad|>")[None]}
+    status, said = stack.server.generate(
+        "ensemble", text_input="a<|image_pad|>b<|image_pad|>", image=BASE64, exclude_input_in_output=True, **GREEDY
+    )
+    assert (status, said["text_output"]) == (200, _infer(stack, "ensemble", **slots, image_bytes_input=pixels))
+    llmapi = {
+        "text_input": _texts("which?"),
+        "image_url": _texts(*URLS),
+        "sampling_param_max_tokens": np.array([6], dtype=np.int32),
+        "sampling_param_temperature": np.array([0.0], dtype=np.float32),
+    }
+    said = _infer(stack, "llmapi", **llmapi, sampling_param_exclude_input_from_output=np.array([True]))
+    assert asked.startswith(said)  # which has no ignore_eos
+    assert _infer(stack, "llmapi", **llmapi).startswith("which?")
+    with pytest.raises(InferenceServerException, match=r"image_url\[0\] is an https URL"):
+        _infer(stack, "llmapi", **{**llmapi, "image_url": _texts("https://a.example/b.png")})
+    with pytest.raises(InferenceServerException, match="image_input is not served: pixels are prepared here"):
+        _infer(stack, "ensemble", **common, image_input=np.ones((1, 1, 3, 8, 8), dtype=np.float16))
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        (_part("https://example.org/a.png"), "messages[0].content[0].image_url.url is an https URL"),
-        (_part("data:image/png;base64,AAAA"), "messages[0].content[0].image_url.url is no image that is served"),
+        (part_of("https://example.org/a.png"), "messages[0].content[0].image_url.url is an https URL"),
+        (part_of("data:image/png;base64,AAAA"), "messages[0].content[0].image_url.url is no image that is served"),
         ({"type": "input_audio", "input_audio": {}}, "this server has no audio"),
         ({"type": "image_embeds", "image_embeds": "x"}, "vectors of clients are not taken"),
     ],
 )
-def test_refusals_are_400_with_the_part(stack: Stack, part: dict[str, Any], said: str) -> None:
-    answer = stack.post("/v1/chat/completions", {"messages": _messages(part, "what?"), **GREEDY})
+def test_refusals_are_400_with_thepart_of(stack: Stack, part: dict[str, Any], said: str) -> None:
+    answer = stack.post("/v1/chat/completions", {"messages": messages_of(part, "what?"), **GREEDY})
     assert answer["status"] == 400, answer
     assert said in answer["error"]["message"]
     assert answer["error"]["param"] == "messages"
@@ -139,7 +170,7 @@ def test_texts_do_not_wait_for_images(stack: Stack) -> None:
             assert answer["status"] == 200, answer
             ended[name] = time.monotonic()
 
-        image = threads.submit(ask, "image", {"messages": _messages(_part(url), "what?")})
+        image = threads.submit(ask, "image", {"messages": messages_of(part_of(url), "what?")})
         time.sleep(0.3)
         text = threads.submit(ask, "text", {"messages": [{"role": "user", "content": "hello"}]})
         image.result()
@@ -169,7 +200,7 @@ def test_streams_go_on_beside_images_and_what_is_none(stack: Stack) -> None:
     urls = [f"data:image/jpeg;base64,{base64.b64encode(one).decode()}" for one in files if len(one) < 16 << 20]
 
     def ask(url: str) -> int:
-        body = {"messages": _messages(_part(url), "what?"), **GREEDY}
+        body = {"messages": messages_of(part_of(url), "what?"), **GREEDY}
         return int(stack.post("/v1/chat/completions", body)["status"])
 
     with ThreadPoolExecutor(12) as threads:

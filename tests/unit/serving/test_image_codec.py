@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.front import ImageFront
@@ -16,7 +17,7 @@ from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.config import GenerationDefaults
 from minisgl_backend.serving.codec import RequestCodec
 from minisgl_backend.serving.prompt_settings import CodecSettings
-from tests.seeing import SeeingModel, picture
+from tests.seeing import SeeingModel, encoded, picture
 
 SLOT = "<|image_pad|>"
 WIDE, TALL = picture(90, 60), picture(50, 120)
@@ -117,6 +118,75 @@ def test_vllm_backends_image(model, codec, as_url):
     assert "which?" in model.plain.decode(ids[spec.contents[-1].end :])
 
 
+PIXELS = np.random.default_rng(3).integers(0, 255, (2, 60, 90, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_tensorrtllm_backends_pixels(model, codec, first):
+    given = np.moveaxis(PIXELS, 3, 1) if first else PIXELS
+    ids, spec = codec.decode({**_tensors(text_input=f"{SLOT}a{SLOT}"), "image_bytes_input": given[None]})
+    _check(model, ids, spec)
+    files = [base64.b64encode(encoded(Image.fromarray(one))).decode() for one in PIXELS]
+    same, others = codec.decode(_tensors(text_input=f"{SLOT}a{SLOT}", image=files))
+    assert same.tolist() == ids.tolist()
+    _check(model, same, others)
+
+
+def test_sizes_cut_pixels_from_their_padding(model, codec):
+    sizes = np.array([[[60, 90], [30, 60]]], dtype=np.int64)
+    tensors = {**_tensors(text_input=f"{SLOT}{SLOT}"), "image_bytes_input": PIXELS[None], "image_sizes_input": sizes}
+    ids, spec = codec.decode(tensors)
+    pixels = open_pixels(spec.contents[1].pixels, spec.contents[1].shape)
+    cut = Image.fromarray(PIXELS[1, :30, :60])
+    height, width = spec.contents[1].shape[1:3]
+    assert (pixels[0] == np.asarray(cut.resize((width, height), Image.Resampling.BICUBIC))).all()
+    _check(model, ids, spec)
+
+
+@pytest.mark.parametrize("name", ["image_url_input", "image_url"])
+def test_questions_behind_urls_go_through_the_template(model, codec, name):
+    text = "llmapi_text_input" if name == "image_url" else "text_input"
+    ids, spec = codec.decode(_tensors(**{text: "which?", name: URLS}))
+    _check(model, ids, spec)
+    assert "user" in model.plain.decode(ids[: spec.contents[0].start])
+    assert "which?" in model.plain.decode(ids[spec.contents[-1].end :])
+    if name == "image_url_input":  # a prompt with places is one already
+        ids, spec = codec.decode(_tensors(text_input=f"{SLOT}a{SLOT}", image_url_input=URLS))
+        _check(model, ids, spec)
+        assert "user" not in model.plain.decode(ids)
+        sizes = {"image_sizes_input": np.array([[[60, 90], [120, 50]]], dtype=np.int64)}
+        _check(model, *codec.decode({**_tensors(text_input="x", image_url_input=URLS), **sizes}))
+        # An id of an image, as tensorrtllm_backend's clients send it, changes nothing.
+        extra = {"prompt_table_extra_id": np.array([[7]], dtype=np.uint64)}
+        _check(model, *codec.decode({**_tensors(text_input="x", image_url_input=URLS), **extra}))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"image_bytes_input": np.zeros((1, 1, 4, 4, 4), np.uint8)}, r"image_bytes_input is uint8 \[1, 1, 4, 4, 4\]"),
+        ({"image_bytes_input": np.zeros((1, 1, 3, 8, 3), np.uint8)}, "of which one alone has 3"),
+        ({"image_bytes_input": PIXELS[None], "image_sizes_input": np.ones((1, 1, 2), int)}, "has 1 sizes for 2 images"),
+        ({"image_bytes_input": PIXELS[None], "image_sizes_input": np.full((1, 2, 2), 61)}, "1 to 60, 1 to 90"),
+        ({"image_bytes_input": np.zeros((1, 1, 7100, 7100, 3), np.uint8)}, r"image_bytes_input\[0\] is 7100x7100"),
+        ({"image_url_input": URLS, "image_sizes_input": np.full((1, 2, 2), 60)}, r"put\[0\] is 60, 60, and .* 60, 90"),
+        ({"image_url_input": URLS, "image_sizes_input": np.full((1, 1, 2), 60)}, "has 1 sizes for 2"),
+        ({"image_sizes_input": np.full((1, 1, 2), 60)}, "image_sizes_input is given without images"),
+        ({"image_url_input": URLS, "image": URLS}, "image_url_input is given together with image"),
+        ({"image_url_input": ["http://a.b/c.png"]}, r"image_url_input\[0\] is an http URL"),
+        ({"image_url_input": ["/etc/passwd"]}, r"image_url_input\[0\] is '/etc/passwd'; allowed: a data URL"),
+        ({"image_url": ["file:///etc/passwd"]}, r"image_url\[0\] is 'file:///etc/passwd'"),
+        ({"image_input": np.ones((1, 1, 3, 8, 8), np.float16)}, "image_input is not served: pixels are prepared here"),
+        ({"video_bytes_input": np.ones((1, 1, 3, 8, 8), np.uint8)}, "video_bytes_input is not served: .* no video"),
+    ],
+)  # fmt: skip
+def test_refusals_of_image_tensors(codec, tensors, said):
+    arrays = {name: value for name, value in tensors.items() if not isinstance(value, list)}
+    texts = {name: value for name, value in tensors.items() if isinstance(value, list)}
+    with pytest.raises(InvalidRequestError, match=said):
+        codec.decode({**_tensors(text_input=f"{SLOT}{SLOT}", **texts), **arrays})
+
+
 def test_token_ids_with_images(model, codec):
     slot = model.plain.convert_tokens_to_ids(SLOT)
     tensors = {**_tensors(image=URLS), "prompt_token_ids": np.array([[5, slot, 6, slot, 7]], dtype=np.int32)}
@@ -198,6 +268,9 @@ def test_a_model_without_eyes_refuses_by_part(model, escape):
     ):
         with pytest.raises(InvalidRequestError, match=r"no image encoder \(its encoder is not computed\)"):
             codec.decode(tensors)
+    with pytest.raises(InvalidRequestError, match=r"^image_bytes_input is no text; .*no image encoder"):
+        codec.decode({**_tensors(text_input="x"), "image_bytes_input": PIXELS[None]})
+    assert len(codec.decode(_tensors(text_input="x", image=[""], image_url_input=[""]))[0])  # sent empty by some
 
 
 def test_users_texts_stay_texts_without_images_too(model, codec):

@@ -10,7 +10,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.engine import is_demo, read_engine_config, read_parameters
 from minisgl_backend.serving.schema import ENSEMBLES, MODELS, outdated_configs, write_configs
-from minisgl_backend.serving.tensors import ENDPOINT_INPUTS, INPUTS, OUTPUTS, TENSORS
+from minisgl_backend.serving.tensors import ENDPOINT_INPUTS, IMAGE_INPUTS, INPUTS, OUTPUTS, TENSORS
 
 REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
 
@@ -54,7 +54,9 @@ def test_parsed_by_the_real_grammar() -> None:
         assert config.name == model
         assert config.max_batch_size == (0 if model in ("vllm_model", "llmapi", "embedding") else 1)
         if model == "ensemble":
-            assert [tensor.name for tensor in config.input] == [tensor.name for tensor in INPUTS + ENDPOINT_INPUTS]
+            assert [tensor.name for tensor in config.input] == [
+                tensor.name for tensor in INPUTS + IMAGE_INPUTS + ENDPOINT_INPUTS
+            ]
 
 
 def test_engine_options_are_read_from_the_repository(tmp_path: Path) -> None:
