@@ -22,8 +22,9 @@ def log_decay(a, a_log, dt_bias):
 def halves(x, number: tl.constexpr):
     """A float32 number as the sum of two 16-bit ones."""
     if number == tl.bfloat16:
-        # The upper one is cut off, and not rounded: that takes no conversion, of which a multiprocessor makes few.
-        bits = x.to(tl.int32, bitcast=True)
+        # Rounded as an integer, which takes no conversion, of which a multiprocessor makes few. Cut off, the lower one
+        # would have the sign of x: products of lower ones, which `pair_dot` leaves out, would add up.
+        bits = x.to(tl.int32, bitcast=True) + 0x8000
         high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return high, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
     else:

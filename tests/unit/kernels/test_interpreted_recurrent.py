@@ -15,8 +15,12 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
+import triton
+import triton.language as tl
+
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.recurrent.choose import recurrent_kernels
+from minisgl_backend.kernels.recurrent.parts import halves
 from minisgl_backend.kernels.recurrent.window import delta_window
 from minisgl_backend.kv.state_config import StateConfig
 
@@ -88,3 +92,21 @@ def test_prompts(config: StateConfig, dtype: torch.dtype) -> None:
         for row, out in rows.decode(dict.fromkeys(range(3), 0)).items():
             last = expected[row][0][rows.lengths[row] - 1 :][:1]
             torch.testing.assert_close(out, last, rtol=bound, atol=bound)
+
+
+@triton.jit
+def _halves_kernel(x_ptr, high_ptr, low_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    high, low = halves(tl.load(x_ptr + i), tl.bfloat16)
+    tl.store(high_ptr + i, high.to(tl.float32))
+    tl.store(low_ptr + i, low.to(tl.float32))
+
+
+def test_upper_halves_are_the_nearest() -> None:
+    """Lower ones of one sign would add up in products that leave theirs out: blocks of keys that are alike lost digits
+    by it."""
+    x = torch.cat([torch.randn(510, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, -1e30])])
+    high, low = torch.empty(2, 512)
+    _halves_kernel[(1,)](x, high, low, 512)
+    assert torch.equal(high, x.bfloat16().float())
+    torch.testing.assert_close(high + low, x, rtol=2**-16, atol=0)
