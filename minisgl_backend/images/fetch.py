@@ -241,7 +241,7 @@ class ImageFetcher:
             )
             writer.write("\r\n".join(lines).encode("ascii"))
             await writer.drain()
-            return await _answer(reader)
+            return await _answer(reader, target.host)
         finally:
             writer.transport.abort()
 
@@ -277,7 +277,7 @@ def _drop(task: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]
         task.result()[1].transport.abort()
 
 
-async def _answer(reader: asyncio.StreamReader) -> bytes | str:
+async def _answer(reader: asyncio.StreamReader, host: str) -> bytes | str:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError:
@@ -288,7 +288,7 @@ async def _answer(reader: asyncio.StreamReader) -> bytes | str:
     if status in _REDIRECTS and headers.get("location"):
         return headers["location"]
     if status != 200:
-        raise _Failed(f"answers with status {status}; allowed: 200")
+        raise _Failed(f"has host {host!r}, which answers with status {status}; allowed: 200")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise _Failed("is compressed by its server; allowed: as it is")
     if "chunked" in headers.get("transfer-encoding", "").lower():

@@ -108,6 +108,15 @@ def take_images(
     return found, [loaded(source) for source in sources]
 
 
+def check_number(sources: Sequence[Source], max_images: int) -> None:
+    """Raises InvalidRequestError where a request has more."""
+    if len(sources) > max_images:
+        raise InvalidRequestError(
+            f"{sources[max_images].name} is image {max_images + 1} of {len(sources)}; allowed: {max_images} a request "
+            "(max_images)"
+        )
+
+
 def take_indexed(messages: Sequence[Any], data: Sequence[bytes]) -> tuple[list[Any], list[Source]]:
     """As `take_images`, of messages from `Source.part`, whose images' bytes are `data`."""
     sources: list[Source] = []
@@ -160,7 +169,7 @@ def without_eyes(messages: Sequence[Any], why: str, name: str = "image") -> Inva
 
 def image_source(url: Any, name: str, asked: Asked | None = None, *, detail: Any = None, salt: Any = None) -> Source:
     """One image by its URL, not read yet. Raises InvalidRequestError, with `name` for the value."""
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not url.strip():
         raise InvalidRequestError(f"{name} is {_shown(url)}; allowed: a data URL, `data:image/png;base64,...`")
     return replace(_asked_source(name, asked or Asked(), detail, salt), url=url)
 

@@ -11,7 +11,7 @@ from typing import Any
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.digest import image_digest
 from minisgl_backend.images.family import Family
-from minisgl_backend.images.parts import MAX_FILE_BYTES, Source
+from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, check_number
 from minisgl_backend.images.pool import Pool, Worker, default_workers
 from minisgl_backend.images.sizes import Size
 from minisgl_backend.images.store import ImageStore
@@ -68,11 +68,7 @@ class ImageReader:
 
     def measure(self, sources: Sequence[Source]) -> list[Measured]:
         """Reads headers alone. Raises InvalidRequestError naming the part, CapacityError."""
-        if len(sources) > self.limits.num_images:
-            raise InvalidRequestError(
-                f"{sources[self.limits.num_images].name} is image {self.limits.num_images + 1} of {len(sources)}; "
-                f"allowed: {self.limits.num_images} a request (max_images)"
-            )
+        check_number(sources, self.limits.num_images)
         families = [self._family(source) for source in sources]
         futures = [self._pool.submit(_opening(source)) for source in sources]
         found, decoded = [], 0

@@ -10,12 +10,12 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import minisgl_backend
-from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings
+from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.browsers import BrowserGuard
 from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.error_answers import add_error_answers
 from minisgl_backend.openai.limits import ApiKeys, BodyLimit
-from minisgl_backend.openai.routes.table import FAMILIES, IMAGE_BODY_BYTES, Family
+from minisgl_backend.openai.routes.table import FAMILIES, Family
 from minisgl_backend.openai.tracing import TraceRequests, Tracing
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 
@@ -48,8 +48,7 @@ def create_app(settings: EndpointSettings, families: Sequence[Family] = FAMILIES
     if settings.ignore_unknown_fields:
         app.add_middleware(IgnoreUnknownFields)
     limits = ChainMap(*(dict(family.body_limits) for family in families))
-    if settings.max_body_bytes == ENDPOINT_OPTIONS["max_body_bytes"].default:
-        limits = limits.new_child({path: IMAGE_BODY_BYTES for family in families for path in family.image_paths})
+    limits = limits.new_child({path: settings.image_body_bytes for family in families for path in family.image_paths})
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, by_path=limits)
     if settings.api_keys:
         open_paths = [path for family in families for path in family.open_paths]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,6 +87,16 @@ class Endpoint:
         self._check_room()
         return await self.model.resolve(model)
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """For a request of one short answer, which counts as one in flight. Raises ApiError if there is no room."""
+        self._check_room()
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
     def _check_room(self) -> None:
         if self._num_requests >= self.settings.max_requests:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
@@ -94,7 +105,9 @@ class Endpoint:
     async def chat_prompt(self, body: Templated, messages: Sequence[Message]) -> Prompt:
         """Raises ApiError for messages that no template takes, and for images that cannot be read."""
         prompt = chat_prompt(body, messages)
-        return replace(prompt, images=await self.images.load(prompt.images)) if prompt.images else prompt
+        if not prompt.images:
+            return prompt
+        return replace(prompt, images=await self.images.load(prompt.images, (await self.model.info()).max_images))
 
     async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl_backend.openai.image_errors import image_code
 from minisgl_backend.remote_errors import Cancelled, ClientError, InvalidRequest, TimedOut, Unavailable
 from minisgl_backend.remote_errors import from_message as client_error_of
 
@@ -94,7 +95,8 @@ def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
     """The error for an exception of this project's client library."""
     if isinstance(error, InvalidRequest):
         message, param = _in_the_clients_words(error.message, names)
-        return invalid(param, message, "context_length_exceeded" if _TOO_LONG.search(message) else None)
+        code = "context_length_exceeded" if _TOO_LONG.search(message) else image_code(message)
+        return invalid(param, message, code)
     if isinstance(error, Unavailable):
         if _FULL.search(error.message):
             return ApiError(429, error.message, code="queue_full")

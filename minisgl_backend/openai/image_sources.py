@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.fetch import ImageFetcher
-from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, loaded
+from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, check_number, loaded
 from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.image_errors import image_code
 from minisgl_backend.openai.storage import storage_error
 
 _WEB = ("http:", "https:")
@@ -27,9 +28,14 @@ class ImageSources:
         self._fetcher = ImageFetcher(media_domains) if media_domains else None
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
 
-    async def load(self, sources: Sequence[Source]) -> list[Source]:
-        """The same with their data. Raises ApiError for the first that cannot be had."""
+    async def load(self, sources: Sequence[Source], max_images: int | None = None) -> list[Source]:
+        """The same with their data. max_images: of a request; 0: the model has no eyes and will say so, so nothing is
+        read; None: not known. Raises ApiError for the first that cannot be had."""
+        if max_images == 0:
+            return [replace(one, url="", file_id="") for one in sources]
         try:
+            if max_images is not None:
+                check_number(sources, max_images)
             if all(one.url[:5].lower() == "data:" for one in sources):
                 return [await asyncio.to_thread(loaded, one) for one in sources]
             async with self._room:
@@ -37,7 +43,8 @@ class ImageSources:
         except CapacityError as error:
             raise ApiError(429, str(error), code="queue_full") from None
         except InvalidRequestError as error:
-            raise invalid(str(error).partition(" ")[0].partition("[")[0], str(error)) from None
+            message = str(error)
+            raise invalid(message.partition(" ")[0].partition("[")[0], message, image_code(message)) from None
 
     async def _read(self, sources: Sequence[Source]) -> list[Source]:
         found = list(sources)

@@ -68,6 +68,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     added_tokens: list[str]
     tokenizer: dict[str, Any] = {}  # with the keys of tokenizer_config.json
     adapters: dict[str, str] = {}  # folders by name
+    max_images: int | None = None  # of a request; 0: the model has no eyes
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class TritonPythonModel:
             "added_tokens": tokenizer.added_tokens,
             "tokenizer": tokenizer.info(),
             "adapters": config.adapter_folders,
+            "max_images": 0 if images is None else config.max_images,
         }
 
     def execute(self, requests: list[Any]) -> list[Any] | None:

@@ -176,6 +176,12 @@ class EndpointSettings:
         return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
 
     @property
+    def image_body_bytes(self) -> int:
+        """Of a body, or a batch's line, that may have images: more than others, unless that was set."""
+        default = ENDPOINT_OPTIONS["max_body_bytes"].default
+        return 4 * self.max_body_bytes if self.max_body_bytes == default else self.max_body_bytes
+
+    @property
     def url(self) -> str:
         """The URL from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.parts import Asked, Source, has_images, take_image
 from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.image_errors import image_code
 
 MAX_MESSAGES = 10_000
 
@@ -114,7 +115,7 @@ def _taken(part: str | ImagePart, images: list[Source], asked: Asked) -> dict[st
     try:
         found = take_image(given, place, asked, images)
     except InvalidRequestError as error:
-        raise invalid(place.partition("[")[0], str(error)) from None
+        raise invalid(place.partition("[")[0], str(error), image_code(str(error))) from None
     return found or {"type": "text", "text": _part_text(given, place)}
 
 

@@ -22,7 +22,7 @@ _MAX_LISTED = 100
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     batches, files, settings = endpoint.batches, endpoint.files, endpoint.settings
     inside = partial(post, app)
-    runner = BatchRunner(batches, files, inside, settings.max_batch_requests, settings.max_body_bytes)
+    runner = BatchRunner(batches, files, inside, settings.max_batch_requests, settings.image_body_bytes)
     endpoint.run_while_open(runner.run)
     router = APIRouter(route_class=StorageRoute)
 

@@ -16,7 +16,7 @@ from minisgl_backend.openai.storage import StorageRoute
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
-    kept = MessageBatches(endpoint.batches, endpoint.files, endpoint.settings.max_body_bytes)
+    kept = MessageBatches(endpoint.batches, endpoint.files, endpoint.settings.image_body_bytes)
     router = APIRouter(route_class=StorageRoute)
 
     def shown(request: Request, batches: Sequence[Batch]) -> list[dict[str, Any]]:

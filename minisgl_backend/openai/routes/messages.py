@@ -38,9 +38,11 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:
         body.check()
-        await endpoint.model.resolve(body.model)
         chat, names = _chat(body, endpoint)
-        found = await endpoint.triton.tokenize(await endpoint.chat_prompt(chat, chat.messages), ["input_ids"], names)
+        with endpoint.counted():
+            await endpoint.model.resolve(body.model)
+            prompt = await endpoint.chat_prompt(chat, chat.messages)
+            found = await endpoint.triton.tokenize(prompt, ["input_ids"], names)
         return json_response({"input_tokens": len(found["input_ids"])})
 
 

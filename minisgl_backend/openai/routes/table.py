@@ -29,8 +29,6 @@ from minisgl_backend.openai.routes import (
     tokenize,
 )
 
-IMAGE_BODY_BYTES = 64 << 20  # of a body with images as base64
-
 
 @dataclass(frozen=True)
 class Family:
@@ -41,7 +39,7 @@ class Family:
     # gen_ai.operation.name of spans by path, by OpenTelemetry's names; all others below /v1/ are chats.
     operations: Mapping[str, str] = field(default_factory=dict)
     open_paths: Sequence[str] = ()  # need no API key; one that ends in /* stands for all below it
-    image_paths: Sequence[str] = ()  # may have images in messages: IMAGE_BODY_BYTES where --max-body-bytes is not set
+    image_paths: Sequence[str] = ()  # may have images in messages: larger bodies
     body_limits: Mapping[str, int] = field(default_factory=dict)  # bytes by path, in place of --max-body-bytes
 
 

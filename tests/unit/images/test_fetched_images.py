@@ -11,8 +11,10 @@ import pytest
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.fetch import ImageFetcher, is_public
 from minisgl_backend.images.parts import MAX_FILE_BYTES
+from minisgl_backend.openai.image_errors import image_code
 
 Answer = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
+BLOCKED, FAILED, TOO_LARGE = "invalid_image_url", "image_fetch_failed", "image_file_too_large"
 PICTURE = b"\x89PNG" + bytes(3000)
 
 
@@ -118,7 +120,7 @@ class Web:
 def fetched(url: str, *domains: str) -> tuple[bytes, Web]:
     async def run() -> tuple[bytes, Web]:
         async with Web() as web:
-            return await web.fetcher(*domains).fetch(url, "the part"), web
+            return await web.fetcher(*domains).fetch(url, "image_url"), web
 
     return asyncio.run(run())
 
@@ -131,40 +133,41 @@ def test_an_image_is_read_however_its_end_is_told(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "told", "code"),
     [
-        ("http://inside.example/length", "public ones"),
-        ("http://both.example/length", "public ones"),
-        ("http://none.example/length", "public ones"),
-        ("http://open.example/inside", "public ones"),
-        ("http://open.example/file", "scheme 'file'"),
-        ("http://open.example/loop", "more than 3 times"),
-        ("http://open.example:22/length", "port 80"),
-        ("http://me:pw@open.example/length", "a user's name"),
-        ("http://open.example/a\r\nX: y", "control characters"),
-        ("http://open.example/a b", "blanks"),
-        ("gopher://open.example/", "scheme 'gopher'"),
-        ("http://[::1/", "no URL"),
-        ("http:///length", "a host"),
-        ("http://open.example/short", "IncompleteReadError"),
-        ("http://open.example/large", str(MAX_FILE_BYTES)),
-        ("http://open.example/lie", "Content-Length"),
-        ("http://open.example/endless", str(MAX_FILE_BYTES)),
-        ("http://open.example/packed", "compressed"),
-        ("http://open.example/gone", "status 404"),
-        ("http://open.example/busy", "status 429"),
-        ("http://open.example/noise", "ValueError"),
-        ("http://open.example/empty", "IndexError"),
-        ("http://open.example/crumbs", "chunks"),
-        ("http://a\\.open.example/length", "a host"),
-        ("http://open.example/head", "head of more than"),
-        ("http://open.example/" + "a" * 9000, "more than 8192"),
+        ("http://inside.example/length", "public ones", BLOCKED),
+        ("http://both.example/length", "public ones", BLOCKED),
+        ("http://none.example/length", "public ones", BLOCKED),
+        ("http://open.example/inside", "public ones", BLOCKED),
+        ("http://open.example/file", "scheme 'file'", BLOCKED),
+        ("http://open.example/loop", "more than 3 times", FAILED),
+        ("http://open.example:22/length", "port 80", BLOCKED),
+        ("http://me:pw@open.example/length", "a user's name", BLOCKED),
+        ("http://open.example/a\r\nX: y", "control characters", BLOCKED),
+        ("http://open.example/a b", "blanks", BLOCKED),
+        ("gopher://open.example/", "scheme 'gopher'", BLOCKED),
+        ("http://[::1/", "no URL", BLOCKED),
+        ("http:///length", "a host", BLOCKED),
+        ("http://open.example/short", "IncompleteReadError", FAILED),
+        ("http://open.example/large", str(MAX_FILE_BYTES), TOO_LARGE),
+        ("http://open.example/lie", "Content-Length", FAILED),
+        ("http://open.example/endless", str(MAX_FILE_BYTES), TOO_LARGE),
+        ("http://open.example/packed", "compressed", FAILED),
+        ("http://open.example/gone", "status 404", FAILED),
+        ("http://open.example/busy", "status 429", FAILED),
+        ("http://open.example/noise", "ValueError", FAILED),
+        ("http://open.example/empty", "IndexError", FAILED),
+        ("http://open.example/crumbs", "chunks", FAILED),
+        ("http://a\\.open.example/length", "a host", BLOCKED),
+        ("http://open.example/head", "head of more than", FAILED),
+        ("http://open.example/" + "a" * 9000, "more than 8192", BLOCKED),
     ],
 )
-def test_what_is_no_public_image_is_refused(url: str, told: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^the part ") as refused:
+def test_what_is_no_public_image_is_refused(url: str, told: str, code: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^image_url ") as refused:
         fetched(url)
     assert told in str(refused.value)
+    assert image_code(str(refused.value)) == code
 
 
 def test_a_slow_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
