@@ -96,8 +96,7 @@ class Floors:
         encoder = self._config.encoder
         if encoder is None:
             raise ConfigError("the model has no encoder of images; allowed: one that sees")
-        per_patch, per_pair = encoder.operations()
-        return encoder.num_layers * patches * (per_patch + per_pair * patches) / self._limits.flop_per_s
+        return encoder.whole_operations(patches) / self._limits.flop_per_s
 
     def image_ms(self, patches: int, text_tokens: int) -> float:
         """Milliseconds from such an image and text to a first token."""

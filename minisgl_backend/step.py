@@ -223,41 +223,15 @@ class Backlog:
     most_prefill_length: int  # upper limit, for queues so long that the budget grows with them
 
 
-def num_parts(num_patches: int, part_patches: int) -> int:
-    """That a layer of an encoder is cut into, for an image of so many patches; part_patches: of `EncoderLimits`."""
-    return max(1, -(-num_patches // part_patches)) if part_patches else 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderLimits:
-    """What the scheduler knows of the encoder of images. Costs are in prompt tokens that take as long."""
-
-    num_layers: int
-    capacity: int  # bytes of all vectors and begun images
-    vector_bytes: int  # of one token's
-    state_bytes: int  # of one patch while its image is encoded
-    patch_area: int  # pixels
-    patch_cost: float  # of a patch in one layer
-    pair_cost: float  # of a patch that attends to another one in one layer
-    part_patches: int = 0  # a layer of a larger image is cut into parts of so many patches; 0: it is not
-    num_ranks: int = 1
-    bidirectional: bool = False  # an image's tokens see each other: no chunk ends among them
-
-    def num_patches(self, content: Content) -> int:
-        tiles, height, width, _ = content.shape
-        return tiles * height * width // self.patch_area
-
-    def num_units(self, content: Content) -> int:
-        """That an image is encoded in, of about the same cost."""
-        return self.num_layers * num_parts(self.num_patches(content), self.part_patches)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Step times in seconds, measured by the runner when the engine started, used by the scheduler."""
 
     prompts: tuple[tuple[int, float], ...]  # by prompt tokens, ascending from 0: steps in which one row decodes
     rows: tuple[tuple[int, float], ...]  # by decoding rows, ascending: steps without a prompt
+    # Of a layer of the encoder, by the number of parts that a call computes, from one on: seconds, and seconds more for
+    # each patch that one attends to. (): not measured.
+    encoder: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,14 @@ from torch import nn
 from minisgl_backend.layers.encoder_config import EncoderConfig
 
 State = Any  # of an image between two slices; the encoder's own
+
+
+class TimedCall(NamedTuple):
+    """Some parts of a layer that sees whole tiles, of an image of noise."""
+
+    parts: int
+    seen: int  # patches that one attends to
+    run: Callable[[], None]
 
 
 class Encoder(nn.Module, ABC):
@@ -33,6 +41,10 @@ class Encoder(nn.Module, ABC):
 
     def derive_weights(self) -> None:
         """Computes what it derives from weights. Called when all are loaded."""
+
+    def timed_calls(self) -> Sequence[TimedCall]:
+        """What is timed at start, of images of two sizes where it takes several; (): it has no calls of one layer."""
+        return ()
 
     def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         """All of it at once."""

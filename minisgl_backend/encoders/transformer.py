@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,18 +14,19 @@ import torch
 from torch import nn
 
 from minisgl_backend.arrays import Int64Array
+from minisgl_backend.encoder_limits import num_parts
 from minisgl_backend.encoders.attention import Segments, rotate, windows
-from minisgl_backend.encoders.base import Encoder
+from minisgl_backend.encoders.base import Encoder, TimedCall
 from minisgl_backend.encoders.graphs import MOST_PATCHES, EncoderGraphs, Shapes
 from minisgl_backend.encoders.parts import ACTIVATIONS, ALIGNED, GATES, Linear, PatchEmbedding, Table, norm
 from minisgl_backend.kernels.candidate import on_gpu
 from minisgl_backend.kernels.upload import to_device
 from minisgl_backend.layers.encoder_config import TransformerConfig
 from minisgl_backend.layers.weights import LayerContext
-from minisgl_backend.step import num_parts
 
 _MLP_ROWS = 16384  # that are in an MLP at once: bounds what its intermediate values take
 _LAYOUTS = 8  # of small images that are kept
+_TIMED_PARTS = 4  # in a call, at most; one of more takes as many times as long
 _PADDED = 64  # what an MLP's size becomes a multiple of where it is none of ALIGNED
 
 
@@ -237,6 +239,17 @@ class Transformer(Encoder):
             stop = min(parts, part + last - first)
             self._run(state, layer, part * config.part_patches, min(size, stop * config.part_patches))
             first += stop - part
+
+    def timed_calls(self) -> list[TimedCall]:
+        config, found = self.config, list[TimedCall]()
+        layer = config.full_layers[0] if config.full_layers else 0
+        for shape in config.timed_shapes():
+            noise = torch.randint(0, 256, shape, dtype=torch.uint8, device=self._device)
+            run = partial(self._run, self._begin([noise]), layer, 0)
+            seen = shape[1] * shape[2] // config.patch_size**2
+            for parts in range(1, _TIMED_PARTS + 1):
+                found.append(TimedCall(parts, seen, partial(run, parts * config.part_patches)))
+        return found
 
     def _run(self, state: TransformerState, layer: int, first: int, last: int) -> None:
         """Patches `first` to `last` - 1 through a layer, and their projection in the next one."""

@@ -16,6 +16,14 @@ class GivenVectors(NamedTuple):
     vectors: torch.Tensor  # [k, hidden_size], to which the embedding's multiplier does not apply
     # (layer, vectors [k, hidden_size]): added to the residual stream behind that layer.
     planes: tuple[tuple[int, torch.Tensor], ...] = ()
+    # bool [k, 1]: which of `vectors` are given, where `rows` are all tokens; what others have in planes is 0.
+    is_given: torch.Tensor | None = None
+
+    def placed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] with the vectors in their places."""
+        if self.is_given is not None:
+            return torch.where(self.is_given, self.vectors, hidden)
+        return hidden.index_copy(0, self.rows, self.vectors)
 
 
 class Rotation(NamedTuple):

@@ -23,9 +23,10 @@ class Borders:
     @classmethod
     def of_pass(cls, tokens: ModelInput, ctx: ForwardContext) -> Borders | None:
         """None: nothing happens at any."""
-        if (ctx.aux is None and tokens.given is None) or ctx.is_warm_up:
+        aux = None if ctx.is_warm_up else ctx.aux
+        if aux is None and tokens.given is None:
             return None
-        kept = {} if ctx.aux is None else ctx.aux.by_layer()
+        kept = {} if aux is None else aux.by_layer()
         if tokens.given is None:
             return cls(kept, None, {})
         return cls(kept, tokens.given.rows, {layer + 1: plane for layer, plane in tokens.given.planes})

@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         """
         hidden = self.embed_tokens(tokens.token_ids)
         if tokens.given is not None:
-            hidden = hidden.index_copy(0, tokens.given.rows, tokens.given.vectors)
+            hidden = tokens.given.placed(hidden)
         micro_batches: MicroBatches = (Residual(hidden, self._tp, by_row=tokens.by_row),)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         *earlier, last = (layers[index] for index in self._warm_up_layers) if ctx.is_warm_up else layers

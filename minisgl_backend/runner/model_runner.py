@@ -92,7 +92,7 @@ class ModelRunner:
             model.bind_states(states)
             kernels = recurrent_kernels(DeviceFacts.of(table.device))
             self._states = StateTables(states, kernels, table.max_rows, table.device)
-        self._vectors = vectors
+        self.vectors = vectors
         self._shifts = None if vectors is None else vectors.shifts
         self.adapters = adapters
         self._adapters = None
@@ -130,7 +130,8 @@ class ModelRunner:
                 self._adapter_graphs = adapted
             if pieces is not None:
                 inputs, turned = self._builder.prompt_tensors, self._shifts is not None
-                pieces.capture(model.forward, attention, inputs, self._aux_states, turned=turned)
+                images = None if vectors is None else vectors.static_inputs(attention.spec.dtype)
+                pieces.capture(model.forward, attention, inputs, self._aux_states, turned=turned, images=images)
                 self._pieces = pieces
 
     @property
@@ -162,7 +163,7 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         """Bytes of this rank's part of the model and its proposer."""
         parameters = [*self._model.parameters(), *([] if self._proposer is None else self._proposer.parameters())]
-        encoder = 0 if self._vectors is None else self._vectors.weight_bytes
+        encoder = 0 if self.vectors is None else self.vectors.weight_bytes
         return sum(parameter.nbytes for parameter in parameters) + encoder
 
     def close(self) -> None:
@@ -220,8 +221,8 @@ class ModelRunner:
         A step with grammars is launched up to its logits; `sample` continues once their masks are there.
         """
         images = batch.host.images if isinstance(batch, PromptBatch) else batch.step.images
-        if self._vectors is not None and images.encodes:
-            self._vectors.encode(images)
+        if self.vectors is not None and images.encodes:
+            self.vectors.encode(images)
         if isinstance(batch, ProposerBatch):
             assert self._proposer is not None, "its steps are planned where there is one"
             proposed = self._proposer.propose(batch.step)
@@ -262,7 +263,7 @@ class ModelRunner:
         plan, logits_indices = batch.attention, self._logits_indices(batch.step)
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
-        step, vectors = batch.step, self._vectors
+        step, vectors = batch.step, self.vectors
         tokens, slots = self._pass.input(rows, positions, self._shifts if step.prefill is None else None)
         if vectors is not None and step.prefill is not None:
             tokens = vectors.shown(tokens, step.images, step.given_rows, step.rope_positions)

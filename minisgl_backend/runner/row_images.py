@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array, UInt8Array
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.request import Content
 from minisgl_backend.runner.image_positions import positions_of, shift_of
 from minisgl_backend.runner.plan_arrays import PrefillHost
-from minisgl_backend.step import EncoderLimits, EncodeSlice, RowError, StepPlan, vectors_key
+from minisgl_backend.step import EncodeSlice, RowError, StepPlan, vectors_key
 
 OpenPixels = Callable[[str, tuple[int, int, int, int]], UInt8Array]
 """The pixels of a segment, uint8 [tiles, height, width, 3], by its name and shape."""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from minisgl_backend.arrays import UInt8Array
-from minisgl_backend.encoders.base import Encoder, State
+from minisgl_backend.encoders.base import Encoder, State, TimedCall
 from minisgl_backend.layers.model_input import GivenVectors, ModelInput, Rotation
 from minisgl_backend.layers.rotary import RopeTable
+from minisgl_backend.runner.graphs.image_inputs import ImageInputs
 from minisgl_backend.runner.row_images import RowImages, StepImages
 from minisgl_backend.step import EncodeSlice
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -48,6 +49,16 @@ class Vectors:
     @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._encoder.parameters())
+
+    def timed_calls(self) -> Sequence[TimedCall]:
+        """The encoder's, on a GPU."""
+        return self._encoder.timed_calls() if self._parameter.is_cuda else ()
+
+    def static_inputs(self, dtype: torch.dtype) -> ImageInputs:
+        """For captured passes of the model, whose numbers have this dtype."""
+        config = self._encoder.config
+        angles = () if self.shifts is None else [table.cos_sin.shape[1] for table in self._tables]
+        return ImageInputs(config.out_size, config.planes, angles, self._parameter.device, dtype)
 
     def admit(self, rows: torch.Tensor, shifts: torch.Tensor) -> None:
         """Rows that begin, and the shifts of their decoded tokens; int32 [num_admitted] each."""

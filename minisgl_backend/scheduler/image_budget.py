@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minisgl_backend.cache.encoder_books import EncoderBooks
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import Content
+from minisgl_backend.scheduler.encoder_costs import EncoderCosts
 from minisgl_backend.scheduler.image_share import ImageShare
 from minisgl_backend.scheduler.sequence import Sequence
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
-from minisgl_backend.step import EncoderLimits, EncodeSlice, StepPlan, StepTimes, vectors_key
+from minisgl_backend.step import EncodeSlice, StepPlan, StepTimes, vectors_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class ImageBudget:
 
     def __init__(self, limits: EncoderLimits, times: StepTimes | None = None, multiple: int = 1) -> None:
         """multiple: `SchedulerLimits.chunk_multiple`; the cache holds all images within as many tokens."""
-        self.limits, self.share = limits, ImageShare(times, multiple)
+        self.limits, self.share = limits, ImageShare(times, multiple, limits.context_cost)
+        self._costs = EncoderCosts(limits, self.share.in_tokens(() if times is None else times.encoder))
         self._multiple = multiple
         self.books = EncoderBooks(limits.capacity, limits.num_ranks)
         self._passed: list[_Passed] = []
@@ -88,33 +91,33 @@ class ImageBudget:
         """Where the chunk from `start`, to `end` at most, of a sequence that has this row, or gets it now, ends by the
         vectors that are there; and what of `budget` encoding takes in this step. Encodes the first missing images on
         the way."""
-        end, spent = self._reach(sequence, row, start, end, self.share.prompt_tokens(budget), builder, step)
+        end, spent = self._reach(sequence, row, start, end, budget, builder, step)
         if end < len(sequence.token_ids):
             end = max(start, end // self._multiple * self._multiple)
-        self.share.spend(spent, end - start)
+        self.share.spend(spent, end - start, start)
         return end, spent
 
     def _reach(
         self, sequence: Sequence, row: int, start: int, end: int, budget: int, builder: StepPlanBuilder, step: int
     ) -> tuple[int, int]:
+        tokens = self.share.prompt_tokens(budget, start)
         at, spent = start, 0
         for content in self._within(sequence, start, end):
-            room = start + budget - spent
+            room = start + tokens - spent
             if content.start > room:
                 return max(at, room), spent
             at = max(at, content.start)
             key = vectors_key(content, sequence.params.cache_salt)
-            spent += self._encode(
-                sequence, row, content, min(room - at, self.share.encoding(budget) - spent), builder, step
-            )
+            most = min(budget - (at - start), self.share.encoding(budget))
+            spent += self._encode(sequence, row, content, most - spent, builder, step)
             if not self.books.is_held(key):
                 return at, spent
             self.books.pin(key, sequence.uid, step)
-            room = max(at, start + budget - spent)
+            room = max(at, start + tokens - spent)
             if room < min(content.end, end):
                 return max(start, self.whole_spans(sequence, start, room)), spent
             at = min(content.end, end)
-        return max(at, min(end, start + budget - spent)), spent
+        return max(at, min(end, start + tokens - spent)), spent
 
     def note_chunk(self, sequence: Sequence, end: int, step: int) -> None:
         """A step computes the row's tokens up to `end`: behind it earlier images are not needed."""
@@ -155,14 +158,11 @@ class ImageBudget:
             return 0
         first, units = books.done_of(key), limits.num_units(content)
         patches = limits.num_patches(content)
-        in_tile = patches // max(content.shape[0], 1)
-        layer = patches * (limits.patch_cost + in_tile * limits.pair_cost)
-        cost = layer * limits.num_layers / units
-        count = min(units - first, int(budget / cost) if cost > 0 else units)
-        if count <= 0:
+        count, cost = self._costs.most(content, first, budget)
+        if not count:
             if budget <= 0 or builder.num_encoding:
                 return 0
-            count = 1
+            count, cost = 1, self._costs.of_one(content, first)
         vector_bytes = content.num_vectors * limits.vector_bytes
         # Chunks that end with pages may need several images at once, of which two sequences could each have some.
         owner = sequence.uid if self._multiple > 1 and not builder.num_encoding else None
@@ -173,4 +173,4 @@ class ImageBudget:
             self._patches += patches
         builder.encode(EncodeSlice(row, key, content, first, first + count, books.rank_of(key)))
         books.advance(key, first + count, step)
-        return int(count * cost) + 1
+        return int(cost) + 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.kv.kinds import FULL, CacheKind
-from minisgl_backend.step import Backlog, EncoderLimits, StepTimes
+from minisgl_backend.step import Backlog, StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)

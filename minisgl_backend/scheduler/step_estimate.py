@@ -44,9 +44,9 @@ class StepEstimate:
 
     def __init__(self, times: StepTimes) -> None:
         least = LEAST_SLOPE * min(times.prompts[0][1], times.rows[0][1])
-        self._prompts = _Curve(times.prompts, least)
+        self._prompts = Curve(times.prompts, least)
         # Of rows few are timed; one more costs at least what a prompt token does.
-        self._rows = _Curve(times.rows, least, beyond=self._prompts.slope)
+        self._rows = Curve(times.rows, least, beyond=self._prompts.slope)
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._factor, self._row_factor, self._token_factor = 1.0, 1.0, 1.0
 
@@ -100,7 +100,7 @@ class StepEstimate:
         self._token_factor = _bounded(self._token_factor * (1 + change * tokens))
 
 
-class _Curve:
+class Curve:
     """Seconds of steps by the number of something in them: a convex curve that always rises, as for a machine that
     reads weights and multiplies meanwhile. What lies above was disturbed."""
 
@@ -113,6 +113,8 @@ class _Curve:
         self._counts, self._seconds = _lower_hull(counts, np.maximum.accumulate(seconds) + least * counts)
         rise, run = self._seconds[-1] - self._seconds[0], self._counts[-1] - self._counts[0]
         self.slope = max(least, beyond, rise / run if run else 0.0)  # seconds of one more beyond the largest number
+        steps = np.diff(self._seconds) / np.diff(self._counts)
+        self.steepest = float(steps[-1]) if len(steps) else self.slope  # seconds of one more between the largest two
 
     def seconds(self, count: int) -> float:
         beyond = max(0.0, count - self._counts[-1])

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from benchmarks.driver import Driver
 from minisgl_backend.attention.mha import BACKENDS
+from minisgl_backend.encoder_limits import num_parts
 from minisgl_backend.encoders.attention import Segments, rotate
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.encoder_config import QwenVisionConfig
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.step import num_parts
 from tests.gpu.test_windows_on_gpu import skip_what_is_not_here
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.seeing import Image, reference, seeing

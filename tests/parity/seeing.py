@@ -72,7 +72,7 @@ class Seeing:
     @property
     def held_bytes(self) -> int:
         """What the runner holds."""
-        vectors = self.core._runner._vectors
+        vectors = self.core._runner.vectors
         assert vectors is not None
         assert not vectors._states
         return vectors.num_bytes

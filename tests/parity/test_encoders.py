@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl_backend.encoder_limits import num_parts
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.step import num_parts
 from tests.parity.vision_checkpoints import FAMILIES, expected_vectors, pixels, save
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.request import FinishReason
+from minisgl_backend.runner.graphs.image_inputs import ImageInputs
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.seeing import Image, Said, reference, seeing, tokens_of
 from tests.parity.vision_checkpoints import FAMILIES, TOWERS, pixels, save
@@ -96,6 +97,24 @@ def test_chunks_end_anywhere(case: Case, length: int) -> None:
     with seeing(case.name, case.folder, max_prefill_length=length) as engine:
         assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
         assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3", "qwen3_5"])
+def test_captured_passes_have_places_for_images(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, whole and in chunks, beside rows that decode, and of text behind those of images."""
+    case, sizes = make_case(name, tmp_path), []
+    fill = ImageInputs.fill
+    monkeypatch.setattr(ImageInputs, "fill", lambda self, tokens, size: (sizes.append(size), fill(self, tokens, size)))
+    for options in ({}, {"max_prefill_length": 16, "page_size": 8}):
+        environment = {"MINISGL_EAGER_GRAPHS": "1"}
+        with seeing(name, tmp_path, environment, cuda_graph_max_tokens=128, cuda_graph_max_bs=4, **options) as engine:
+            assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+            requests = [engine.request(one) for one in (TEXT, case.swapped, [3, *case.prompt], TEXT)]
+            text, swapped, _, again = engine.ask(*requests)
+            assert_same(text, case.said_text)
+            assert_same(again, case.said_text)
+            assert_same(swapped, case.said_swapped)
+    assert len(set(sizes)) > 1
 
 
 def test_a_cached_prefix_ends_inside_of_an_image(case: Case) -> None:

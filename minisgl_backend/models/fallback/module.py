@@ -85,7 +85,7 @@ class TransformersCausalLM(nn.Module):
         if given is None:
             return {"input_ids": ids}
         embedding: nn.Module = self.model.get_input_embeddings()
-        return {"inputs_embeds": embedding(ids).index_copy(1, given.rows, given.vectors[None])}
+        return {"inputs_embeds": given.placed(embedding(ids)[0])[None]}
 
     def bind_states(self, states: StatePool) -> None:
         raise NotImplementedError("no model with states runs through transformers' code")

@@ -31,6 +31,7 @@ from minisgl_backend.layers.model_input import ModelInput, Rotation
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.boundary import AttentionPiece, Boundary, Crossing
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
+from minisgl_backend.runner.graphs.image_inputs import MOST_TOKENS, ImageInputs
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[ModelInput, ForwardContext], torch.Tensor]  # as `models.decoder.CausalLM.forward`
@@ -103,6 +104,7 @@ class PiecewiseRunner(ABC):
         self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
         self._turned = False  # see `capture`
+        self._images: ImageInputs | None = None
 
     def capture(
         self,
@@ -112,13 +114,15 @@ class PiecewiseRunner(ABC):
         aux_states: AuxStatesOf = no_aux_states,
         *,
         turned: bool = False,
+        images: ImageInputs | None = None,
     ) -> None:
         """Captures all sizes; called once, before anything runs. The largest comes first: the others reuse its memory.
-        turned: the rotation may have tokens elsewhere than at their positions, behind images.
+        turned: the rotation may have tokens elsewhere than at their positions, behind images; images: sizes up to
+        `image_inputs.MOST_TOKENS` are captured with what these have, too.
         The outputs that `aux_states` requests are left in `aux`."""
         spec = attention.spec
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
-        self._turned = turned
+        self._turned, self._images = turned, images
         # ids, positions, slots by cache group, and where the rotation has them
         shape = (2 + len(spec.cache_groups) + turned, self.sizes[-1])
         self._inputs = torch.zeros(shape, dtype=torch.int32, device=spec.device)
@@ -129,6 +133,8 @@ class PiecewiseRunner(ABC):
         with self._captures():
             for done, size in enumerate(reversed(self.sizes)):
                 self._capture(size)
+                if images is not None and size <= MOST_TOKENS:
+                    self._capture(size, seeing=True)
                 self._on_progress(done + 1, len(self.sizes))
         self.prompt_sizes = tuple(size for size in self.sizes if self._captures_prompt(size))
 
@@ -139,22 +145,26 @@ class PiecewiseRunner(ABC):
 
     def serves(self, tokens: ModelInput) -> bool:
         """Whether `run` takes them: a captured pass has no place for more than ids and positions, also of the rotation
-        where the model's may differ."""
+        where the model's may differ, and some have places for images."""
         if tokens.rotation is not None and not self._turned:
             return False
-        return tokens.is_plain and piece_size(len(tokens.token_ids), self.sizes) > 0
+        is_served = tokens.is_plain or (self._images is not None and self._images.serves(tokens))
+        return is_served and self._size(tokens) > 0
 
     def run(self, tokens: ModelInput, slots: tuple[torch.Tensor, ...], plan: PairPlan) -> torch.Tensor:
-        """Plain tokens, and their slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
+        """Tokens that are served, and their slots by cache group, int32 [num_tokens] each -> hidden states [num_tokens,
         hidden_size].
 
         The next run overwrites them. `plan`: attention's plan for these tokens.
         """
         num_tokens = len(tokens.token_ids)
-        size = piece_size(num_tokens, self.sizes)
+        size = self._size(tokens)
         rows = [tokens.token_ids, tokens.positions, *slots]
         if self._turned:
             rows.append(tokens.positions if tokens.rotation is None else tokens.rotation.positions)
+        seeing = tokens.given is not None
+        if seeing and self._images is not None:
+            self._images.fill(tokens, size)
         torch.stack(rows, out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; an earlier step's may be in use
         self._boundary.clear_outputs(num_tokens, size)  # NaN there would reach the padding page
@@ -164,8 +174,13 @@ class PiecewiseRunner(ABC):
             x, out = buffers[crossing.pair]
             crossing.piece.run_into(x, slots, plan, out)
 
-        self._replay(size, run_piece)
+        self._replay(size, run_piece, seeing=seeing)
         return self._hidden[:num_tokens]
+
+    def _size(self, tokens: ModelInput) -> int:
+        """Of the pass that they are padded to; 0: there is none."""
+        size = piece_size(len(tokens.token_ids), self.sizes)
+        return size if tokens.given is None or size <= MOST_TOKENS else 0
 
     @abstractmethod
     def run_prompt(self, size: int) -> torch.Tensor:
@@ -180,11 +195,11 @@ class PiecewiseRunner(ABC):
         return nullcontext()
 
     @abstractmethod
-    def _capture(self, size: int) -> None:
-        """Makes one size ready."""
+    def _capture(self, size: int, *, seeing: bool = False) -> None:
+        """Makes one size ready, of tokens with images or without."""
 
     @abstractmethod
-    def _replay(self, size: int, between: Between) -> None:
+    def _replay(self, size: int, between: Between, *, seeing: bool = False) -> None:
         """Runs the pass of one size, and what is between its graphs."""
 
     def _captures_prompt(self, size: int) -> bool:
@@ -207,10 +222,12 @@ class PiecewiseRunner(ABC):
         )
         self._last.copy_(self._forward(ModelInput(inputs.token_ids, inputs.positions), context))
 
-    def _pass(self, size: int, between: Between, is_warm_up: bool = False) -> None:
+    def _pass(self, size: int, between: Between, *, is_warm_up: bool = False, seeing: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, *slots = self._inputs[:, :size]
-        rotation = Rotation(slots.pop()) if self._turned else None
+        rotation, given = Rotation(slots.pop()) if self._turned else None, None
+        if seeing and self._images is not None:
+            rotation, given = self._images.rotation(size) or rotation, self._images.given(size)
         context = ForwardContext(
             slots=tuple(slots),
             attention=PiecewiseAttention(self._attention, self._boundary, between),
@@ -218,7 +235,7 @@ class PiecewiseRunner(ABC):
             captured=True,
             aux=self._aux_of(size),
         )
-        self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions, rotation), context))
+        self._hidden[:size].copy_(self._forward(ModelInput(token_ids, positions, rotation, given), context))
 
     def _aux_of(self, size: int) -> AuxStates | None:
         return None if self.aux is None else replace(self.aux, out=self.aux.out[:size])
@@ -231,21 +248,22 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         super().__init__(sizes, hidden_size, on_progress)
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._captured: dict[int, _Pieces] = {}
+        self._captured: dict[tuple[int, bool], _Pieces] = {}  # by size, and whether with images
         self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by size of `prompt_sizes`
 
     def _captures(self) -> AbstractContextManager[None]:
         return many_captures()
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, *, seeing: bool = False) -> None:
         # The inputs are filled on this stream, in uninitialised memory.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._pass(size, lambda crossing: None, is_warm_up=True)  # libraries choose kernels, not under capture
+            # Libraries choose kernels, not under capture.
+            self._pass(size, lambda crossing: None, is_warm_up=True, seeing=seeing)
             self._stream.synchronize()
             with self._pieces() as (pieces, cut):
-                self._pass(size, cut)
-            if self._captures_prompt(size):
+                self._pass(size, cut, seeing=seeing)
+            if not seeing and self._captures_prompt(size):
                 inputs = self._prompt_inputs(size)
                 if not self._prompts:  # the other sizes use the same kernels, or those of the pieces above
                     self._prompt_pass(inputs, is_warm_up=True)
@@ -253,7 +271,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
                 with captured(self._memory) as whole:
                     self._prompt_pass(inputs)
                 self._prompts[size] = whole
-        self._captured[size] = pieces
+        self._captured[size, seeing] = pieces
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
@@ -276,8 +294,8 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             raise
         graphs[-1].capture_end()
 
-    def _replay(self, size: int, between: Between) -> None:
-        graphs, crossings = self._captured[size].graphs, self._captured[size].crossings
+    def _replay(self, size: int, between: Between, *, seeing: bool = False) -> None:
+        graphs, crossings = self._captured[size, seeing].graphs, self._captured[size, seeing].crossings
         for graph, crossing in zip(graphs, crossings, strict=False):
             graph.replay()
             between(crossing)
@@ -301,13 +319,13 @@ class EagerPieces(PiecewiseRunner):
         super().__init__(sizes, hidden_size, on_progress)
         self._prompts: dict[int, PromptTensors] = {}
 
-    def _capture(self, size: int) -> None:
-        self._pass(size, lambda crossing: None, is_warm_up=True)
-        if self._captures_prompt(size):
+    def _capture(self, size: int, *, seeing: bool = False) -> None:
+        self._pass(size, lambda crossing: None, is_warm_up=True, seeing=seeing)
+        if not seeing and self._captures_prompt(size):
             self._prompts[size] = self._prompt_inputs(size)
 
-    def _replay(self, size: int, between: Between) -> None:
-        self._pass(size, between)
+    def _replay(self, size: int, between: Between, *, seeing: bool = False) -> None:
+        self._pass(size, between, seeing=seeing)
 
     def run_prompt(self, size: int) -> torch.Tensor:
         self._prompt_pass(self._prompts[size])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.lazy_import import load_attribute
@@ -13,7 +14,6 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.row_images import RowImages
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.vectors import Vectors
-from minisgl_backend.step import EncoderLimits
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.sizes import ITEM_BYTES
 
@@ -22,7 +22,7 @@ from minisgl_backend.weights.sizes import ITEM_BYTES
 _LAYER_SHARE = 24
 _LARGEST_IMAGE = 16384  # patches that memory is kept free for; where a larger one does not fit, its request fails
 _CAPTURED = 4096  # likewise: of encodings that are captured (`encoders.graphs.MOST_PATCHES`)
-_ATTENTION = 1.5  # how much longer than in GEMMs an operation takes in an encoder's attention: 330 to 400 TFLOP/s
+_ATTENTION = 1.5  # how much longer than in GEMMs an operation takes in attention: 330 to 400 TFLOP/s
 # What opens segments of pixels; by name, since rooms of one level do not import each other.
 OPEN_PIXELS = "minisgl_backend.images.segments:open_pixels"
 
@@ -81,7 +81,20 @@ def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits
         patch_area=encoder.patch_size**2,
         patch_cost=per_patch / per_token,
         pair_cost=_ATTENTION * per_pair / per_token,
+        begin_cost=encoder.begin_operations() / per_token,
+        plane_cost=encoder.plane_operations() / per_token,
+        context_cost=_ATTENTION * _context_operations(config) / per_token,
         part_patches=encoder.part_patches,
+        window=None if encoder.window is None else encoder.window**2,
+        full_layers=encoder.full_layers,
+        plane_layers=encoder.plane_layers,
         num_ranks=runtime.config.tp,
         bidirectional=encoder.bidirectional,
     )
+
+
+def _context_operations(config: ModelConfig) -> int:
+    """Of a prompt token and one that it sees, in all layers of the decoder that see everything."""
+    every = (layer.mixer.attention for layer in config.layers)
+    seeing = [one for one in every if one is not None and one.window is None and one.chunk is None]
+    return sum(4 * one.num_q_heads * one.head_dim for one in seeing)

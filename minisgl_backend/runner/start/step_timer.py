@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
 TIMED_ROWS = (1, 32)
+ENCODER_CALLS = 4  # timed together: a host launches the next one's kernels while a GPU computes
 CONTEXT = 128  # tokens of each row that decodes
 
 
@@ -50,7 +53,23 @@ class StepTimer:
         """Of the prompts that have been timed, and of rows."""
         sizes = sorted({min(size, self._max_running) for size in TIMED_ROWS})
         rows = tuple((size, self._time_rows(size)) for size in sizes)
-        return StepTimes(prompts=((0, rows[0][1]), *sorted(self._prompts.items())), rows=rows)
+        prompts = ((0, rows[0][1]), *sorted(self._prompts.items()))
+        return StepTimes(prompts=prompts, rows=rows, encoder=self._time_encoder())
+
+    @torch.inference_mode()
+    def _time_encoder(self) -> tuple[tuple[float, float], ...]:
+        """`StepTimes.encoder`. A call's time rises with the patches that are attended to, by as much for each."""
+        taken: dict[int, list[tuple[int, float]]] = {}  # by parts: patches seen, and seconds
+        vectors = self._runner.vectors
+        for call in () if vectors is None else vectors.timed_calls():
+            seconds = self._fastest(partial(_repeated, call.run))
+            taken.setdefault(call.parts, []).append((call.seen, seconds / ENCODER_CALLS))
+        found = []
+        for _, ((few, short), *more) in sorted(taken.items()):
+            many, long = more[-1] if more else (few, short)
+            of_seen = max(0.0, long - short) / (many - few) if more else short / few
+            found.append((max(0.0, short - few * of_seen), of_seen))
+        return tuple(found)
 
     def _time_rows(self, num_rows: int) -> float:
         plan = padding_plan((), (), np.arange(num_rows, dtype=np.int32))
@@ -58,12 +77,16 @@ class StepTimer:
         return self._time(msgspec.structs.replace(plan, decode_lengths=lengths))
 
     def _time(self, plan: StepPlan) -> float:
-        """The fastest of ROUNDS, on all ranks: they must agree on what comes next."""
-        best, plan = float("inf"), with_states(plan, self._runner)
+        plan = with_states(plan, self._runner)
+        return self._fastest(lambda: self._runner.execute(self._runner.prepare(plan)).wait())
+
+    def _fastest(self, call: Callable[[], object]) -> float:
+        """Seconds of ROUNDS, on all ranks: they must agree on what comes next."""
+        best = float("inf")
         for _ in range(ROUNDS):
             self._synchronize()
             started = time.perf_counter()
-            self._runner.execute(self._runner.prepare(plan)).wait()
+            call()
             self._synchronize()
             best = min(best, time.perf_counter() - started)
         return self._tp.minimum(round(1e6 * best)) / 1e6
@@ -71,3 +94,8 @@ class StepTimer:
     def _synchronize(self) -> None:
         if self._runtime.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _repeated(call: Callable[[], None]) -> None:
+    for _ in range(ENCODER_CALLS):
+        call()

@@ -15,28 +15,43 @@ def test_without_decoding_rows_or_times_or_in_a_backlog_there_is_no_limit() -> N
         (ImageShare(TIMES), 9, False),
     ):
         share.begin(rows, is_limited=is_limited)
-        assert (share.prompt_tokens(5000), share.encoding(5000)) == (5000, 5000)
-        share.spend(4000, 900)
-        assert share.prompt_tokens(5000) == 5000
+        assert (share.prompt_tokens(5000, 0), share.encoding(5000)) == (5000, 5000)
+        share.spend(4000, 900, 0)
+        assert share.prompt_tokens(5000, 0) == 5000
 
 
 def test_a_step_becomes_so_much_longer_at_most() -> None:
     share = ImageShare(TIMES)
     share.begin(16, is_limited=True)
-    chunk, encoding = share.prompt_tokens(5000), share.encoding(5000)
+    chunk, encoding = share.prompt_tokens(5000, 0), share.encoding(5000)
     token_s = 0.007 / 256  # what a token costs at least
-    assert chunk == encoding == int(BESIDE * 0.008 / token_s)
-    share.spend(encoding, 0)
-    assert share.prompt_tokens(5000) <= 1
-    share.spend(encoding, chunk)
-    assert (share.prompt_tokens(5000), share.encoding(5000)) == (0, 0)
+    assert encoding == int(BESIDE * 0.008 / token_s)
+    # The first 256 tokens take a millisecond, those behind them 25 us each.
+    assert chunk == 256 + int((BESIDE * 0.008 - 0.001) / 25e-6)
+    share.spend(encoding, 0, 0)
+    assert share.prompt_tokens(5000, 0) <= 7
+    share.spend(encoding, chunk, 0)
+    assert (share.prompt_tokens(5000, 0), share.encoding(5000)) == (0, 0)
     share.begin(16, is_limited=True)
-    assert share.prompt_tokens(5000) == chunk
+    assert share.prompt_tokens(5000, 0) == chunk
 
 
 def test_something_is_computed_where_a_token_takes_longer() -> None:
     share = ImageShare(StepTimes(prompts=((0, 0.001), (32, 0.1)), rows=((1, 0.001),)))
     share.begin(1, is_limited=True)
-    assert share.prompt_tokens(5000) == 32
-    share.spend(0, 32)
-    assert share.prompt_tokens(5000) == 0
+    assert share.prompt_tokens(5000, 0) == 32
+    share.spend(0, 32, 0)
+    assert share.prompt_tokens(5000, 0) == 0
+
+
+def test_what_a_chunk_attends_to_counts() -> None:
+    share = ImageShare(TIMES, context_cost=1e-4)
+    chunks = []
+    for start in (0, 1000, 10_000, 1_000_000):
+        share.begin(16, is_limited=True)
+        chunks.append(share.prompt_tokens(5000, start))
+        share.spend(0, chunks[-1], start)
+        assert share.prompt_tokens(5000, start) <= 4, "the first tokens are nearly free"
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[2] * 10_000 * 1e-4 * 25e-6 < BESIDE * 0.008
+    assert chunks[3] == 32

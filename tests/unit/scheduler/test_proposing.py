@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.arrays import Int32Array
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import Content, Grammar
 from minisgl_backend.scheduler.forced_drafts import ForcedTokens, no_forced_tokens
@@ -19,7 +20,7 @@ from minisgl_backend.scheduler.proposing import SHADOW_EVERY
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import DeviceProposals
-from minisgl_backend.step import EncoderLimits, StepPlan
+from minisgl_backend.step import StepPlan
 from tests.fakes import FakePending, FakeRunner, Loop, expected_answer, make_request
 from tests.proposers import EveryDraft
 

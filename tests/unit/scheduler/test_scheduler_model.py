@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from minisgl_backend.adapters.served import ServedAdapter
+from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
-from minisgl_backend.step import EncoderLimits, StepTimes
+from minisgl_backend.step import StepTimes
 from tests.proposers import KINDS
 from tests.unit.scheduler.machine import EOS, ON_DEVICE, POOLINGS, SchedulerMachine
 

@@ -1,0 +1,84 @@
+"""Sixteen streams beside a photo of a phone, in simulated time: a step takes what an H200 was seen to take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from minisgl_backend.encoder_limits import EncoderLimits
+from minisgl_backend.request import Content
+from minisgl_backend.scheduler.encoder_costs import EncoderCosts
+from minisgl_backend.scheduler.image_share import BESIDE
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepPlan, StepTimes
+from tests.fakes import FakeRunner, Loop, make_request
+
+STREAMS = 16
+TOKEN_S = 22.5e-6  # of Qwen3-8B's prompts
+
+
+class Machine(NamedTuple):
+    """Seconds."""
+
+    decode: float  # a step of the streams
+    call: float  # a part of a layer of the encoder
+    pair: float  # likewise, for each patch attended to: attention takes as long for one tile as for a few
+
+    def times(self) -> StepTimes:
+        calls = tuple((count * self.call, count * self.pair) for count in (1, 2, 3, 4))
+        prompts = [(count, max(self.decode, 9e-4 + count * TOKEN_S)) for count in (0, 64, 128, 256, 512, 1024)]
+        return StepTimes(prompts=tuple(prompts), rows=((1, 0.9 * self.decode), (32, 1.1 * self.decode)), encoder=calls)
+
+
+H200, H100 = Machine(4.75e-3, 8e-5, 1.45e-8), Machine(5.4e-3, 8.5e-5, 1.5e-8)
+QWEN3 = EncoderLimits(
+    num_layers=27, capacity=2 << 30, vector_bytes=32768, state_bytes=20_000, patch_area=256,
+    patch_cost=2.2e-3, pair_cost=5e-7, begin_cost=6e-4, plane_cost=1.5e-3, context_cost=6.4e-5,
+    part_patches=1024, plane_layers=(8, 16, 24),
+)  # fmt: skip
+# Qwen2.5-VL's: attention stays in windows but for four layers.
+QWEN25 = dataclasses.replace(QWEN3, num_layers=32, window=64, full_layers=(7, 15, 23, 31), plane_layers=())
+PHOTO = Content(start=16, length=11844, digest=b"photo" * 7, shape=(1, 3008, 4032, 3))
+
+
+@pytest.mark.parametrize("encoder", [QWEN3, QWEN25], ids=["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("machine", [H200, H100], ids=["h200", "h100"])
+def test_steps_beside_a_photo_are_bounded_and_its_first_token_comes_soon(
+    machine: Machine, encoder: EncoderLimits
+) -> None:
+    limits = SchedulerLimits(
+        page_size=64, num_pages=1000, max_seq_len=20_000, max_running_requests=32, max_waiting_requests=100,
+        max_prefill_length=8192, mixed_prefill_length=768, eos_token_ids=(), encoder=encoder,
+        step_times=machine.times(),
+    )  # fmt: skip
+    runner = FakeRunner(limits)
+    scheduler = Scheduler(limits, seed=0)
+    loop = Loop(scheduler, runner, overlap=False, check=False)
+    for uid in range(STREAMS):
+        scheduler.add(make_request(uid, [uid + 1] * 64, max_tokens=2000))
+    while len(runner.plans) < 30:
+        loop.step()
+    prompt = make_request(STREAMS, [1] * 16 + [90] * PHOTO.length + [2] * 48, max_tokens=1)
+    scheduler.add(msgspec.structs.replace(prompt, contents=(PHOTO,)))
+    first = len(runner.plans)
+    while STREAMS not in loop.records.tokens:
+        loop.step()
+    taken = np.array([seconds(plan, machine, encoder) for plan in runner.plans[first:]])
+    assert all(len(plan.decode_rows) == STREAMS for plan in runner.plans[first:])
+    assert taken.sum() < 4.0
+    assert np.percentile(taken, 99) <= 1.01 * (1 + BESIDE) * machine.decode
+    assert taken.max() <= 1.9 * machine.decode, "what begins and ends an image is done at once"
+
+
+def seconds(plan: StepPlan, machine: Machine, encoder: EncoderLimits) -> float:
+    costs = EncoderCosts(encoder, tuple((a / TOKEN_S, b / TOKEN_S) for a, b in machine.times().encoder))
+    encoding = sum(costs.most(one.content, one.first, 1e9)[1] for one in plan.encode)
+    encoding -= sum(costs.most(one.content, one.last, 1e9)[1] for one in plan.encode)
+    chunk = sum(len(one.token_ids) for one in plan.prefill)
+    context = sum(len(one.token_ids) * one.start * encoder.context_cost for one in plan.prefill)
+    return max(machine.decode, 9e-4 + chunk * TOKEN_S) + TOKEN_S * (encoding + context)
