@@ -57,6 +57,7 @@ class PageServer:
         self.key = ""  # needed where it is not empty
         self.metrics = METRICS
         self.chat_template: str | None = "a template"
+        self.max_images: int | None = 20
         self.finish_reason = "stop"
         self.port = free_ports(1)[0]
         app = FastAPI()
@@ -95,7 +96,7 @@ class PageServer:
         return JSONResponse({"data": [{"id": "a-model"}]})
 
     async def _tokenizer_info(self) -> Response:
-        return JSONResponse({"chat_template": self.chat_template})
+        return JSONResponse({"chat_template": self.chat_template, "max_images": self.max_images})
 
     async def _chat(self, request: Request) -> Response:
         self.asked.append({**await request.json(), "route": request.url.path})

@@ -32,7 +32,7 @@ def server(page_server: PageServer) -> PageServer:
     page_server.answers.clear()
     page_server.asked.clear()
     page_server.key, page_server.metrics, page_server.chat_template = "", METRICS, "a template"
-    page_server.finish_reason = "stop"
+    page_server.finish_reason, page_server.max_images = "stop", 20
     return page_server
 
 

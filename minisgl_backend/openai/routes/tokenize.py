@@ -30,8 +30,8 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         info = await endpoint.model.info()
-        length = {"model_max_length": info.max_model_len, "chat_template": info.chat_template or None}
-        return json_response({**info.tokenizer, **length})
+        own = {"model_max_length": info.max_model_len, "chat_template": info.chat_template or None}
+        return json_response({**info.tokenizer, **own, "max_images": info.max_images})
 
 
 async def _tokenized(endpoint: Endpoint, body: TokenizeRequest) -> Response:

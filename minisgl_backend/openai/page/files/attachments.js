@@ -1,16 +1,36 @@
-// Files that go with a question. An attachment is {kind, name, data}; `data` is text. A further kind is a row of KINDS.
-const MAX_BYTES = 256 * 1024, MAX_FILES = 10, FENCE = /`{3,}/g;
+// Files that go with a question. An attachment is {kind, name, data}; `data` is text: of a text file its own, of a picture
+// the id that it is kept by. A further kind is a row of KINDS.
+import {fileBox, pictureBox} from "./elements.js";
+import {keepPicture, keptPicture} from "./pictures.js";
 
-// By kind: what of a file it takes, how it reads one, and how that stands in a message.
+const MAX_FILES = 10, FENCE = /`{3,}/g, KIB = 1024;
+const SERVED = /^image\/(jpeg|png|webp|gif|bmp|tiff|avif)$/, PICTURE = /^image\/(?!svg)/;
+
+// By kind: what of a file it takes, how large one may be, how it is read, seen and stands in a message: as a text, or as a
+// part of the content.
 const KINDS = {
+  image: {
+    takes: file => PICTURE.test(file.type),
+    maxBytes: 20 * KIB * KIB,
+    read: async file => keepPicture(await urlOf(SERVED.test(file.type) ? file : await asJpeg(file))),
+    refusal: "is no picture that this browser can read",
+    box: ({name, data}) => pictureBox(name, keptPicture(data)),
+    async inMessage({name, data}) {
+      const url = await keptPicture(data);
+      if (!url) throw new Error(`${name} is not kept in this browser any more; delete its question to go on`);
+      return {type: "image_url", image_url: {url}};
+    },
+  },
   text: {
     takes: () => true,
+    maxBytes: 256 * KIB,
     async read(file) {
       const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
       if (text.includes("\0")) throw new TypeError("a NUL in it");
       return text;
     },
     refusal: "is no text in UTF-8",
+    box: fileBox,
     // Fenced with more backticks than the text itself has in a row.
     inMessage({name, data}) {
       const fence = "`".repeat(Math.max(2, ...(data.match(FENCE) || []).map(run => run.length)) + 1);
@@ -19,20 +39,55 @@ const KINDS = {
   },
 };
 
-// The attachments of `files`, beside `held` that are there. Throws Error with words for the reader.
-export async function read(files, held) {
+const sizeOf = bytes => bytes < KIB * KIB ? `${(bytes / KIB).toFixed(0)} KiB` : `${(bytes / KIB / KIB).toFixed(0)} MiB`;
+
+function urlOf(blob) {
+  return new Promise((resolve, reject) => {
+    const reader = Object.assign(new FileReader(), {onload: () => resolve(reader.result), onerror: () => reject(reader.error)});
+    reader.readAsDataURL(blob);
+  });
+}
+
+// What the server does not take, as a phone's HEIC, where the browser can decode it.
+async function asJpeg(file) {
+  const bitmap = await createImageBitmap(file).catch(() => { throw new TypeError("not decoded"); });
+  const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
+  canvas.getContext("2d").drawImage(bitmap, 0, 0);
+  return canvas.convertToBlob({type: "image/jpeg", quality: 0.92});
+}
+
+// The attachments of `files`, beside `held` that are there. `maxImages`: that the model takes in a request; null: not known.
+// Throws Error with words for the reader.
+export async function read(files, held, maxImages) {
   if (held.length + files.length > MAX_FILES) throw new Error(`at most ${MAX_FILES} files go with a question`);
-  return Promise.all([...files].map(async file => {
-    const [kind, {read: readFile, refusal}] = Object.entries(KINDS).find(([, row]) => row.takes(file));
-    if (file.size > MAX_BYTES)
-      throw new Error(`${file.name} has ${(file.size / 1024).toFixed(0)} KiB; a file may have ${MAX_BYTES / 1024} KiB`);
+  const kinds = [...files].map(file => Object.keys(KINDS).find(kind => KINDS[kind].takes(file)));
+  const pictures = [...held.map(file => file.kind), ...kinds].filter(kind => kind === "image").length;
+  if (maxImages !== null && pictures > maxImages)
+    throw new Error(maxImages ? `this server takes at most ${maxImages} pictures` : "this model sees no pictures");
+  return Promise.all([...files].map(async (file, index) => {
+    const kind = kinds[index], {maxBytes, read: readFile, refusal} = KINDS[kind];
+    if (file.size > maxBytes) throw new Error(`${file.name} has ${sizeOf(file.size)}; a file may have ${sizeOf(maxBytes)}`);
     try { return {kind, name: file.name, data: await readFile(file)}; } catch (error) {
       throw new Error(error instanceof TypeError ? `${file.name} ${refusal}` : `${file.name} cannot be read`);
     }
   }));
 }
 
-// A question with its files, as the content of a message.
-export function contentOf({question, files}) {
-  return [...files.map(file => KINDS[file.kind]?.inMessage(file) ?? ""), question].filter(Boolean).join("\n\n");
+// How an attachment is seen.
+export function boxOf(file) {
+  return (KINDS[file.kind] ?? KINDS.text).box(file);
+}
+
+// The ids of the pictures that chats name.
+export function picturesOf(chats) {
+  return new Set(chats.flatMap(chat => chat.turns).flatMap(turn => turn.files).filter(file => file.kind === "image").map(file => file.data));
+}
+
+// A question with its files, as the content of a message: a text, or parts where there are pictures. Throws Error with words
+// for the reader.
+export async function contentOf({question, files}) {
+  const parts = await Promise.all(files.map(file => KINDS[file.kind]?.inMessage(file) ?? ""));
+  const filled = [...parts, question].filter(Boolean);
+  if (filled.every(part => typeof part === "string")) return filled.join("\n\n");
+  return filled.map(part => typeof part === "string" ? {type: "text", text: part} : part);
 }

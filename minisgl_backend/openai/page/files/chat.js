@@ -1,10 +1,11 @@
 // The page: the chat that is shown, what is asked, and what answers.
-import {read} from "./attachments.js";
-import {addTurn, branches, deleteChat, loadChat, mergeInto, newChat, path, saveChat, titleOf, watchOtherTabs} from "./chats.js";
-import {$, button, element, fileBox, grows, words} from "./elements.js";
+import {boxOf, picturesOf, read} from "./attachments.js";
+import {addTurn, allChats, branches, deleteChat, loadChat, mergeInto, newChat, path, saveChat, titleOf, watchOtherTabs} from "./chats.js";
+import {$, button, element, grows, words} from "./elements.js";
 import {watchEngine} from "./engine.js";
 import {addList} from "./list.js";
 import {notice} from "./notice.js";
+import {tidyPictures} from "./pictures.js";
 import {requestFor} from "./requests.js";
 import {addSettings, headers, remember, remembered, showSettings} from "./settings.js";
 import {chunks} from "./stream.js";
@@ -12,7 +13,7 @@ import {TurnView} from "./turn.js";
 
 const EXAMPLES = ["What is 17 + 25?", "Count from 1 to 20.", "Reverse the order of these words: Rome, Oslo, Lima"];
 const NAME = document.title, DRAFT = "minisgl.draft.";
-let chat = newChat(), views = [], files = [], running = null, hasTemplate = true;
+let chat = newChat(), views = [], files = [], running = null, hasTemplate = true, maxImages = null;
 
 // --- what is asked
 
@@ -26,7 +27,6 @@ function ask(parent, question, attached) {
 async function answer(ofChat, turn) {
   const run = running = {abort: new AbortController(), turn, chat: ofChat};
   const view = viewOf(turn), began = performance.now(), turns = path(ofChat);
-  const {route, body, textOf} = requestFor(ofChat.settings, turns.slice(0, turns.indexOf(turn)), turn, hasTemplate);
   let usage = null, first = null;
   Object.assign(turn, {note: "", error: "", cut: false, state: "running", time: Date.now()});
   if (!turn.answer) Object.assign(turn, {thoughts: "", calls: []});
@@ -34,6 +34,7 @@ async function answer(ofChat, turn) {
   view.begin();
   showBusy();
   try {
+    const {route, body, textOf} = await requestFor(ofChat.settings, turns.slice(0, turns.indexOf(turn)), turn, hasTemplate);
     for await (const chunk of chunks(route, body, headers(), run.abort.signal)) {
       usage = chunk.usage || usage;
       const choice = chunk.choices[0];
@@ -226,7 +227,7 @@ watchOtherTabs((id, isDeleted) => {
 
 async function attach(added) {
   if (!added.length) return;
-  try { files.push(...await read(added, files)); } catch (error) { notice(error.message); }
+  try { files.push(...await read(added, files, maxImages)); } catch (error) { notice(error.message); }
   showFiles();
 }
 
@@ -234,7 +235,7 @@ function showFiles() {
   $("files").hidden = !files.length;
   $("files").replaceChildren(...files.map(file => {
     const chip = element("div", "chip");
-    chip.append(fileBox(file), button("×", () => { files = files.filter(one => one !== file); showFiles(); }, `Remove ${file.name}`));
+    chip.append(boxOf(file), button("×", () => { files = files.filter(one => one !== file); showFiles(); }, `Remove ${file.name}`));
     return chip;
   }));
 }
@@ -272,7 +273,10 @@ async function nameModel() {
 // A base model has no chat template, and goes on with a text.
 async function findTemplate() {
   const reply = await fetch("tokenizer_info", {headers: headers()});
-  if (!reply.ok || hasTemplate === ((await reply.json()).chat_template !== null)) return;
+  if (!reply.ok) return;
+  const {chat_template: template, max_images: images = null} = await reply.json();
+  maxImages = images;
+  if (hasTemplate === (template !== null)) return;
   hasTemplate = !hasTemplate;
   $("prompt").placeholder = hasTemplate ? "Ask something; Enter sends" : "A text to go on with; Enter sends";
   if (running) return;
@@ -346,5 +350,6 @@ addSettings(({system, options}) => {
 grows($("prompt"));
 open(loadChat(location.hash.slice(1)) || newChat());
 $("prompt").value = new URLSearchParams(location.search).get("q") || $("prompt").value;
+tidyPictures(picturesOf(allChats()));
 nameModel();
 watchEngine(answers => { if (answers && !nameModel.known) nameModel(); }, () => running !== null);

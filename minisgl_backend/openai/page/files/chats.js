@@ -108,18 +108,19 @@ export function watchOtherTabs(changed) {
   });
 }
 
-export function exported(chats) {
-  return JSON.stringify({format: "minisgl-chats", version: 1, chats}, null, 1);
+// `pictures`: data URLs by the ids that the chats name.
+export function exported(chats, pictures) {
+  return JSON.stringify({format: "minisgl-chats", version: 1, chats, pictures}, null, 1);
 }
 
-// The chats of an exported file. Throws Error with words for the reader.
+// {chats, pictures: [id, data URL]} of an exported file. Throws Error with words for the reader.
 export function imported(text) {
-  let chats = null;
-  try { chats = JSON.parse(text).chats; } catch { /* told below */ }
+  let chats = null, pictures = {};
+  try { ({chats, pictures = {}} = JSON.parse(text)); } catch { /* told below */ }
   if (!Array.isArray(chats)) throw new Error("this is no file of exported chats");
   const good = chats.map(asChat).filter(Boolean);
   if (good.length < chats.length) throw new Error(`${chats.length - good.length} of ${chats.length} chats in this file are damaged`);
-  return good;
+  return {chats: good, pictures: Object.entries(pictures ?? {}).filter(([, url]) => /^data:image\//.test(url))};
 }
 
 function ids() {

@@ -25,6 +25,17 @@ export function fileBox({name, data}) {
   return box;
 }
 
+// A picture of a question, of whose data URL there is a promise; "": it is not kept any more. A press shows it whole.
+export function pictureBox(name, promised) {
+  const picture = Object.assign(document.createElement("img"), {alt: name});
+  const box = button("", () => box.setAttribute("aria-expanded", box.classList.toggle("whole")), name);
+  box.className = "picture";
+  box.setAttribute("aria-expanded", false);
+  box.append(picture);
+  promised.then(url => { if (url) picture.src = url; else box.replaceChildren(`${name}: not kept any more`); });
+  return box;
+}
+
 // A text area as high as its text where the browser does not do that by itself.
 export function grows(field) {
   if (CSS.supports("field-sizing", "content")) return;

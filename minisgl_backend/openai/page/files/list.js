@@ -1,9 +1,11 @@
 // The list of chats: search, titles, deletion, export and import.
 import {allChats, contains, deleteChat, exported, imported, loadChat, mergeInto, saveChat, titleOf} from "./chats.js";
+import {picturesOf} from "./attachments.js";
 import {$, button, element} from "./elements.js";
 import {notice} from "./notice.js";
+import {keepPicture, keptPicture} from "./pictures.js";
 
-const MAX_IMPORT_BYTES = 20_000_000;
+const MAX_IMPORT_BYTES = 300_000_000;
 
 // `page` is what the list may ask for: current() the chat that is shown, open(chat), close() where it is deleted, and
 // renamed() after a title of it has changed.
@@ -78,8 +80,11 @@ function remove(page, chats) {
   });
 }
 
-function save() {
-  const link = document.createElement("a"), url = URL.createObjectURL(new Blob([exported(allChats())], {type: "application/json"}));
+async function save() {
+  const chats = allChats(), pictures = {};
+  for (const id of picturesOf(chats)) pictures[id] = await keptPicture(id);
+  const link = document.createElement("a"), file = new Blob([exported(chats, pictures)], {type: "application/json"});
+  const url = URL.createObjectURL(file);
   Object.assign(link, {href: url, download: "chats.json"}).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
@@ -88,7 +93,8 @@ async function load(file) {
   if (!file) return;
   try {
     if (file.size > MAX_IMPORT_BYTES) throw new Error(`the file has more than ${MAX_IMPORT_BYTES / 1e6} MB`);
-    const chats = imported(await file.text());
+    const {chats, pictures} = imported(await file.text());
+    for (const [id, picture] of pictures) await keepPicture(picture, id);
     let kept = 0;
     for (const chat of chats.reverse()) {
       const stored = loadChat(chat.id);

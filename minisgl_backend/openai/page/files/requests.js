@@ -17,16 +17,19 @@ function options(settings) {
 }
 
 // {route, body, textOf}: `before` are the turns that lead to `turn`, whose answer goes on where it has one. `textOf`: what
-// a choice of a chunk brings. A model without a chat template goes on with the text of the question alone.
-export function requestFor(settings, before, turn, hasTemplate) {
+// a choice of a chunk brings. A model without a chat template goes on with the text of the question alone. Throws Error with
+// words for the reader.
+export async function requestFor(settings, before, turn, hasTemplate) {
   if (!hasTemplate) {
-    const body = {prompt: contentOf(turn) + turn.answer, max_tokens: COMPLETION_TOKENS, ...options(settings)};
+    const content = await contentOf(turn);
+    if (typeof content !== "string") throw new Error("a model without a chat template takes no pictures");
+    const body = {prompt: content + turn.answer, max_tokens: COMPLETION_TOKENS, ...options(settings)};
     return {route: "v1/completions", body, textOf: choice => ({content: choice.text})};
   }
   const messages = settings.system ? [{role: "system", content: settings.system}] : [];
   for (const {answer, ...asked} of before)  // a question that has no answer is never sent again
-    if (answer) messages.push({role: "user", content: contentOf(asked)}, {role: "assistant", content: answer});
-  messages.push({role: "user", content: contentOf(turn)});
+    if (answer) messages.push({role: "user", content: await contentOf(asked)}, {role: "assistant", content: answer});
+  messages.push({role: "user", content: await contentOf(turn)});
   const body = {messages, ...options(settings)};
   if (turn.answer) {
     messages.push({role: "assistant", content: turn.answer});

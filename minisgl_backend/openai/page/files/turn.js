@@ -1,5 +1,6 @@
 // What is seen of a turn: the question, what the model thought, called and said, and what can be done with it.
-import {button, element, fileBox, grows, words} from "./elements.js";
+import {boxOf} from "./attachments.js";
+import {button, element, grows, words} from "./elements.js";
 import {Answer, copy} from "./markdown.js";
 
 const NEAR_END_PIXELS = 80, LONG_QUESTION = 1500, TICK_MS = 500;
@@ -90,7 +91,7 @@ export class TurnView {
 
   showQuestion() {
     const {question, files} = this.turn, text = words("div", "text", question);
-    this.question.replaceChildren(...files.map(fileBox), ...(question ? [text] : []));
+    this.question.replaceChildren(...files.map(boxOf), ...(question ? [text] : []));
     if (question.length <= LONG_QUESTION) return;
     text.classList.add("long");
     const more = button("Show all", () => { text.classList.remove("long"); more.remove(); });
@@ -113,7 +114,7 @@ export class TurnView {
     });
     send.className = "main";
     row.append(send, button("Cancel", cancel));
-    this.question.replaceChildren(...this.turn.files.map(fileBox), field, row);
+    this.question.replaceChildren(...this.turn.files.map(boxOf), field, row);
     grows(field);
     field.focus();
     field.setSelectionRange(field.value.length, field.value.length);
