@@ -341,7 +341,9 @@ class LLM:
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             params = self._bound_thoughts(params, ids)
-            images = self._images.of_answer(prompt, params) if isinstance(prompt, SeenIds) else None
+            images = None
+            if isinstance(prompt, SeenIds):
+                params, images = self._images.of_answer(prompt, params)
             parts = prompt.parts if isinstance(prompt, ChatIds) else NO_PARTS
             answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces, images, parts))
         return answers

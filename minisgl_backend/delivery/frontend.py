@@ -100,6 +100,8 @@ class EngineFront(Listener):
         if spec.poolings:
             self._pooled.submit(sender, token_ids, spec, self._vocab_size)
             return
+        if contents:
+            self.responder.latency.on_images(len(contents), spec.decode_s)
         stream = Stream(
             sender, spec, uid, token_ids, self._vocabulary, self.responder.queue_for(uid), confirmed=confirmed
         )

@@ -78,11 +78,14 @@ class PromptImages:
             return _seen(front.of_text("prompt", prompt, sources, add_special_tokens=True))
         return _seen(front.of_ids("prompt_token_ids", prompt, sources))
 
-    def of_answer(self, prompt: SeenIds, params: SamplingParams) -> ImagesOfAnswer:
-        """For one answer to the prompt. Raises InvalidRequestError."""
-        if params.prompt_logprobs is not None and prompt.seen.images:
+    def of_answer(self, prompt: SeenIds, params: SamplingParams) -> tuple[SamplingParams, ImagesOfAnswer]:
+        """For one answer to the prompt; the parameters with the family's own tokens masked. Raises
+        InvalidRequestError."""
+        if not prompt.seen.images:
+            return params, ImagesOfAnswer(prompt.seen, self._seeing(), self._taken)
+        if params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is given with images; allowed: without images")
-        return ImagesOfAnswer(prompt.seen, self._seeing(), self._taken)
+        return self._seeing().masking(params), ImagesOfAnswer(prompt.seen, self._seeing(), self._taken)
 
 
 class ImagesOfAnswer:

@@ -35,6 +35,7 @@ LATE = "the request was cancelled: its timeout has passed"
 FIRST_TOKEN_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WHOLE_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+DECODE_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKEN_BOUNDS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 INTER_TOKEN_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -56,6 +57,13 @@ class LatencyRecorder:
         self.whole = Histogram(WHOLE_BOUNDS_S)
         self.prompt_tokens = Histogram(TOKEN_BOUNDS)
         self.generated_tokens = Histogram(TOKEN_BOUNDS)
+        self.image_decode, self.num_images = Histogram(DECODE_BOUNDS_S), 0
+
+    def on_images(self, count: int, seconds: float) -> None:
+        """A request with so many images has come, whose decoding took, and waited, so long."""
+        with self._lock:
+            self.num_images += count
+            self.image_decode.observe(seconds)
 
     def on_tokens(self, sequence: SequenceStream, num_tokens: int) -> None:
         """`num_tokens` of the sequence are about to be sent; if there are several, they share their time equally."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.images.families import family_of, why_blind
@@ -16,7 +18,7 @@ from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, Promp
 from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
 from minisgl_backend.images.segments import SHARED, shared_bytes
 from minisgl_backend.images.sizes import Size
-from minisgl_backend.request import Content
+from minisgl_backend.request import Content, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,11 @@ class ImageFront:
         """`token_ids`: with a slot for each of the sources, or their own tokens. Raises as `of_chat`."""
         images = self._reader.measure(sources)
         return SeenPrompt(self._placeholders.of_ids(name, token_ids, _sizes(images)), tuple(images))
+
+    def masking(self, params: SamplingParams) -> SamplingParams:
+        """For an answer about images: the family's own tokens are never sampled, whatever they count in penalties."""
+        words = (*params.bad_words_token_ids, *((token,) for token in self._placeholders.own_ids))
+        return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
     def contents(self, seen: SeenPrompt) -> tuple[Content, ...]:
         """Decodes. The segments are the caller's: `give_back`, or whoever takes them (`SegmentFolder.take`). Raises

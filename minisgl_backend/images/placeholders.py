@@ -77,6 +77,9 @@ class Placeholders:
             missing = family.vector if vector is None else family.slot
             raise ConfigError(f"the tokenizer has no token {missing!r}, which stands for images of this model")
         self._vector, self._slot_id = vector, slot
+        own = self._tokens.ids((family.vector, *family.reserved))
+        # Tokens that mean nothing in an answer.
+        self.own_ids = tuple(dict.fromkeys(token for token in own if token is not None and token >= 0))
 
     def are_written_in(self, value: Any) -> bool:
         """Whether a text, or the texts of a JSON value, hold the usual name of one of the family's tokens."""

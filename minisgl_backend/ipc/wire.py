@@ -52,6 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     request_id: str = ""
     tenant: str = ""
     contents: tuple[Content, ...] = ()  # of the prompt; the segments of their pixels are the receiver's
+    decode_s: float = 0.0  # that their decoding took, and waited
     stable_len: int = 0  # of the prompt, as the next: see Request
     borders: tuple[int, ...] = ()
     # Not (): the answer is vectors. input_ids are then several concatenated prompts of these lengths (int32,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from minisgl_backend.openai.model import ServedModel
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.sse import SILENT_SECONDS, EventStream
+from minisgl_backend.openai.tracing import RequestTrace
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.vectors import VectorCall, Vectors
 
@@ -102,18 +104,23 @@ class Endpoint:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
 
-    async def chat_prompt(self, body: Templated, messages: Sequence[Message]) -> Prompt:
+    async def chat_prompt(
+        self, body: Templated, messages: Sequence[Message], trace: RequestTrace | None = None
+    ) -> Prompt:
         """Raises ApiError for messages that no template takes, and for images that cannot be read."""
-        prompt = chat_prompt(body, messages)
+        prompt, began = chat_prompt(body, messages), time.time_ns()
         if not prompt.images:
             return prompt
-        return replace(prompt, images=await self.images.load(prompt.images, (await self.model.info()).max_images))
+        images = await self.images.load(prompt.images, (await self.model.info()).max_images)
+        if trace is not None:
+            trace.note_images(began, time.time_ns())
+        return replace(prompt, images=images)
 
     async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
         """Starts a chat. `names`: the client's names of fields that the server knows by another name."""
-        prompt = await self.chat_prompt(body, body.messages)
+        prompt = await self.chat_prompt(body, body.messages, context.trace)
         functions = {one.name: one.schema_of_arguments for one in body.callable_functions}
         answer_format = await self.model.answer_format(
             functions or None,

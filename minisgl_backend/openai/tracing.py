@@ -94,6 +94,7 @@ class RequestTrace:
         carrier: dict[str, str] = {}
         propagator.inject(carrier, self._context)
         self.headers: tuple[tuple[str, str], ...] = tuple(carrier.items())  # for calls on the request's behalf
+        self._images_sent = 0
 
     @property
     def is_recorded(self) -> bool:
@@ -105,11 +106,20 @@ class RequestTrace:
         if model is not None:
             self._span.set_attribute("gen_ai.request.model", model)
 
+    def note_images(self, began_ns: int, sent_ns: int) -> None:
+        """The request's images were read, or fetched, here, and go on to the server, which decodes them."""
+        self._tracer.start_span("images fetch", self._context, start_time=began_ns).end(sent_ns)
+        self._images_sent = sent_ns
+
     def note_answer(self, generations: Sequence[Served]) -> None:
         """Records what the server did, once it is finished."""
         self._span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_output_tokens for one in generations))
         cached = [one.num_cached_tokens for one in generations if one.num_cached_tokens is not None]
         self.note_input(sum(one.num_prompt_tokens for one in generations), sum(cached) if cached else None)
+        arrivals = [time for one in generations if (time := one.perf_metrics.get("arrival_time_ns"))]
+        if self._images_sent and arrivals:
+            span = self._tracer.start_span("images decode", self._context, start_time=self._images_sent)
+            span.end(max(self._images_sent, min(arrivals)))
         for generation in generations:
             figures = generation.perf_metrics
             for name, begin, end in _PHASES:

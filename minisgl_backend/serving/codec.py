@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ class RequestCodec:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
         stable_len, borders = (0, ()) if seen is not None else self._parts(fields, prompt_ids)
         spec = EngineRequest(
-            params=params,
+            params=self._images.masking(seen, params),
             options=options,
             stable_len=stable_len,
             borders=borders,
@@ -102,8 +103,10 @@ class RequestCodec:
             deadline=deadline,
             request_id=request_id,
             tenant=_tenant(fields),
-            contents=self._images.contents(seen, params, only_counts=only_counts),
         )
+        began = time.monotonic()
+        if contents := self._images.contents(seen, params, only_counts=only_counts):
+            spec = msgspec.structs.replace(spec, contents=contents, decode_s=time.monotonic() - began)
         return np.asarray(prompt_ids, dtype=np.int32), spec
 
     def _pooled(

@@ -95,6 +95,10 @@ class ImageCodec:
         self._settings.check_prompt("the prompt", seen.prompt.token_ids, seen.counted)
         return seen
 
+    def masking(self, seen: SeenPrompt | None, params: SamplingParams) -> SamplingParams:
+        """See `ImageFront.masking`."""
+        return params if seen is None or self._images is None or not seen.images else self._images.masking(params)
+
     def contents(self, seen: SeenPrompt | None, params: SamplingParams, *, only_counts: bool) -> tuple[Content, ...]:
         """Decodes the images, the last thing that may fail."""
         if seen is None or self._images is None or not seen.images or only_counts:

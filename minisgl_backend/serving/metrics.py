@@ -92,6 +92,7 @@ _IMAGE_COUNTERS = (
     _Series("minisgl_encoder_cache_misses_total", "Images that had to be encoded", "total_encoder_misses"),
     _Series("minisgl_encoder_cache_evictions_total", "Images dropped to make room", "total_encoder_evictions"),
 )
+_IMAGES = _Series("minisgl_images_total", "Images of requests", "")
 _USAGE = _Series("minisgl_kv_cache_usage_ratio", "KV pages that sequences hold, of all; 0 to 1", "")
 _UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
 _INFO = _Series("minisgl_info", "1; what is served, in labels", "")
@@ -178,6 +179,8 @@ class MetricsReporter:
                 ("minisgl_request_generation_tokens", "Of their sequences", latency.generated_tokens),
             )
         ]
+        self._recorder = latency
+        self._images: _Counter | None = None  # of a front that has seen some
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -194,6 +197,7 @@ class MetricsReporter:
         # server.
         self._engine = None
         self._latency.clear()
+        self._images = None
         self._metrics.close()  # last: a family must outlive its metrics
 
     def _run(self) -> None:
@@ -207,6 +211,7 @@ class MetricsReporter:
 
     def _report(self, *, latencies: bool) -> None:
         if latencies:
+            self._report_images()
             for metric, histogram in self._latency:
                 metric.report([(list(histogram.counts), histogram.sum)])
         if self._engine is not None:
@@ -214,6 +219,16 @@ class MetricsReporter:
                 self._engine.report(self._front.client.stats())
             except EngineDeadError:
                 self._engine.report_dead()
+
+    def _report_images(self) -> None:
+        recorder = self._recorder
+        if self._images is None and recorder.num_images:
+            self._images = self._metrics.counter(_IMAGES)
+            name, help = "minisgl_image_decode_seconds", "Of a request's images, in the tokenizer, and their wait there"
+            decode = recorder.image_decode
+            self._latency.append((_Histogram(self._metrics, name, help, decode.bounds), decode))
+        if self._images is not None:
+            self._images.follow([float(recorder.num_images)])
 
 
 class _EngineMetrics:

@@ -86,6 +86,17 @@ def test_vllms_prompts(model, llm):
     assert [token for piece in llm.stream(prompt, **greedy) for token in piece.token_ids] == answer.token_ids
 
 
+def test_what_stands_for_images_is_never_said(model, llm):
+    """Of an answer about one; a text's answer may, since its steps are those of a model of texts."""
+    names = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+    wanted = {model.plain.convert_tokens_to_ids(name): 90 for name in names}
+    for options in ({"temperature": 0}, {"temperature": 1, "seed": 3, "repetition_penalty": 1.2, "bad_words": ["a"]}):
+        values = {"max_tokens": 6, "ignore_eos": True, "logit_bias": wanted, **options}
+        seen, text = llm.chat([_question(FIRST, "what?"), _question("what?")], **values)
+        assert set(seen.token_ids).isdisjoint(wanted)
+        assert set(text.token_ids) <= set(wanted)
+
+
 def test_nothing_stays_behind(model, llm):
     with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\].image is no image"):
         llm.chat(_question(b"abc", "what?"))

@@ -38,7 +38,7 @@ def images(model):
 
 
 def _pixels(images, seen):
-    answer = images.of_answer(seen, SamplingParams())
+    _, answer = images.of_answer(seen, SamplingParams())
     found = [open_pixels(content.pixels, content.shape) for content in answer.take()]
     answer.remove()
     return found
@@ -128,7 +128,7 @@ def test_a_model_without_eyes(model):
 def test_pixels_live_from_the_answers_begin_to_its_last_streams_end(images):
     seen = images.of_prompt(SLOT, PICTURE, None, None)
     params = SamplingParams(n=2)
-    answer = Answer(7, seen.token_ids, params, empty_vocabulary(), False, images.of_answer(seen, params))
+    answer = Answer(7, seen.token_ids, params, empty_vocabulary(), False, images.of_answer(seen, params)[1])
     assert answer.request.contents == ()
     (content,) = answer.begin().contents
     answer.note_end()

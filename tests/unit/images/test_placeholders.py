@@ -41,6 +41,13 @@ def test_tokens_are_those_of_the_whole_text(model_type, kind, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", FILES)
+def test_a_familys_own_tokens(model_type, kind, tmp_path):
+    case = SeeingModel(model_type, kind, tmp_path)
+    known = {case.plain.convert_tokens_to_ids(one) for one in (case.family.vector, *case.family.reserved)}
+    assert set(case.placeholders.own_ids) == known - {None, case.plain.unk_token_id}
+
+
+@pytest.mark.parametrize("model_type", FILES)
 def test_what_users_write_is_text(model_type, kind, tmp_path):
     case = SeeingModel(model_type, kind, tmp_path)
     size, literals = case.family.size(640, 480), "".join(case.family.reserved)

@@ -84,6 +84,20 @@ def test_a_collector_sees_the_spans_of_a_request_in_its_own_trace() -> None:
     assert not request.status.is_ok
 
 
+def test_images_have_spans_before_those_of_the_server() -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("http://unused", exporter)
+    trace = tracing.begin("/v1/chat/completions", Headers({}))
+    trace.note_images(100, 400)
+    trace.note_answer([ANSWER, ANSWER])
+    trace.end(200)
+    tracing.close()
+    found = [(span.name, span.start_time, span.end_time) for span in exporter.get_finished_spans()]
+    assert found[:3] == [("images fetch", 100, 400), ("images decode", 400, 1000), ("queue", 1000, 2000)]
+
+
 @pytest.mark.parametrize(
     ("path", "operation"),
     [

@@ -126,6 +126,22 @@ def test_slots_of_states_are_shown_of_models_that_have_some(reporter: Any, page:
     reporter.stop()
 
 
+def test_images_are_counted_where_some_came(reporter: Any, page: Page) -> None:
+    reporter._front.client.stats = lambda: [stats_of(0, 0)] * 2
+    reporter._report(latencies=True)
+    assert not any("image" in family for family in page.families)
+    reporter._front.responder.latency.on_images(3, 0.015)
+    for _ in range(2):
+        reporter._report(latencies=True)
+    assert page.values["minisgl_images_total",] == 3
+    assert page.values["minisgl_image_decode_seconds_bucket", "0.01"] == 0
+    assert page.values["minisgl_image_decode_seconds_bucket", "0.02"] == 1
+    assert page.values["minisgl_image_decode_seconds_sum",] == pytest.approx(0.015)
+    reporter.start()
+    reporter.stop()
+    assert page.metrics == []
+
+
 def test_adapters_are_shown_where_some_are_served(reporter: Any, page: Page) -> None:
     engine, stats = reporter._engine, stats_of(0, 0)
     engine.report([stats])
