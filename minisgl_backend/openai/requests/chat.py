@@ -10,7 +10,7 @@ from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Generating, Model
-from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, text_of
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, parts_of
 from minisgl_backend.openai.requests.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -136,9 +136,12 @@ class ChatRequest(Generating):
 
     @property
     def echoed(self) -> str:
-        """The beginning of the answer: the message that it continues."""
+        """The beginning of the answer: the message that it continues, without its images."""
         last = self.messages[-1]
-        return text_of(last.content, "messages") if self.echo and last.role == "assistant" else ""
+        if not self.echo or last.role != "assistant":
+            return ""
+        parts = parts_of(last.content, "messages")
+        return parts if isinstance(parts, str) else "\n".join(part for part in parts if isinstance(part, str))
 
     def check(self) -> None:
         super().check()

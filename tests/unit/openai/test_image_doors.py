@@ -156,3 +156,14 @@ def test_batches_with_images(app: ScriptedApp, monkeypatch: pytest.MonkeyPatch) 
     failed = json.loads(client.files.content(batch.error_file_id).text)
     assert failed["custom_id"] == "bad"
     assert failed["response"]["body"]["error"]["code"] == "empty_image_file"
+
+
+def test_echo_repeats_the_words_beside_images(app: ScriptedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing(app, 20, monkeypatch)
+    (user,), image = chat(URL)["messages"], {"type": "image_url", "image_url": URL}
+    for content in ("It is", [image, {"type": "text", "text": "It is"}]):
+        options = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+        body = {"messages": [user, {"role": "assistant", "content": content}], **options}
+        status, answer = app.ask("POST", "/v1/chat/completions", body)
+        assert status == 200, answer
+        assert answer["choices"][0]["message"]["content"] == "It ishi"

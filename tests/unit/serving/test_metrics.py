@@ -134,7 +134,7 @@ def test_images_are_counted_where_some_came(reporter: Any, page: Page) -> None:
     for _ in range(2):
         reporter._report(latencies=True)
     assert page.values["minisgl_images_total",] == 3
-    assert page.values["minisgl_image_decode_seconds_bucket", "0.01"] == 0
+    assert ("minisgl_image_decode_seconds_bucket", "0.01") not in page.values
     assert page.values["minisgl_image_decode_seconds_bucket", "0.02"] == 1
     assert page.values["minisgl_image_decode_seconds_sum",] == pytest.approx(0.015)
     reporter.start()
