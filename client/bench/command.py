@@ -26,11 +26,12 @@ from .generator import allow_many_connections, run_load
 from .options import BenchOptions, Plan
 from .perf_analyzer import find_perf_analyzer
 from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
+from .pictures import Pictures
 from .report import Report, check_writable, describe_machine, duration, figures_table, label_of, number, write_json
 from .speculation import fetch_draft_counts
 from .targets import StreamClient, Target
 from .trace import read_trace
-from .workload import fit_prompt_maker, warm_up_load
+from .workload import Load, fit_prompt_maker, warm_up_load
 
 bench_app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -88,10 +89,12 @@ async def _measure_all(target: Target, plan: Plan) -> list[Figures]:
     async with target.connect() as client:
         with progress("finding out how long prompts are"):
             maker = await fit_prompt_maker(lambda prompt: _count(target, client, prompt), plan.longest_input)
-        for load in plan.loads(maker):
+        pictures = plan.options.pictures
+        for bare in plan.loads(maker):
+            load = _with_pictures(pictures, bare)
             if count := plan.options.warm_ups:
                 with progress(f"{label_of(load.label)}: {count} requests to warm up"):
-                    first = warm_up_load(load, count, plan.options.seed)
+                    first = pictures.added(warm_up_load(load, count, plan.options.seed))
                     warmed = await run_load(target, client, first, lambda: None)
                 if warmed.interrupted:
                     break
@@ -103,6 +106,13 @@ async def _measure_all(target: Target, plan: Plan) -> list[Figures]:
             if run.interrupted:
                 break
     return found
+
+
+def _with_pictures(pictures: Pictures, load: Load) -> Load:
+    if not pictures.count:
+        return load
+    with _bar(f"pictures of {label_of(load.label)}", len(load.questions)) as advance:
+        return pictures.added(load, advance)
 
 
 async def _count(target: Target, client: StreamClient, prompt: str) -> int | None:

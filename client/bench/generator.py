@@ -93,7 +93,7 @@ async def run_load(target: Target, client: StreamClient, load: Load, on_end: Cal
 async def _ask(target: Target, client: StreamClient, question: Question, record: Record) -> None:
     deliveries = record.deliveries
     try:
-        async with target.ask(client, question.prompt, question.output_tokens) as stream:
+        async with target.ask(client, question.prompt, question.output_tokens, question.images) as stream:
             async for chunk in stream:
                 if chunk.num_output_tokens is not None:
                     record.output_tokens = (record.output_tokens or 0) + chunk.num_output_tokens

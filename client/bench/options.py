@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ import typer
 
 from ..request import SamplingOptions
 from ..server_options import ApiKey, ModelOfEither, OpenAIUrl
+from .pictures import FORMATS, Pictures
 from .targets import Target, openai_target, triton_target
 from .trace import Arrival
 from .workload import Lengths, Load, PromptMaker, closed_load, poisson_load, trace_load
@@ -68,6 +69,9 @@ class BenchOptions:
     ] = None
     seed: Annotated[int, typer.Option(help="Of lengths, arrival times and words.")] = 0
     chat: Annotated[bool, typer.Option("--chat", help="Prompts as chat messages, not as plain text.")] = False
+    image_count: Annotated[int, typer.Option(help="Pictures before each prompt, all different; as chat messages.")] = 0
+    image_resolution: Annotated[str, typer.Option(help="Of each: WIDTHxHEIGHT, or as 1080p.")] = "1024x768"
+    image_format: Annotated[str, typer.Option(help=f"Of their files: {' or '.join(FORMATS)}.")] = "jpeg"
     ignore_eos: Annotated[bool, typer.Option(help="Answers of exactly the wanted length; not every server can.")] = True
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     option: Annotated[
@@ -91,6 +95,10 @@ class BenchOptions:
     @cached_property
     def outputs(self) -> Lengths:
         return Lengths.parse("--output-tokens", _OUTPUT_TOKENS if self.output_tokens is None else self.output_tokens)
+
+    @cached_property
+    def pictures(self) -> Pictures:
+        return Pictures.parse(self.image_count, self.image_resolution, self.image_format)
 
     @cached_property
     def levels(self) -> list[int]:
@@ -136,7 +144,7 @@ class BenchOptions:
         if self.trace is not None:
             lengths = {"--input-tokens": self.input_tokens, "--output-tokens": self.output_tokens}
             _check_alone("--trace", lengths)
-        _ = self.inputs, self.outputs, self.levels
+        _ = self.inputs, self.outputs, self.levels, self.pictures
         if self.perf_analyzer:
             self._check_perf_analyzer()
         elif not self.stream:
@@ -146,7 +154,7 @@ class BenchOptions:
         others = {
             "--openai": self.openai, "--rate": self.rate, "--trace": self.trace, "--chat": self.chat or None,
             "--option": self.option or None, "--no-ignore-eos": None if self.ignore_eos else True,
-            "--warm-up": self.warm_up, "--name": self.name,
+            "--warm-up": self.warm_up, "--name": self.name, "--image-count": self.image_count or None,
         }  # fmt: skip
         _check_alone("--perf-analyzer", others)
         if self.inputs.low != self.inputs.high or self.outputs.low != self.outputs.high:
@@ -161,9 +169,10 @@ class BenchOptions:
         """Raises ValueError and ClientError."""
         options = {"temperature": self.temperature, **({"ignore_eos": True} if self.ignore_eos else {})}
         options |= _sampling_options(self.option, known_only=self.openai is None)
+        chat = self.chat or self.pictures.count > 0
         if self.openai is None:
-            return triton_target(self.url, self.model or "ensemble", self.chat, self.timeout, options)
-        return openai_target(self.openai, self.api_key, self.model, self.chat, self.timeout, options)
+            return triton_target(self.url, self.model or "ensemble", chat, self.timeout, options)
+        return openai_target(self.openai, self.api_key, self.model, chat, self.timeout, options)
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,9 @@ class Plan:
     def about(self) -> dict[str, Any]:
         given = self.options
         lengths = {"input_tokens": str(given.inputs), "output_tokens": str(given.outputs)}
-        return {**({} if self.arrivals is not None else lengths), "warm_up": given.warm_ups, "seed": given.seed}
+        common = {"warm_up": given.warm_ups, "seed": given.seed}
+        pictures = {"pictures": asdict(given.pictures)} if given.pictures.count else {}
+        return {**({} if self.arrivals is not None else lengths), **common, **pictures}
 
 
 def _check_alone(option: str, others: Mapping[str, object]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..client import AsyncClient
 from ..connection import parse_url
 from ..openai_client import AsyncOpenAIClient, OpenAIServer
+from ..request import question_of
 from ..stream import AsyncTextStream
 
 StreamClient = AsyncClient | AsyncOpenAIClient
@@ -25,11 +26,11 @@ class Target:
     options: dict[str, Any]  # of every request, in addition to its length
     connect: Callable[[], StreamClient] = field(repr=False)  # to be called inside the running loop
 
-    def ask(self, client: StreamClient, prompt: str, max_tokens: int) -> AsyncTextStream:
-        """Sends one request."""
+    def ask(self, client: StreamClient, prompt: str, max_tokens: int, images: Sequence[str] = ()) -> AsyncTextStream:
+        """Sends one request. images: data URLs, of a chat."""
         options: Any = {**self.options, "max_tokens": max_tokens}
         if self.chat:
-            return client.stream(messages=[{"role": "user", "content": prompt}], **options)
+            return client.stream(messages=[question_of(prompt, images)], **options)
         return client.stream(prompt, **options)
 
 

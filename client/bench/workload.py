@@ -49,6 +49,7 @@ class Question:
     prompt: str
     output_tokens: int
     at: float | None = None  # seconds after the run's start; None: as soon as the concurrency allows
+    images: tuple[str, ...] = ()  # data URLs
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
+import os
 import queue
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +20,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from typer.testing import CliRunner
 
 from client import Client
+from client.cli import app
 from minisgl_backend import LLM
 from minisgl_backend.images.segments import SHARED
+from tests.docs.blocks import ROOT, blocks
 from tests.e2e.image_stack import BASE64, GREEDY, PICTURES, URLS, Stack, messages_of, part_of, running_stack
 from tests.images.hostile import CASES
 from tests.seeing import encoded
@@ -154,6 +162,66 @@ def test_refusals_are_400_with_thepart_of(stack: Stack, part: dict[str, Any], sa
     assert answer["status"] == 400, answer
     assert said in answer["error"]["message"]
     assert answer["error"]["param"] == "messages"
+
+
+def test_a_benchmark_with_pictures(stack: Stack, tmp_path: Path) -> None:
+    counts = []
+    for server in (["--url", f"127.0.0.1:{stack.server.grpc}"], ["--openai", stack.endpoint.url]):
+        load = [
+            "--concurrency",
+            "2",
+            "--requests",
+            "4",
+            "--warm-up",
+            "1",
+            "--input-tokens",
+            "20",
+            "--output-tokens",
+            "4",
+        ]
+        pictures = ["--image-count", "2", "--image-resolution", "64x48", "--image-format", "png"]
+        done = CliRunner().invoke(app, ["bench", *server, *load, *pictures, "--json", str(tmp_path / "out.json")])
+        assert done.exit_code == 0, done.output
+        written = json.loads((tmp_path / "out.json").read_text())
+        assert written["runs"][0]["completed"] == 4, written
+        assert written["pictures"]["count"] == 2, written
+        counts.append(written["runs"][0]["input_tokens"]["mean"])
+    assert counts[0] == pytest.approx(counts[1], abs=10)
+    done = CliRunner().invoke(app, ["bench", "--image-count", "1", "--image-resolution", "7"])
+    assert done.exit_code == 2
+    assert "--image-resolution is '7'; allowed: WIDTHxHEIGHT" in done.output
+
+
+def test_every_request_of_the_page_about_images(stack: Stack, tmp_path: Path) -> None:
+    PICTURES[0].save(tmp_path / "photo.png")
+    found = [one.code for one in blocks(ROOT / "docs" / "images.md") if one.language == "bash"]
+    assert len(found) > 8
+    ports = {":9000/": f":{stack.endpoint.processes.port}/", ":8000/": f":{stack.server.http}/"}
+    for code in found[1:]:
+        script = f"set -euo pipefail\n{found[0]}\n{code}"
+        for named, port in ports.items():
+            script = script.replace(named, port)
+        environment = {
+            **os.environ,
+            "MINISGL_URL": f"127.0.0.1:{stack.server.grpc}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        said = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert said.returncode == 0, (code, said.stderr)
+        assert said.stdout, code
+        if "curl" in code:
+            assert "error" not in json.loads(said.stdout) or json.loads(said.stdout)["error"] is None, (
+                code,
+                said.stdout,
+            )
 
 
 def test_texts_do_not_wait_for_images(stack: Stack) -> None:
