@@ -40,6 +40,16 @@ _EXPERTS = tuple(
 )
 
 
+# Of all experts together, as transformers 5 saves some; other files have each expert's tensors.
+MERGED_EXPERTS = (
+    Stored(
+        name="mlp.experts.gate_up_proj",
+        of=("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"),
+        may_be_absent=True,
+    ),
+    Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), may_be_absent=True),
+)
+
 # As DeepSeek's mixtures have the MLP that every token takes.
 SHARED_EXPERTS = tuple(
     Stored(name=f"mlp.shared_experts.{kind}_proj", of=(f"mlp.shared_expert.{kind}_proj",))

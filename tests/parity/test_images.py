@@ -117,6 +117,16 @@ def test_captured_passes_have_places_for_images(name: str, tmp_path: Path, monke
     assert len(set(sizes)) > 1
 
 
+@pytest.mark.parametrize("length", [1, pytest.param(2, marks=MORE), pytest.param(4, marks=MORE)])
+def test_chunks_beside_states_end_anywhere(length: int, tmp_path: Path) -> None:
+    """At every place in and around an image, where pages have so many tokens: chunks end with pages there."""
+    case = make_case("qwen3_5", tmp_path)
+    with seeing("qwen3_5", tmp_path, page_size=length, num_pages=800, max_prefill_length=length) as engine:
+        for _ in range(2):
+            assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
+        assert_same(engine.ask(engine.request(case.swapped))[0], case.said_swapped)
+
+
 def test_a_cached_prefix_ends_inside_of_an_image(case: Case) -> None:
     """Its vectors are held, or made again; pages of one token end at every place."""
     image = case.prompt[3]

@@ -116,10 +116,18 @@ def test_without_memory_for_vectors_a_model_reads_text_alone(tmp_path: Path) -> 
         assert len(answer.token_ids) == 6
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"max_prefill_length": 9, "tp": 2, "page_size": 1, "num_pages": 900}])
-def test_two_ranks_say_what_one_says(options: dict[str, Any], tmp_path: Path) -> None:
-    """Each encodes some of the images, and both get the vectors of all."""
-    made("qwen3_vl", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_vl", {"tp": 2}),
+        ("qwen3_vl", {"max_prefill_length": 9, "tp": 2, "page_size": 1, "num_pages": 900}),
+        ("glm4v", {"tp": 2, "max_prefill_length": 9}),
+        pytest.param("llava_next", {"tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_say_what_one_says(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each has the encoder, also one of transformers', and encodes some of the images; both get the vectors of all."""
+    made(name, tmp_path)
     content = [{"type": "image", "image": one} for one in (*PICTURES, PICTURES[0].rotate(90))]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what?"}]}]
     said = []

@@ -140,6 +140,12 @@ TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other fam
         {"model_type": "glm4v_text", **_GLM_ROPE},
         mean_std=_CLIP,
     ),
+    "glm46v_moe": Family(
+        "Glm46VForConditionalGeneration",
+        {**_QWEN, "depth": 3, "image_size": 24, "model_type": "glm4v_vision"},
+        {"model_type": "glm4v_moe_text", **_GLM_ROPE, **_GLM_MOE},
+        mean_std=_CLIP,
+    ),
 }
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(
@@ -250,6 +256,7 @@ _INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {
     "llava_next": _anyres_inputs,
     "llava_onevision": _anyres_inputs,
     "glm46v": _qwen_inputs,
+    "glm46v_moe": _qwen_inputs,
     "glm4v": _qwen_inputs,
     "glm4v_moe": _qwen_inputs,
 }

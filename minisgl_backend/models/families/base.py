@@ -10,11 +10,12 @@ from minisgl_backend.layers.encoder_config import EncoderConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, is_positive, refuse
 from minisgl_backend.models.rope import by_layer_type, make_rope, max_positions, read_rope
-from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
+from minisgl_backend.weights.names import MERGED_EXPERTS, SHARED_EXPERTS, Stored, TensorNames
 
 __all__ = [
     "FULL",
     "LINEAR",
+    "MERGED_EXPERTS",
     "SHARED_EXPERTS",
     "SLIDING",
     "DecoderConfig",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.families import glm4, glm4_moe
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, read_rope
+from minisgl_backend.models.families.base import MERGED_EXPERTS, DecoderConfig, Family, Keys, read_rope
 from minisgl_backend.models.families.common import attention, decoder, head_size, mlp, mlps, norm, uniform
 from minisgl_backend.models.families.eyes import tower
 from minisgl_backend.models.families.qwen2_vl import TEXT_NAMES
@@ -36,7 +36,7 @@ MOE_FAMILY = replace(
     model_type="glm4v_moe",
     read=read_moe,
     defaults={"num_key_value_heads": 8},
-    tensor_names=replace(TEXT_NAMES, stored=glm4_moe.FAMILY.tensor_names.stored),
+    tensor_names=replace(TEXT_NAMES, stored=(*glm4_moe.FAMILY.tensor_names.stored, *MERGED_EXPERTS)),
 )
 FAMILY_46 = replace(
     FAMILY,

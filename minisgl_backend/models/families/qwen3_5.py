@@ -4,7 +4,15 @@ planes."""
 from dataclasses import replace
 from functools import partial
 
-from minisgl_backend.models.families.base import DecoderConfig, Family, Keys, Stored, TensorNames, refuse
+from minisgl_backend.models.families.base import (
+    MERGED_EXPERTS,
+    DecoderConfig,
+    Family,
+    Keys,
+    Stored,
+    TensorNames,
+    refuse,
+)
 from minisgl_backend.models.families.common import mlp
 from minisgl_backend.models.families.delta import CONVOLUTION, gated_queries, shared_experts
 from minisgl_backend.models.families.eyes import qwen_vision
@@ -33,15 +41,6 @@ def _grouped(decoder: DecoderConfig) -> tuple[Stored, ...]:
     return (gated_queries(decoder),)
 
 
-# Of all experts together; others' quantized files have each expert's tensors.
-_EXPERTS = (
-    Stored(
-        name="mlp.experts.gate_up_proj",
-        of=("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"),
-        may_be_absent=True,
-    ),
-    Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), may_be_absent=True),
-)
 _NAMES = TensorNames(stored=(CONVOLUTION, FUSED), prefixes=TEXT_NAMES.prefixes, left_out=(*TEXT_NAMES.left_out, "mtp."))
 
 FAMILY = Family(model_type="qwen3_5_text", read=read, tensor_names=_NAMES, grouped=_grouped, draft_names=DRAFT_NAMES)
@@ -49,7 +48,7 @@ MOE_FAMILY = replace(
     FAMILY,
     model_type="qwen3_5_moe_text",
     read=_read_moe,
-    tensor_names=replace(_NAMES, stored=(*_NAMES.stored, *_EXPERTS)),
+    tensor_names=replace(_NAMES, stored=(*_NAMES.stored, *MERGED_EXPERTS)),
 )
 
 _ENCODER = partial(qwen_vision, generation="3", deepstack=())
