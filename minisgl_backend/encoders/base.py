@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,9 @@ class Encoder(nn.Module, ABC):
     def derive_weights(self) -> None:
         """Computes what it derives from weights. Called when all are loaded."""
 
-    def timed_calls(self) -> Sequence[TimedCall]:
-        """What is timed at start, of images of two sizes where it takes several; (): it has no calls of one layer."""
+    def timed_calls(self) -> Iterable[TimedCall]:
+        """What is timed at start, one by one, of images of two sizes where it takes several; (): it has no calls of one
+        layer."""
         return ()
 
     def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -240,16 +240,16 @@ class Transformer(Encoder):
             self._run(state, layer, part * config.part_patches, min(size, stop * config.part_patches))
             first += stop - part
 
-    def timed_calls(self) -> list[TimedCall]:
-        config, found = self.config, list[TimedCall]()
+    def timed_calls(self) -> Iterator[TimedCall]:
+        config = self.config
         layer = config.full_layers[0] if config.full_layers else 0
         for shape in config.timed_shapes():
             noise = torch.randint(0, 256, shape, dtype=torch.uint8, device=self._device)
             run = partial(self._run, self._begin([noise]), layer, 0)
             seen = shape[1] * shape[2] // config.patch_size**2
             for parts in range(1, _TIMED_PARTS + 1):
-                found.append(TimedCall(parts, seen, partial(run, parts * config.part_patches)))
-        return found
+                yield TimedCall(parts, seen, partial(run, parts * config.part_patches))
+            del run  # before there is another image's
 
     def _run(self, state: TransformerState, layer: int, first: int, last: int) -> None:
         """Patches `first` to `last` - 1 through a layer, and their projection in the next one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ class Vectors:
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._encoder.parameters())
 
-    def timed_calls(self) -> Sequence[TimedCall]:
+    def timed_calls(self) -> Iterable[TimedCall]:
         """The encoder's, on a GPU."""
         return self._encoder.timed_calls() if self._parameter.is_cuda else ()
 

@@ -13,7 +13,7 @@ from minisgl_backend.encoder_limits import num_parts
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.models.config import ModelConfig
-from tests.parity.vision_checkpoints import FAMILIES, expected_vectors, pixels, save
+from tests.parity.vision_checkpoints import FAMILIES, TOWERS, expected_vectors, pixels, save
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -66,6 +66,19 @@ def test_layers_in_parts(family: tuple[str, Any, Encoder], monkeypatch: pytest.M
             encoder.run(state, first, min(units, first + step))
         found.append(encoder.finish(state))
         torch.testing.assert_close(found[-1], whole, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_calls_that_are_timed_at_start(family: tuple[str, Any, Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of images that none of them gets through a layer of; by two numbers of patches seen, where sizes are free."""
+    name, _, encoder = family
+    monkeypatch.setattr(type(encoder.config), "part_patches", 32 * bool(encoder.config.part_patches))
+    found = []
+    for call in encoder.timed_calls():
+        call.run()
+        found.append((call.parts, call.seen))
+    sizes = {} if name in TOWERS else {36} if name == "gemma3" else {512, 1024}
+    assert found == [(parts, seen) for seen in sorted(sizes) for parts in (1, 2, 3, 4)]
 
 
 @torch.inference_mode()

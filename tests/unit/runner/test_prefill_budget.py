@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backend.encoders.base import TimedCall
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
@@ -21,6 +24,7 @@ from minisgl_backend.runner.start.prefill_budget import (
 )
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
+from minisgl_backend.runner.start.step_timer import ENCODER_CALLS, StepTimer
 from minisgl_backend.step import StepPlan
 from tests.unit.runner.test_build import runtime_for
 
@@ -111,6 +115,26 @@ def test_ranks_agree_on_the_fastest_of_each_time(tiny_model_dir: Path) -> None:
     assert found.step_times.rows == ((1, 0.004), (4, 0.005))
     assert found.backlog is not None
     assert (found.mixed_prefill_length, found.backlog.waiting_tokens) == (64, int(64 / TARGET_S))
+
+
+def test_calls_of_an_encoder_are_timed_by_what_they_attend_to(tiny_model_dir: Path) -> None:
+    """2 ms of a call of one part, and 3 us more for each patch; one of two parts is a tenth cheaper than two."""
+    runtime, model = runtime_for(tiny_model_dir, num_pages=4, max_running_requests=4, max_prefill_length=16)
+    runner = build_runner(runtime, model)
+    taken: list[int] = []
+
+    def agreed(microseconds: int) -> int:
+        return taken[-1]
+
+    def calls() -> Iterator[TimedCall]:
+        for seen in (1000, 4000):
+            for parts, of_one in ((1, 2000 + 3 * seen), (2, 3600 + 5 * seen)):
+                yield TimedCall(parts, seen, partial(taken.append, ENCODER_CALLS * of_one))
+                taken.clear()
+
+    runner.vectors = SimpleNamespace(timed_calls=calls)  # type: ignore[assignment]
+    timer = StepTimer(runner, runtime, model.vocab_size, SimpleNamespace(minimum=agreed))  # type: ignore[arg-type]
+    np.testing.assert_allclose(timer._time_encoder(), [(2e-3, 3e-6), (3.6e-3, 5e-6)], rtol=1e-6)
 
 
 def test_a_budget_that_is_given_stays_and_steps_are_timed_all_the_same(tiny_model_dir: Path) -> None:
