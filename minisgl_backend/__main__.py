@@ -57,7 +57,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "tenant_weights",
         "max_waiting_requests_per_tenant",
     ),
-    "Adapters": ("adapters", "max_adapters"),
+    "Adapters": ("adapters", "max_adapters", "adapter_dir", "max_lora_rank", "max_loaded_adapters"),
     "Images": ("encoder_cache_mib", "max_image_tokens", "max_images", "image_workers", "image_cache_mib"),
     "Several devices": ("tp", "dp", "nodes", "rendezvous", "disable_pynccl"),
     "Speculation": ("speculative_config",),

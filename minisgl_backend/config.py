@@ -26,6 +26,9 @@ POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
 _ENCODER_CACHE_MIB = 512
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 256, 128
+ADAPTER_NAMES = f"1 to {MAX_ADAPTER_NAME} printable characters"
+MAX_RANK = 512  # of an adapter
+DEFAULT_RANK, LEAST_SLOTS = 16, 8  # where adapters come while serving
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -79,12 +82,17 @@ def read_weights(text: str) -> dict[str, float] | None:
     return weights
 
 
+def is_adapter_name(name: str) -> bool:
+    """Whether an adapter may have that name."""
+    return name.isprintable() and 1 <= len(name) <= MAX_ADAPTER_NAME
+
+
 def read_adapters(text: str) -> dict[str, str] | None:
     """Parses `adapters` into folders by name; None: the text is invalid."""
     folders: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, folder = (piece.strip() for piece in part.partition("="))
-        if not (name.isprintable() and 1 <= len(name) <= MAX_ADAPTER_NAME and folder) or name in folders:
+        if not (is_adapter_name(name) and folder) or name in folders:
             return None
         folders[name] = folder
     return folders if len(folders) <= MAX_ADAPTERS else None
@@ -271,7 +279,28 @@ class EngineConfig:
     max_adapters: int | None = option(
         None,
         "slots for adapters on each device; where more are asked for at a time, they take turns; unset: one for each "
-        "of `adapters`",
+        f"of `adapters`, with adapter_dir or max_lora_rank {LEAST_SLOTS} at least",
+        "1 or more",
+        at_least(1),
+    )
+    adapter_dir: str | None = option(
+        None,
+        "folder of adapters' folders: each is read when a request names it, or when it is loaded by command, which "
+        "reads no others",
+        "a folder",
+        lambda value: bool(value.strip()),
+    )
+    max_lora_rank: int | None = option(
+        None,
+        "room beside all layers that may have adapters, for those that are read while serving; unset: 16 with "
+        "adapter_dir, else what `adapters` need",
+        f"1 to {MAX_RANK}",
+        between(1, MAX_RANK),
+    )
+    max_loaded_adapters: int | None = option(
+        None,
+        "adapters in the host's memory, each as large as a slot: with more, what was asked for longest ago is "
+        "forgotten, and read again when a request names it; unset: four for each slot, and all of `adapters`",
         "1 or more",
         at_least(1),
     )
@@ -362,6 +391,7 @@ class EngineConfig:
         self._check_nodes()
         self._check_kv_event_ports()
         self._check_speculation()
+        self._check_adapters()
 
     @property
     def encoder_cache_bytes(self) -> int:
@@ -372,6 +402,24 @@ class EngineConfig:
     def adapter_folders(self) -> dict[str, str]:
         """Of `adapters`, by name."""
         return read_adapters(self.adapters) or {}
+
+    @property
+    def adapter_rank(self) -> int:
+        """Of the room for adapters that come while serving; 0: there is none beside that of `adapters`."""
+        return self.max_lora_rank or (0 if self.adapter_dir is None else DEFAULT_RANK)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """0: there are no adapters."""
+        named = len(self.adapter_folders)
+        if self.adapter_rank:
+            return self.max_adapters or max(named, LEAST_SLOTS)
+        return min(self.max_adapters or named, named)
+
+    @property
+    def most_loaded_adapters(self) -> int:
+        """In the host's memory."""
+        return self.max_loaded_adapters or max(len(self.adapter_folders), 4 * self.num_adapter_slots)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -402,6 +450,13 @@ class EngineConfig:
             _ = self.speculation
         except ValueError as error:
             raise ConfigError(f"speculative_config is {self.speculative_config!r}; {error}") from None
+
+    def _check_adapters(self) -> None:
+        named = len(self.adapter_folders)
+        if self.max_loaded_adapters is not None and self.max_loaded_adapters < named:
+            raise ConfigError(
+                f"max_loaded_adapters is {self.max_loaded_adapters}; allowed with {named} adapters: {named} or more"
+            )
 
     def _check_kv_event_ports(self) -> None:
         """Each engine core has its own port for KV events, and one for their replay; these must not overlap."""

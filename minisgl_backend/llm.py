@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,13 +24,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_backend.config import OPTIONS, EngineConfig
+from minisgl_backend.config import ADAPTER_NAMES, OPTIONS, EngineConfig, is_adapter_name
 from minisgl_backend.delivery.prompt_images import PromptImages, SeenIds
 from minisgl_backend.engine.build import Engine
 from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.foreign_options import explain_unknown_argument
+from minisgl_backend.ipc.messages import ReadAdapter, ServeAdapter, UnloadAdapter
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.process.resources import set_torch_defaults
 from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
@@ -115,6 +117,18 @@ class LLM:
     def stats(self) -> StepStats:
         """Counters after the last step."""
         return self.engine.core.stats()
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """`lora_name` of later requests stands for the LoRA adapter in that folder, also where it stood for another.
+        Raises ConfigError where the folder is no adapter of this model, or there is no room for it (max_lora_rank)."""
+        if not is_adapter_name(name):
+            raise InvalidRequestError(f"name is {name[:200]!r}; allowed: {ADAPTER_NAMES}")
+        read = self._driver.command(lambda number: ReadAdapter(front=0, id=number, folder=os.path.realpath(folder)))
+        self._driver.command(lambda number: ServeAdapter(front=0, id=number, read=read.id, name=name))
+
+    def unload_adapter(self, name: str) -> None:
+        """Later requests cannot name it. Raises InvalidRequestError where none can now."""
+        self._driver.command(lambda number: UnloadAdapter(front=0, id=number, name=name))
 
     def sampling_params(self, **values: Any) -> SamplingParams:
         """The model's own defaults (generation_config.json), some replaced by `values`; None means the default.
@@ -314,7 +328,10 @@ class LLM:
     ) -> list[Answer]:
         """Validated answers that have not begun. `pieces`: their texts are read as they grow."""
         values = dict(values)
-        names = adapter_names(values.pop("lora_request", None), len(prompts))
+        asked = adapter_names(values.pop("lora_request", None), len(prompts))
+        for name, folder in asked:  # as vLLM loads what is named with a path
+            if name is not None and folder and self.engine.core.adapter_folders.get(name) != os.path.realpath(folder):
+                self.load_adapter(name, folder)
         if sampling_params is not None and values:
             raise InvalidRequestError(
                 f"{min(values)} is given together with sampling_params; allowed: one or the other"
@@ -335,7 +352,7 @@ class LLM:
             )
         welcome = self.engine.welcome
         answers = []
-        for prompt, params, name in zip(prompts, every, names, strict=True):
+        for prompt, params, (name, _) in zip(prompts, every, asked, strict=True):
             ids = prompt if isinstance(prompt, list) else prompt.token_ids
             params = self._translate(params if name is None else msgspec.structs.replace(params, lora_name=name))
             params.validate(welcome.vocab_size)

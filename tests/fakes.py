@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPlan, StepResult, Wants, vectors_key
 from tests.proposers import Answers
+
+if TYPE_CHECKING:
+    from minisgl_backend.engine.core import EngineCore
 
 VOCAB_SIZE = 97
 
@@ -191,7 +195,9 @@ class FakeRunner:
         self._encoder = limits.encoder
         self.encoded: dict[bytes, int] = {}  # layers of each image that it has, or is encoding
         self._contents: dict[int, tuple[Content, ...]] = {}  # by row
-        self._numbers = {one.name: one.number for one in limits.adapters}
+        self.adapters = {one.name: one.number for one in limits.adapters}  # what names stand for
+        self.hosted = set(self.adapters.values())  # numbers whose factors it has
+        self.adapter_of: dict[int, int] = {}  # by uid, where its name has stood for another one since
         # What each slot of adapters has, and what has written each slot of the cache; -1: none.
         self._adapters = [-1, *range(limits.num_adapter_slots)]
         self._written_with = np.full(len(self._slots), -1, dtype=np.int64)
@@ -280,6 +286,7 @@ class FakeRunner:
             array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
         self._page_table[groups, plan.page_rows, plan.page_columns] = plan.page_ids
         for slot, number in plan.adapter_loads:
+            assert number in self.hosted, "an adapter is loaded that was dropped"
             self._adapters[slot] = number
             self.loads += 1
         for admitted in plan.admitted:
@@ -306,7 +313,8 @@ class FakeRunner:
         assert np.array_equal(self._token_table[row, start:end], token_ids)
         uid, name = self._uids[row], self._params[row].lora_name
         adapter = self._adapters[self._adapter_slot[row]]
-        assert adapter == (-1 if name is None else self._numbers[name]), "a row's slot has another's adapter"
+        expected = -1 if name is None else self.adapter_of[uid] if uid in self.adapter_of else self.adapters[name]
+        assert adapter == expected, "a row's slot has another's adapter"
         for group in range(len(self._kinds)):
             slots = self._slots_of(group, row, start, end)
             self._slots[slots], self._unsound[slots] = token_ids, uid if self.fail(uid) else -1
@@ -398,7 +406,7 @@ class Records:
         self.reasons: dict[int, FinishReason] = {}
         self.details: dict[int, list[SequenceDetail]] = {}
 
-    def take(self, scheduler: Scheduler) -> None:
+    def take(self, scheduler: Scheduler | EngineCore) -> None:
         outputs = scheduler.drain_outputs()
         if outputs is None:
             return

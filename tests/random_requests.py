@@ -136,7 +136,7 @@ def ask_core(
             del leavers[uid]
             core.abort(range(uid, uid + one.params.n), FinishReason.CANCELLED)
         if not busy:
-            if not core.waits_for_compiler:
+            if not core.waits_for_thread:
                 break
             time.sleep(0.001)  # its process is a nice one: it hardly runs beside others that never rest
     sizes = [one.params.n for one in requests]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minisgl_backend.config import MAX_RANK
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.json_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
-MAX_RANK = 512
 # Say where the adapter comes from, how it was trained, or which modules were to be trained: the tensors of the file
 # say which were. `ensure_weight_tying` is about whole tensors, which have a refusal of their own.
 _INFORMATIVE = frozenset(

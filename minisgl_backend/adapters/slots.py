@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,9 +31,17 @@ class _Place(NamedTuple):
     output: int  # which of its outputs
 
 
+class _Placed(NamedTuple):
+    """What an adapter has for one output of a layer."""
+
+    place: _Place
+    read: Read
+    factors: Factors
+
+
 class AdapterSlots:
     """All factors of a slot are one piece of memory, in the order of the model's layers: an adapter is made ready once,
-    on the host, and put into a slot by one copy. Slots count from 1, adapters from 0."""
+    on the host, and put into a slot by one copy. Slots count from 1; adapters have numbers that none has again."""
 
     def __init__(
         self,
@@ -44,9 +52,10 @@ class AdapterSlots:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        rank: int = 0,
     ) -> None:
-        """Makes room beside each layer that one of the adapters (by name) changes, and fills the slots with the first.
-        names: of the model's checkpoints; dtype: of
+        """Makes room beside each layer that one of the adapters (by name) changes, and for adapters to come of up to
+        `rank` beside all, and fills the slots with the first. names: of the model's checkpoints; dtype: of
         the model. Raises ConfigError where a module is no linear layer of this model, or its factors do not fit."""
         self._names = names
         self._places: dict[str, _Place] = {}  # by the outputs' names here
@@ -60,27 +69,30 @@ class AdapterSlots:
                 parts.append(output.part("weight", (output.size, 1), target))
         self._reads = _reads(parts, names)  # by the modules' names in checkpoints
         self._kernels = choose_lora(device, dtype)
-        for adapter in adapters.values():
-            self._check_base(adapter)
-        self._ranks = self._largest_ranks(adapters.values())
-        layouts = {layer: self._layout(layer) for layer in self._ranks}
-        size = sum(layout.size for layout in layouts.values())
+        self._ranks = self._largest_ranks(adapters.values(), rank)
+        self._layouts = {layer: self._layout(layer) for layer in self._ranks}
+        size = sum(layout.size for layout in self._layouts.values())
         self._slots = torch.zeros(num_slots, size, dtype=self._kernels.dtype, device=device)
-        for layer, factors in self._factors(layouts, self._slots).items():
+        for layer, factors in self._factors(self._slots).items():
             layer.adapt(LoraSite(factors, self._kernels))
-        ready = {adapter.digest: self._ready(adapter, layouts) for adapter in adapters.values()}
-        self._adapters = [ready[adapter.digest] for adapter in adapters.values()]
+        ready = {adapter.digest: self.ready(adapter) for adapter in adapters.values()}
+        # By number, those that the host has: what `load` copies.
+        self._adapters = {number: ready[one.digest] for number, one in enumerate(adapters.values())}
         numbered = enumerate(adapters.items())
         self.served = tuple(ServedAdapter(name, number, one.digest) for number, (name, one) in numbered)
         for number in range(min(num_slots, len(adapters))):
             self.load(number + 1, number)
         for count in self._kernels.row_counts:  # kernels are compiled now, not in the first step that needs them
-            for layer in {layout: layer for layer, layout in layouts.items()}.values():
+            for layer in {layout: layer for layer, layout in self._layouts.items()}.values():
                 self._try(layer, count)
 
     @property
     def num_slots(self) -> int:
         return len(self._slots)
+
+    @property
+    def device(self) -> torch.device:
+        return self._slots.device
 
     @property
     def bytes_per_slot(self) -> int:
@@ -89,6 +101,34 @@ class AdapterSlots:
     def load(self, slot: int, adapter: int) -> None:
         """The slot is this adapter's from now on, in stream order."""
         self._slots[slot - 1].copy_(self._adapters[adapter], non_blocking=True)
+
+    def ready(self, adapter: AdapterTensors) -> torch.Tensor:
+        """One slot's numbers, on the host; changes nothing, so that any thread may call it. Raises ConfigError where
+        the adapter does not fit this model, or the room beside it."""
+        self._check_base(adapter)
+        on_gpu = self._slots.device.type == "cuda"
+        memory = torch.zeros(1, self._slots.shape[1], dtype=self._slots.dtype, pin_memory=on_gpu)
+        factors_of = self._factors(memory)
+        for place, read, factors in self._placed(adapter):
+            room = self._ranks.get(place.layer, 0)
+            if len(factors.a) > room:
+                name = read.part.name.removesuffix(".weight")
+                raise ConfigError(
+                    f"{adapter.folder} has rank {len(factors.a)} for {name}; there is room for {room or 'none'}; "
+                    "allowed: a server that is started with a max_lora_rank as large"
+                )
+            rows = read.part.ordered(_outputs(read, factors.b))
+            inputs = _local_inputs(factors.a, place.layer.method.spec)
+            factors_of[place.layer].fill(0, place.output, inputs, rows.float() * factors.scale)
+        return memory[0]
+
+    def keep(self, number: int, ready: torch.Tensor) -> None:
+        """The host has an adapter more, as `ready` made it."""
+        self._adapters[number] = ready
+
+    def drop(self, number: int) -> None:
+        """The host has it no more; it is in no slot. An unknown number is ignored."""
+        self._adapters.pop(number, None)
 
     def _try(self, layer: AdaptedLinear, count: int) -> None:
         """Adds what an adapter makes of so many rows, to nothing."""
@@ -116,42 +156,39 @@ class AdapterSlots:
                         "trained beside the adapter; allowed: the base's, or none (save_embedding_layers=False)"
                     )
 
-    def _largest_ranks(self, adapters: Iterable[AdapterTensors]) -> dict[AdaptedLinear, int]:
+    def _largest_ranks(self, adapters: Iterable[AdapterTensors], rank: int) -> dict[AdaptedLinear, int]:
+        """By layer, at least `rank` of each unless that is 0."""
         ranks: dict[AdaptedLinear, int] = {}
         multiple = self._kernels.rank_multiple
-        for adapter in adapters:
-            for module, factors in adapter.by_module.items():
-                for read in self._read(adapter, module, factors).reads:
-                    layer = self._place(read.part).layer
-                    ranks[layer] = max(ranks.get(layer, 0), -(-len(factors.a) // multiple) * multiple)
+        needs = [(place.layer, len(factors.a)) for one in adapters for place, _, factors in self._placed(one)]
+        needs += [(place.layer, rank) for place in self._places.values() if rank]
+        for layer, size in needs:
+            ranks[layer] = max(ranks.get(layer, 0), -(-size // multiple) * multiple)
         return ranks
 
     def _layout(self, layer: AdaptedLinear) -> LoraLayout:
         spec = layer.method.spec
         return LoraLayout(tuple(output.local for output in spec.outputs), spec.local_inputs, self._ranks[layer])
 
-    def _factors(
-        self, layouts: Mapping[AdaptedLinear, LoraLayout], memory: torch.Tensor
-    ) -> dict[AdaptedLinear, LoraFactors]:
+    def _factors(self, memory: torch.Tensor) -> dict[AdaptedLinear, LoraFactors]:
         """memory: [slots, numbers of a slot]."""
         found, start = {}, 0
-        for layer, layout in layouts.items():
+        for layer, layout in self._layouts.items():
             found[layer] = LoraFactors.within(memory[:, start : start + layout.size], layout)
             start += layout.size
         return found
 
-    def _ready(self, adapter: AdapterTensors, layouts: Mapping[AdaptedLinear, LoraLayout]) -> torch.Tensor:
-        """One slot's numbers, on the host."""
-        on_gpu = self._slots.device.type == "cuda"
-        memory = torch.zeros(1, self._slots.shape[1], dtype=self._slots.dtype, pin_memory=on_gpu)
-        factors_of = self._factors(layouts, memory)
+    def _placed(self, adapter: AdapterTensors) -> Iterator[_Placed]:
+        """Raises ConfigError where a module is no linear layer of this model, of another size, or there twice."""
+        found: dict[_Place, str] = {}
         for module, factors in adapter.by_module.items():
             for read in self._read(adapter, module, factors).reads:
-                layer, output = self._place(read.part)
-                rows = read.part.ordered(_outputs(read, factors.b))
-                inputs = _local_inputs(factors.a, layer.method.spec)
-                factors_of[layer].fill(0, output, inputs, rows.float() * factors.scale)
-        return memory[0]
+                place = self._place(read.part)
+                if (other := found.setdefault(place, module)) != module:
+                    raise ConfigError(
+                        f"{adapter.folder}: {other} and {module} are the same module here; allowed: one of them"
+                    )
+                yield _Placed(place, read, factors)
 
     def _place(self, part: WeightPart) -> _Place:
         return self._places[part.name.removesuffix(".weight")]

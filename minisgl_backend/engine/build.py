@@ -11,17 +11,19 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.adapters import AdapterLoader, Source
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.followers import Followers
 from minisgl_backend.engine.null_start import null_runner
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import StartPhases
+from minisgl_backend.engine.stages import Adapters
 from minisgl_backend.engine.start import Built, Start
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compiling.compilers import GrammarCompilers, Limits
@@ -73,12 +75,14 @@ def build_engine(
     on_hang_or_death: Callable[[str], None] = log.critical,
     heartbeat: Heartbeat | None = None,
     owns_process: bool = False,
+    sources: Mapping[str, Source] | None = None,
 ) -> Engine:
     """Builds an engine. Raises ConfigError for options or a model that cannot be served.
 
     `dp_rank`: the number of this engine core, of config.dp. `on_hang_or_death` is called with a reason, on a thread of
     its own, when a step hangs or a tensor-parallel follower has died. `heartbeat`: this process's, if it has one
     already. `owns_process`: nothing else computes in this process, so the engine may set torch's number of threads.
+    `sources`: adapters beside the options', which are read when a request names them.
     """
     heartbeat, phases = heartbeat or Heartbeat(environment.hang_s), StartPhases()
     with contextlib.ExitStack() as undo:
@@ -124,7 +128,14 @@ def build_engine(
             from minisgl_backend.runner.start.memory import health_check_plan
 
             health_check = health_check_plan(config.max_running_requests)
-        core = EngineCore(scheduler, built.runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
+        core = EngineCore(
+            scheduler,
+            built.runner,
+            overlap=overlap,
+            grammars=grammars,
+            adapters=_adapter_loader(config, built.adapters, scheduler, sources or {}),
+            health_check_plan=health_check,
+        )
         undo.pop_all()
     phases.ended("scheduler")
     log.debug("the engine started in %s", phases)
@@ -138,6 +149,17 @@ def build_engine(
         description=f"{built.description}, {'overlapped' if overlap else 'sequential'} scheduling",
     )
     return Engine(core, welcome, model_dir, model, heartbeat, built.close)
+
+
+def _adapter_loader(
+    config: EngineConfig, host: Adapters | None, scheduler: Scheduler, sources: Mapping[str, Source]
+) -> AdapterLoader | None:
+    if host is None:
+        return None
+    root = None if config.adapter_dir is None else Path(config.adapter_dir)
+    book = scheduler.adapters
+    own = {name: Source(folder, book.find(name).digest) for name, folder in config.adapter_folders.items()}
+    return AdapterLoader(host, book, config.most_loaded_adapters, root, {**sources, **own})
 
 
 def _grammar_compilers(

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.cache.changes import CacheChange
+from minisgl_backend.engine.adapters import AdapterLoader
 from minisgl_backend.engine.partial_steps import failed_result, masks_of, rows_of, with_left_out
 from minisgl_backend.engine.stages import PendingStep, StepRunner
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.manager import GrammarManager
-from minisgl_backend.ipc.messages import Rejected
+from minisgl_backend.ipc.messages import AdapterCommand, Done, Failed, Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.fairness import TenantStats
 from minisgl_backend.scheduler.outputs import SequenceOutputs
@@ -66,6 +67,7 @@ class EngineCore:
         *,
         overlap: bool,
         grammars: GrammarManager | None = None,
+        adapters: AdapterLoader | None = None,
         health_check_plan: StepPlan | None = None,
     ) -> None:
         """`health_check_plan`: a step of the padding row only, which distinguishes a broken engine from requests that
@@ -74,12 +76,14 @@ class EngineCore:
         self._runner = runner
         self._overlap = overlap
         self._grammars = grammars
+        self._adapters = adapters
         self._guides = False  # a request with a grammar has come; until then steps ask for no masks
         self._health_check_plan = health_check_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # failures in a row
         self._last_error = ""  # as text: the exception object would keep the step's tensors alive
         self._rejected: list[Rejected] = []
+        self._answers: list[tuple[int, Done | Failed]] = []
         self._names: dict[int, str] = {}  # uid -> request id, of all sequences that have not ended, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
 
@@ -88,6 +92,8 @@ class EngineCore:
         name = request.request_id or f"uid {request.uid}"
         self._names.update(dict.fromkeys(range(request.uid, request.uid + request.params.n), name))
         try:
+            if self._adapters is not None and self._adapters.holds(request, self._scheduler.max_waiting):
+                return
             if not request.params.is_guided:
                 self._scheduler.add(request)
             elif self._grammars is None:
@@ -106,7 +112,10 @@ class EngineCore:
     def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
         """Ends sequences; each still gets its last record. Unknown uids are ignored."""
         for uid in uids:
-            if self._grammars is not None and (count := self._grammars.cancel(uid)):
+            count = 0 if self._grammars is None else self._grammars.cancel(uid)
+            if self._adapters is not None:
+                count = count or self._adapters.cancel(uid)
+            if count:
                 self._early_aborts += [(uid + k, reason) for k in range(count)]
             else:
                 self._scheduler.abort(uid, reason)
@@ -117,6 +126,8 @@ class EngineCore:
         Raises EngineDeadError when the device or several steps in a row have failed; the engine is then unusable.
         """
         self._admit_compiled()
+        if self._adapters is not None:
+            self._admit_adapted(self._adapters)
         plan = self._scheduler.plan()
         launched = self._launch(plan) if plan is not None else None
         ready, self._in_flight = self._in_flight, launched
@@ -151,6 +162,31 @@ class EngineCore:
         """What the prefix cache has stored and removed since the last call, if that is recorded."""
         return self._scheduler.take_cache_changes()
 
+    def obey(self, command: AdapterCommand) -> None:
+        """Between steps; `take_answers` says when it is done."""
+        if self._adapters is not None:
+            self._adapters.obey(command)
+        else:
+            message = "there is no room for adapters; allowed: a server that is started with max_lora_rank"
+            self._answers.append((command.front, Failed(id=command.id, kind="ConfigError", message=message)))
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Of the adapters that were loaded by name."""
+        return {} if self._adapters is None else {name: one.folder for name, one in self._adapters.sources.items()}
+
+    def take_answers(self) -> list[tuple[int, Done | Failed]]:
+        """(front, answer) of commands that are done."""
+        if self._adapters is not None:
+            return self._adapters.take_answers()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def forget_front(self, front: int) -> None:
+        """It gives no commands any more."""
+        if self._adapters is not None:
+            self._adapters.forget_front(front)
+
     def take_rejected(self) -> list[Rejected]:
         """Requests refused since the last call."""
         rejected, self._rejected = self._rejected, []
@@ -170,9 +206,15 @@ class EngineCore:
         return 0 if self._grammars is None else self._grammars.num_compiling
 
     @property
-    def waits_for_compiler(self) -> bool:
-        """True while a grammar is being compiled, so that `step` will have work without a command."""
-        return self.num_compiling > 0
+    def num_reading(self) -> int:
+        """Requests whose adapter is being read; the scheduler has not seen them yet."""
+        return 0 if self._adapters is None else self._adapters.num_waiting
+
+    @property
+    def waits_for_thread(self) -> bool:
+        """True while a grammar is being compiled or an adapter is read, so that `step` will have work without a
+        command."""
+        return self.num_compiling > 0 or (self._adapters is not None and self._adapters.is_busy)
 
     @property
     def room_for_grammars(self) -> int:
@@ -202,6 +244,15 @@ class EngineCore:
             except MinisglError as error:
                 self._drop_grammars(range(compiled.request.uid, compiled.request.uid + compiled.request.params.n))
                 self._reject(compiled.request, error)
+
+    def _admit_adapted(self, adapters: AdapterLoader) -> None:
+        if adapters.num_waiting:
+            self.abort(adapters.overdue(time.monotonic()), FinishReason.CANCELLED)
+        for admitted in adapters.poll():
+            if admitted.error is None:
+                self.submit(admitted.request)
+            else:
+                self._reject(admitted.request, admitted.error)
 
     def _reject(self, request: Request, error: MinisglError) -> None:
         for uid in range(request.uid, request.uid + request.params.n):

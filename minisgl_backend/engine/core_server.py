@@ -102,7 +102,7 @@ class CoreServer:
         return busy
 
     def _idle_wait_ms(self) -> int:
-        if self._core.waits_for_compiler or self._core.stats().num_waiting:
+        if self._core.waits_for_thread or self._core.stats().num_waiting:
             return STALLED_WAIT_MS
         return IDLE_WAIT_MS
 
@@ -125,8 +125,11 @@ class CoreServer:
             self._forget_front(command.front)
             log.info("front %d attached (process %d)", command.front, command.pid)
             self._channel.send(command.front, self._welcome)
+        else:
+            self._core.obey(command)
 
     def _forget_front(self, front: int) -> None:
+        self._core.forget_front(front)
         abandoned = self._live.pop(front, None)
         if abandoned:
             log.warning("front %d is gone; its %d sequences are cancelled", front, len(abandoned))
@@ -140,6 +143,8 @@ class CoreServer:
             uids = range(rejected.uid, rejected.uid + rejected.count)
             self._live.get(front_of(rejected.uid), set()).difference_update(uids)
             self._channel.send(front_of(rejected.uid), rejected)
+        for front, answer in self._core.take_answers():
+            self._channel.send(front, answer)
         outputs = self._core.drain_outputs()
         if outputs is None:
             return []

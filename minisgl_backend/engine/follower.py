@@ -19,11 +19,12 @@ from minisgl_backend.engine.cpu_threads import share_cores
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.ipc.plan_codec import unpack_step
+from minisgl_backend.ipc.plan_codec import AdapterTask, unpack
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.liveness import Heartbeat, Sign
 from minisgl_backend.process.spawn import TIED, begin_child, log_to_stderr
+from minisgl_backend.runner.adapter_host import AdapterHost
 from minisgl_backend.runner.async_output import PendingStep, UnsampledStep
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
@@ -58,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         heartbeat = Heartbeat(environment.hang_s)
         with socket.socket(fileno=options.link_fd) as link:
             heartbeat.start(lambda sign: _tell(link, sign))
-            runner = _build(config, environment, options, heartbeat)
-            _mirror(runner, link, heartbeat)
+            runner, adapters = _build(config, environment, options, heartbeat)
+            _mirror(runner, adapters, link, heartbeat)
     except ConfigError as error:
         log.error("%s", error)
         return 2
@@ -80,7 +81,7 @@ def _tell(link: socket.socket, sign: Sign) -> None:
 
 def _build(
     config: EngineConfig, environment: Environment, options: argparse.Namespace, heartbeat: Heartbeat
-) -> ModelRunner:
+) -> tuple[ModelRunner, AdapterHost | None]:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
     model = model.reading(images=config.encoder_cache_bytes > 0)
@@ -96,17 +97,36 @@ def _build(
     share_cores(runtime, runner)
     measure_prefill_budget(runner, runtime, model.vocab_size, tp)  # takes part in the steps of all ranks
     heartbeat.ready(on_cpu=runtime.device == "cpu")
-    return runner
+    return runner, None if runner.adapters is None else AdapterHost(runner.adapters, tp)
 
 
-def _mirror(runner: ModelRunner, link: socket.socket, heartbeat: Heartbeat) -> None:
+def _mirror(runner: ModelRunner, adapters: AdapterHost | None, link: socket.socket, heartbeat: Heartbeat) -> None:
     previous: PendingStep | UnsampledStep | None = None
     while (frame := _read_frame(link)) is not None:
         with heartbeat.step():
-            pending = runner.execute(runner.mirror(*unpack_step(frame)))
+            told = unpack(frame)
+            if isinstance(told, AdapterTask):
+                if previous is not None:  # whose collectives come first
+                    previous.wait()
+                assert adapters is not None, "rank 0 has some, too"
+                _obey(adapters, told)
+                continue
+            pending = runner.execute(runner.mirror(*told))
             if previous is not None:
                 previous.wait()  # at most two steps in flight, as on rank 0; also surfaces the device's errors
             previous = pending
+
+
+def _obey(adapters: AdapterHost, task: AdapterTask) -> None:
+    if task.method == "begin":
+        adapters.begin(task.number, task.folder)
+    elif task.method == "drop":
+        adapters.drop(task.number)
+    else:
+        try:
+            adapters.keep(task.number)
+        except ConfigError as error:  # no rank has it, and rank 0 answers
+            log.error("an adapter cannot be loaded: %s", error)
 
 
 def _read_frame(link: socket.socket) -> bytes | None:

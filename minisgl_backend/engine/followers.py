@@ -32,7 +32,7 @@ from minisgl_backend.engine.nodes import PING_S, Nodes
 from minisgl_backend.engine.stages import PendingStep
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.ipc.plan_codec import pack_step
+from minisgl_backend.ipc.plan_codec import AdapterTask, pack_step, pack_task
 from minisgl_backend.process.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 from minisgl_backend.process.node_options import read_secret
 from minisgl_backend.process.spawn import describe_end, start_child
@@ -42,6 +42,7 @@ from minisgl_backend.step import StepDecisions, StepPlan
 if TYPE_CHECKING:
     import torch
 
+    from minisgl_backend.runner.adapter_host import AdapterHost
     from minisgl_backend.runner.model_runner import ModelRunner
     from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -222,7 +223,13 @@ class Followers:
 
     def send(self, plan: StepPlan, decisions: StepDecisions) -> None:
         """Sends the step to every follower. Raises EngineDeadError if one is gone."""
-        packed = pack_step(plan, decisions)
+        self._send(pack_step(plan, decisions))
+
+    def tell(self, task: AdapterTask) -> None:
+        """Sends every follower what to do before the next step. Raises EngineDeadError if one is gone."""
+        self._send(pack_task(task))
+
+    def _send(self, packed: bytes) -> None:
         frame = LENGTH.pack(len(packed)) + packed
         try:
             for link in self._links:
@@ -299,6 +306,29 @@ class LeaderRunner:
 
     def grammar_bitmask(self, count: int) -> Int32Array:
         return self._runner.grammar_bitmask(count)
+
+
+class LeaderAdapters:
+    """Rank 0's adapters: each change is told to the followers first."""
+
+    def __init__(self, host: AdapterHost, followers: Followers) -> None:
+        self._host = host
+        self._followers = followers
+
+    def begin(self, number: int, folder: str) -> None:
+        self._followers.tell(AdapterTask("begin", number, folder))
+        self._host.begin(number, folder)
+
+    def is_read(self, number: int) -> bool:
+        return self._host.is_read(number)
+
+    def keep(self, number: int) -> bytes:
+        self._followers.tell(AdapterTask("keep", number))
+        return self._host.keep(number)
+
+    def drop(self, number: int) -> None:
+        self._followers.tell(AdapterTask("drop", number))
+        self._host.drop(number)
 
 
 def _json(settings: EngineConfig | Environment) -> str:

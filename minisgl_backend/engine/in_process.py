@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.environment import Environment
-from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
+from minisgl_backend.ipc.messages import AdapterCommand, Done, Failed
 from minisgl_backend.process.stop_signals import interrupted_at_the_end
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
@@ -20,6 +21,7 @@ from minisgl_backend.step import SequenceDetail
 from minisgl_backend.text.answers import Answer, AnswerStream, PooledAnswer
 
 COMPILER_WAIT_S = 0.001
+_COMMAND_ERRORS = {kind.__name__: kind for kind in (ConfigError, CapacityError, InvalidRequestError)}
 AnyAnswer = Answer | PooledAnswer
 AnyStream = AnswerStream | PooledAnswer
 
@@ -30,6 +32,7 @@ class InProcessEngine:
     def __init__(self, config: EngineConfig, environment: Environment) -> None:
         """Builds the engine. Raises ConfigError for options or a model that cannot be served."""
         self._dead = ""
+        self._commands = 0
         self._max_waiting = config.max_waiting_requests
         self._turn = threading.Lock()  # held by the call that steps the engine
         self._turn_of: int | None = None  # the thread that holds it
@@ -52,6 +55,20 @@ class InProcessEngine:
         """Frees the model and ends the followers. Safe to call twice."""
         self._engine = None
         self._close_engine()
+
+    def command(self, make: Callable[[int], AdapterCommand]) -> Done:
+        """Gives the engine a command (of that id), steps it until it is done, and returns its answer. Raises
+        ConfigError, CapacityError or InvalidRequestError, as it says."""
+        with self._own_turn(streaming=False):
+            self._commands += 1
+            self.engine.core.obey(make(self._commands))
+            while not (answers := self.engine.core.take_answers()):
+                if not self._step():
+                    time.sleep(COMPILER_WAIT_S)
+        _, answer = answers[0]
+        if isinstance(answer, Failed):
+            raise _COMMAND_ERRORS[answer.kind](answer.message)
+        return answer
 
     @contextlib.contextmanager
     def _own_turn(self, *, streaming: bool) -> Iterator[None]:
@@ -81,7 +98,7 @@ class InProcessEngine:
             while waiting or open_streams:
                 with interrupted_at_the_end():
                     self._feed(waiting, open_streams)
-                    if not self._step() and core.waits_for_compiler:
+                    if not self._step() and core.waits_for_thread:
                         time.sleep(COMPILER_WAIT_S)
                     ended = self._end_rejected(answers, open_streams)
                     ended += self._take(core.drain_outputs(), open_streams)
@@ -99,11 +116,11 @@ class InProcessEngine:
         """Submits requests until the engine's queue or its grammar compilers are full, and leaves the rest."""
         engine, room = self.engine, 0
         if waiting:  # requests whose grammar is being compiled join the queue later, perhaps all at once
-            taken = engine.core.stats().num_waiting + engine.core.num_compiling
+            taken = engine.core.stats().num_waiting + engine.core.num_compiling + engine.core.num_reading
             room = self._max_waiting - taken
         while waiting and room > 0:
             has_grammar = waiting[0].request.params.grammar is not None
-            if has_grammar and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
+            if has_grammar and engine.core.num_compiling and engine.core.room_for_grammars <= 0:
                 break
             answer = waiting.popleft()
             try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from minisgl_backend.engine.cpu_threads import share_cores
-from minisgl_backend.engine.followers import Followers, LeaderRunner
+from minisgl_backend.engine.followers import Followers, LeaderAdapters, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import start_progress
 from minisgl_backend.engine.start import Built, Start, scheduler_limits
 from minisgl_backend.models.folder import shown_name
+from minisgl_backend.runner.adapter_host import AdapterHost
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
 from minisgl_backend.runner.start.compiling import announce_compiling
@@ -36,7 +37,8 @@ def start_alone(start: Start, opened: OpenedDevice | None) -> Built:
         share_cores(runtime, runner)
     start.heartbeat.ready(on_cpu=runtime.device == "cpu")
     limits = _limits(start, runtime, runner)
-    return Built(runner, limits, description, runtime.device != "cpu")
+    adapters = None if runner.adapters is None else AdapterHost(runner.adapters, TensorParallel.single())
+    return Built(runner, limits, description, runtime.device != "cpu", adapters)
 
 
 def start_leader(start: Start, opened: OpenedDevice | None, followers: Followers) -> Built:
@@ -52,7 +54,10 @@ def start_leader(start: Start, opened: OpenedDevice | None, followers: Followers
     followers.note_ready()
     start.heartbeat.ready(on_cpu=runtime.device == "cpu")
     leader = LeaderRunner(runner, followers)
-    return Built(leader, limits, description, runtime.device != "cpu", leader.close)
+    adapters = None
+    if runner.adapters is not None:
+        adapters = LeaderAdapters(AdapterHost(runner.adapters, tp), followers)
+    return Built(leader, limits, description, runtime.device != "cpu", adapters, leader.close)
 
 
 def resolve_here(start: Start, opened: OpenedDevice | None) -> tuple[RuntimeConfig, str]:
@@ -107,6 +112,7 @@ def _limits(
         encoder=encoder_limits(runtime, start.model),
         adapters=() if runner.adapters is None else runner.adapters.served,
         num_adapter_slots=0 if runner.adapters is None else runner.adapters.num_slots,
+        adapters_change=runner.adapters is not None,
         cache_kinds=runner.columns.kinds,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )

@@ -27,8 +27,10 @@ NULL_ANSWER = "The null runner says this again and again, and computes nothing. 
 def null_runner(start: Start) -> Built:
     """A runner that computes nothing. It needs no torch."""
     config, environment, model = start.config, start.environment, start.model
-    if config.adapters:
-        raise ConfigError(f"adapters is {config.adapters!r}; allowed with runner null, which has no model: none")
+    if config.num_adapter_slots:
+        raise ConfigError(
+            "adapters, adapter_dir or max_lora_rank is set; allowed with runner null, which has no model: none"
+        )
     encode = _encoder(config, start.model_dir)
     answer = encode(NULL_ANSWER)
     page_size = config.page_size or NULL_PAGE_SIZE

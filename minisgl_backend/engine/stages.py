@@ -21,6 +21,18 @@ class PendingStep(Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """The adapters that all ranks of an engine have on their hosts: see AdapterHost."""
+
+    def begin(self, number: int, folder: str) -> None: ...
+
+    def is_read(self, number: int) -> bool: ...
+
+    def keep(self, number: int) -> bytes: ...
+
+    def drop(self, number: int) -> None: ...
+
+
 class StepRunner(Protocol):
     """Executes plans: the model's runner, the null runner, or rank 0's runner with its followers."""
 

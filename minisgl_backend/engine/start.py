@@ -9,7 +9,7 @@ from typing import Any
 
 from minisgl_backend.config import EngineConfig, read_weights
 from minisgl_backend.engine.progress import StartPhases
-from minisgl_backend.engine.stages import StepRunner
+from minisgl_backend.engine.stages import Adapters, StepRunner
 from minisgl_backend.environment import Environment
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.process.liveness import Heartbeat
@@ -41,6 +41,7 @@ class Built:
     limits: SchedulerLimits
     description: str
     is_asynchronous: bool  # steps run while the host goes on
+    adapters: Adapters | None = None  # where there are slots for some
     close: Callable[[], None] = lambda: None
 
 

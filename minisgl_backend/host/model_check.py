@@ -48,6 +48,10 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     check_tokenizer(folder, trust_remote_code=config.trust_remote_code)
     for adapter in config.adapter_folders.values():
         LoraConfig.read(Path(adapter))
+    if config.adapter_dir is not None and not Path(config.adapter_dir).is_dir():
+        raise ConfigError(
+            f"adapter_dir is {config.adapter_dir!r}, which is no folder; allowed: one with adapters' folders"
+        )
     if config.runner == "null":
         return
     model.check_tensor_parallel(config.tp)

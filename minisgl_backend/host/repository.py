@@ -28,6 +28,8 @@ def parse_options(given: Mapping[str, str]) -> dict[str, str]:
     if values.get("adapters"):  # as the model's, from wherever the server is started
         folders = {name: os.path.abspath(os.path.expanduser(folder)) for name, folder in config.adapter_folders.items()}
         values["adapters"] = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    if values.get("adapter_dir"):
+        values["adapter_dir"] = os.path.abspath(os.path.expanduser(values["adapter_dir"]))
     return {name: _parameter_text(value) for name, value in values.items()}
 
 

@@ -2,8 +2,8 @@
 
 Nothing here is ever pickled.
 
-    front -> core         Hello, Submit, Abort, GetStats            (Command)
-    core  -> front        Welcome, Outputs, Rejected, Stats         (Event)
+    front -> core         Hello, Submit, Abort, GetStats, AdapterCommand    (Command)
+    core  -> front        Welcome, Outputs, Rejected, Stats, Done, Failed   (Event)
     detokenizer -> front  Ack                                   (of one chunk or several)
     core -> its parent    StartReport                               (once, on a pipe)
 """
@@ -48,6 +48,55 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     """Ask for one Stats event to this front."""
 
     front: int
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter on all ranks. Like each AdapterCommand it is answered once, by Done or Failed with its id, when
+    every rank has done it; ids are the front's. Done has the adapter's digest, in hex."""
+
+    front: int
+    id: int
+    folder: str
+
+
+class ServeAdapter(msgspec.Struct, frozen=True, tag=True):
+    """A name stands for what a ReadAdapter of this front has read, from the next request on."""
+
+    front: int
+    id: int
+    read: int  # id of that command
+    name: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Forget what a ReadAdapter of this front has read, or reads."""
+
+    front: int
+    id: int
+    read: int  # id of that command
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """No request may name it from now on. Those that have done so end with it."""
+
+    front: int
+    id: int
+    name: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """A command was carried out."""
+
+    id: int
+    result: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A command was not carried out, and has changed nothing."""
+
+    id: int
+    kind: str  # of `errors`: "ConfigError", "CapacityError" or "InvalidRequestError"
+    message: str
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -120,8 +169,9 @@ class StartReport(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-Command = Hello | Submit | Abort | GetStats
-Event = Welcome | Outputs | Rejected | Stats
+AdapterCommand = ReadAdapter | ServeAdapter | DropAdapter | UnloadAdapter
+Command = Hello | Submit | Abort | GetStats | AdapterCommand
+Event = Welcome | Outputs | Rejected | Stats | Done | Failed
 
 
 def uid_of(front: int, counter: int) -> int:

@@ -1,8 +1,8 @@
-"""Encodes step plans and rank 0's decisions about them, for the ranks that execute them, too."""
+"""Encodes what rank 0 tells other ranks: step plans with its decisions about them, and what to do with adapters."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -11,13 +11,26 @@ import numpy.typing as npt
 from minisgl_backend.step import StepDecisions, StepPlan
 
 
+class AdapterTask(msgspec.Struct, frozen=True):
+    """A method of AdapterHost to call, between steps."""
+
+    method: Literal["begin", "keep", "drop"]
+    number: int
+    folder: str = ""  # to begin with
+
+
 def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
     """The plan and the decisions as bytes."""
     return _ENCODER.encode((plan, decisions))
 
 
-def unpack_step(data: bytes) -> tuple[StepPlan, StepDecisions]:
-    """Decodes what `pack_step` encoded."""
+def pack_task(task: AdapterTask) -> bytes:
+    """The task as bytes."""
+    return _ENCODER.encode(task)
+
+
+def unpack(data: bytes) -> tuple[StepPlan, StepDecisions] | AdapterTask:
+    """Decodes what `pack_step` or `pack_task` encoded."""
     return _DECODER.decode(data)
 
 
@@ -30,4 +43,4 @@ def _to_array(_: type, packed: tuple[str, bytes]) -> npt.NDArray[Any]:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
-_DECODER = msgspec.msgpack.Decoder(tuple[StepPlan, StepDecisions], dec_hook=_to_array)
+_DECODER = msgspec.msgpack.Decoder(tuple[StepPlan, StepDecisions] | AdapterTask, dec_hook=_to_array)

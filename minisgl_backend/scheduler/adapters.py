@@ -23,23 +23,98 @@ PATIENCE_S = 5.0  # for which an adapter waits at most until sequences of anothe
 
 class AdapterBook:
     """The adapters that requests may name, and the slot of each that has one. The runner has filled the slots in the
-    order of the adapters."""
+    order of the adapters.
+
+    Each has a number of its own, a generation: a name that is given to another adapter gets another number, and the
+    sequences that came before end with the old one. The host has a number's factors until `take_dropped` returns it.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._by_name = {one.name: one for one in limits.adapters}
+        self._by_name = OrderedDict((one.name, one) for one in limits.adapters)  # the one asked for last is last
+        self.num_slots = limits.num_adapter_slots
         self._free = list(range(limits.num_adapter_slots, len(limits.adapters), -1))
         slots = range(1, limits.num_adapter_slots + 1)
         # By number; the one that was opened first comes first.
         self._slots = OrderedDict((one.number, slot) for one, slot in zip(limits.adapters, slots, strict=False))
         self._loads: list[tuple[int, int]] = []
         self.num_loads = len(self._slots)  # since the start, the first ones among them
+        self._next_number = len(limits.adapters)
+        self._sequences: Counter[int] = Counter()  # by number, those that have not ended
+        self._retired: set[int] = set()  # which no name stands for; there until their last sequence has ended
+        self._dropped: list[int] = []
+
+    def new_number(self) -> int:
+        """One that no adapter has had."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    @property
+    def names(self) -> list[str]:
+        """The one asked for last is last."""
+        return list(self._by_name)
+
+    @property
+    def num_on_host(self) -> int:
+        """Adapters that requests may name, and those whose last sequences have not ended."""
+        return len(self._by_name) + len(self._retired)
+
+    def get(self, name: str) -> ServedAdapter | None:
+        """None: it is not served."""
+        return self._by_name.get(name)
 
     def find(self, name: str) -> ServedAdapter:
         """Raises InvalidRequestError."""
         if (found := self._by_name.get(name)) is None:
-            names = ", ".join(self._by_name) or "none, as adapters are off"
+            names = ", ".join(self._by_name) or ("none now" if self.num_slots else "none, as adapters are off")
             raise InvalidRequestError(f"lora_name is {name[:200]!r}, which is not served; allowed: {names}")
+        self._by_name.move_to_end(name)
         return found
+
+    def serve(self, adapter: ServedAdapter) -> None:
+        """From now on its name stands for it, and no more for another."""
+        self.remove(adapter.name)
+        self._by_name[adapter.name] = adapter
+
+    def remove(self, name: str) -> bool:
+        """No request may name it from now on; those that have done so end with it. False: there is none."""
+        if (found := self._by_name.pop(name, None)) is None:
+            return False
+        self._retired.add(found.number)
+        self._drop_unused(found.number)
+        return True
+
+    def remove_idle(self) -> str | None:
+        """Removes the one without sequences that was asked for longest ago, and returns its name; None: all have
+        some."""
+        name = next((name for name, one in self._by_name.items() if not self._sequences[one.number]), None)
+        if name is not None:
+            self.remove(name)
+        return name
+
+    def note_begin(self, adapter: ServedAdapter, count: int) -> None:
+        """So many sequences with it are in the scheduler."""
+        self._sequences[adapter.number] += count
+
+    def note_end(self, adapter: ServedAdapter) -> None:
+        """One of them has ended."""
+        self._sequences[adapter.number] -= 1
+        self._drop_unused(adapter.number)
+
+    def take_dropped(self) -> list[int]:
+        """The numbers of adapters that nothing will ask for again, each once."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _drop_unused(self, number: int) -> None:
+        if self._sequences[number]:
+            return
+        del self._sequences[number]
+        if number in self._retired:
+            self._retired.discard(number)
+            self._loads = [load for load in self._loads if load[1] != number]
+            if (slot := self._slots.pop(number, None)) is not None:
+                self._free.append(slot)
+            self._dropped.append(number)
 
     def slot_of(self, adapter: ServedAdapter) -> int:
         """Of one that is open."""

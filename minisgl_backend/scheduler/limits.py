@@ -43,4 +43,5 @@ class SchedulerLimits:
     encoder: EncoderLimits | None = None  # None: the model takes no images
     adapters: tuple[ServedAdapter, ...] = ()
     num_adapter_slots: int = 0  # of the device
+    adapters_change: bool = False  # others may be loaded while it serves
     sparse_step_sizes: tuple[int, ...] = ()  # ascending; steps between the first and the last are cut to one of them

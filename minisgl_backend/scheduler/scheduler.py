@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from minisgl_backend.adapters.served import NO_ADAPTER
 from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
@@ -62,14 +63,14 @@ class Scheduler:
         new_queue = partial(QUEUES[limits.schedule_policy], self._cached_tokens)
         self._shares = FairShares(limits, new_queue) if limits.fair_shares else None
         self._queue: WaitingQueue = new_queue() if self._shares is None else self._shares.queue
-        self._adapters = AdapterBook(limits)
+        self.adapters = AdapterBook(limits)
         self._held: AdapterQueue | None = None  # where adapters may lack slots
-        if len(limits.adapters) > limits.num_adapter_slots:
-            self._queue = self._held = AdapterQueue(self._queue, self._adapters)
+        if len(limits.adapters) > limits.num_adapter_slots or limits.adapters_change:
+            self._queue = self._held = AdapterQueue(self._queue, self.adapters)
             if self._shares is not None:
                 self._shares.count_held(self._held.num_held)
-        self._running = RunningSet(limits, self._queue, self._adapters)
-        self._arrivals = Arrivals(limits, self._running.max_length, seed, self._adapters)
+        self._running = RunningSet(limits, self._queue, self.adapters)
+        self._arrivals = Arrivals(limits, self._running.max_length, seed, self.adapters)
         self._admission = AdmissionControl()
         self._drafting: Drafting | None = None
         if proposer is not None:
@@ -91,6 +92,11 @@ class Scheduler:
     def max_length(self) -> int:
         """The most tokens, prompt and answer, that one sequence can have."""
         return self._running.max_length
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that the queue holds at most."""
+        return self._limits.max_waiting_requests
 
     @property
     def has_work(self) -> bool:
@@ -122,6 +128,8 @@ class Scheduler:
                 )
         tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
         sequences = self._arrivals.sequences_of(request, token_ids, tenant, self._planner.admitter.num_admissions)
+        if (adapter := sequences[0].adapter) is not NO_ADAPTER:
+            self.adapters.note_begin(adapter, len(sequences))
         for sequence in sequences:
             self._sequences[sequence.uid] = sequence
             if sequence.deadline is not None:
@@ -163,7 +171,7 @@ class Scheduler:
         plan = self._planner.plan(self._next_step)
         if plan is None:
             return None
-        if self._held is not None and (loads := self._adapters.take_loads()):
+        if self._held is not None and (loads := self.adapters.take_loads()):
             plan = msgspec.structs.replace(plan, adapter_loads=loads)
         if drafting is not None:
             drafting.note_plan(plan, behind_another=bool(in_flight))
@@ -190,7 +198,7 @@ class Scheduler:
             self._commit_tokens(plan, result)
         if not result.executed:  # its rows have ended; its page changes for other rows are sent again
             self._running.send_again(plan)
-            self._adapters.load_again(plan.adapter_loads)
+            self.adapters.load_again(plan.adapter_loads)
         self._running.commit(plan.step)
         if self._drafting is not None:
             self._drafting.note_end(plan)
@@ -244,12 +252,12 @@ class Scheduler:
         }
 
     def _adapter_stats(self) -> dict[str, int]:
-        if not self._limits.adapters:
+        if not self._limits.num_adapter_slots:
             return {}
         return {
-            "adapters_open": len(self._adapters.opened()),
+            "adapters_open": len(self.adapters.opened()),
             "adapters_waiting": 0 if self._held is None else self._held.num_adapters,
-            "total_adapter_loads": self._adapters.num_loads,
+            "total_adapter_loads": self.adapters.num_loads,
         }
 
     def tenant_stats(self) -> dict[str, TenantStats]:
@@ -438,3 +446,5 @@ class Scheduler:
             if is_new:
                 self._new_requests.add(leader.uid)
             self._queue.push(leader)
+        if sequence.adapter is not NO_ADAPTER:
+            self.adapters.note_end(sequence.adapter)

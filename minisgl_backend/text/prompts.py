@@ -41,9 +41,10 @@ def listed(prompts: Any) -> list[GivenPrompt]:
     return [_prompt(one) for one in given]
 
 
-def adapter_names(given: Any, count: int) -> list[str | None]:
-    """What vLLM's `lora_request` names: one for all of `count` prompts, or one for each, as a name or an object that
-    has one (`lora_name`); None: the model itself. Raises InvalidRequestError."""
+def adapter_names(given: Any, count: int) -> list[tuple[str | None, str]]:
+    """What vLLM's `lora_request` names, and the folder that it says, or "": one for all of `count` prompts, or one for
+    each, as a name or an object that has both (`lora_name`, `lora_path`); None: the model itself. Raises
+    InvalidRequestError."""
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:
         raise InvalidRequestError(
@@ -52,7 +53,7 @@ def adapter_names(given: Any, count: int) -> list[str | None]:
     names = [one if one is None or isinstance(one, str) else getattr(one, "lora_name", one) for one in each]
     if wrong := [one for one in names if not (one is None or isinstance(one, str))]:
         raise InvalidRequestError(f"lora_request is {wrong[0]!r:.60}; allowed: an adapter's name, or a LoRARequest")
-    return names
+    return [(name, str(getattr(one, "lora_path", None) or "")) for name, one in zip(names, each, strict=True)]
 
 
 def _prompt(given: Any) -> GivenPrompt:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.ipc.messages import Done, ReadAdapter, ServeAdapter
+from minisgl_backend.request import FinishReason, Request
 from tests.adapter_folders import factors, merge, save_adapter, save_for
+from tests.fakes import Records
 from tests.gauge.harness import expect_short_answers
 from tests.parity.checkpoints import reference_model, save_checkpoint
 
@@ -42,7 +47,7 @@ class Served:
             overlap=True, log_level="WARNING", flashinfer_tensor_cores=None, eager_graphs=eager_graphs
         )
         adapters = ",".join(f"{name}={folder}" for name, folder in self.folders.items())
-        return LLM(str(self.base), environment=environment, adapters=adapters, **OPTIONS | options)
+        return LLM(str(self.base), environment=environment, **{"adapters": adapters, **OPTIONS, **options})
 
     @torch.no_grad()
     def greedy(self, name: str | None, prompt: list[int], count: int = GREEDY["max_tokens"]) -> list[int]:
@@ -137,6 +142,108 @@ def test_a_name_that_is_not_served_is_refused(served: Served) -> None:
         llm.generate([[1, 2]], lora_name="none")
     with LLM(str(served.base), **OPTIONS) as llm, pytest.raises(InvalidRequestError, match="adapters are off"):
         llm.generate([[1, 2]], lora_name="all")
+
+
+def serve(llm: LLM, name: str, folder: Path) -> None:
+    """As `load_adapter`, while answers are computed."""
+    core = llm.engine.core
+    core.obey(ReadAdapter(front=0, id=1, folder=str(folder)))
+    answers = []
+    while not answers:
+        core.step()
+        answers = core.take_answers()
+    assert isinstance(answers[0][1], Done)
+    core.obey(ServeAdapter(front=0, id=2, read=1, name=name))
+    assert core.take_answers() == [(0, Done(id=2))]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_adapters": 1}, {"tp": 2, "eager_graphs": True}], ids=str)
+def test_a_name_loaded_again_in_mid_stream(served: Served, options: dict[str, Any]) -> None:
+    """Who has asked before ends with what the name stood for, also who has not begun; who asks later gets the new one,
+    and no prefix of the old."""
+    prompt, few, everything = list(range(30, 50)), served.folders["few"], served.folders["all"]
+    with served.llm(adapters="", max_lora_rank=8, max_running_requests=2, **options) as llm:
+        core, records = llm.engine.core, Records()
+        expect_short_answers(llm)
+        llm.load_adapter("x", everything)
+
+        def ask(uid: int) -> None:
+            params = llm.sampling_params(**GREEDY, lora_name="x", ignore_eos=True)
+            core.submit(Request(uid=uid, token_ids=np.array(prompt, "<i4").tobytes(), params=params))
+
+        for uid in range(3):  # the third one waits for a row
+            ask(uid)
+        for _ in range(3):
+            core.step()
+        serve(llm, "x", few)
+        ask(3)
+        core.abort([1], FinishReason.CANCELLED)
+        llm.unload_adapter("x")
+        ask(4)
+        assert [one.uid for one in core.take_rejected()] == [4]
+        for _ in range(80):
+            core.step()
+            records.take(core)
+        assert llm.stats.pages_leased == 0
+    for uid, name in ((0, "all"), (2, "all"), (3, "few")):
+        assert records.tokens[uid] == served.greedy(name, prompt), uid
+    assert records.details[3][0].cached_tokens == 0
+    assert records.details[2][0].cached_tokens == 16
+
+
+def test_adapters_are_loaded_and_unloaded(served: Served, tmp_path: Path) -> None:
+    wrong = save_adapter(tmp_path / "wrong", factors("model.layers.0.self_attn.q_proj"))
+    model = served.models[None]
+    large = save_for(tmp_path / "large", model, "q_proj$", rank=9)
+    twice = [factors(f"{name}layers.0.self_attn.q_proj", 64, 128) for name in ("model.", "")]
+    same = save_adapter(tmp_path / "same", twice[0] | twice[1])
+    with served.llm(adapters="", max_lora_rank=8, max_loaded_adapters=2, max_adapters=1) as llm:
+        for folder, words in ((wrong, "it is of another base"), (tmp_path, "has no adapter_config.json"), (
+            same, r"model.layers.0.self_attn.q_proj and layers.0.self_attn.q_proj are the same module here",
+        ), (
+            large, "has rank 9 for .*; there is room for 8; allowed: a server that is started with a max_lora_rank as",
+        )):  # fmt: skip
+            with pytest.raises(ConfigError, match=words):
+                llm.load_adapter("x", folder)
+        for name, folder in (("x", "all"), ("y", "few"), ("z", "all"), ("x", "few")):
+            llm.load_adapter(name, served.folders[folder])
+            (answer,) = llm.generate([[5, 6, 7]], params(name))
+            assert answer.completions[0].token_ids == served.greedy(folder, [5, 6, 7])
+        # The host has two of them; others are read again, unless they are other ones now.
+        (answer,) = llm.generate([[5, 6, 7]], params("y"))
+        assert answer.completions[0].token_ids == served.greedy("few", [5, 6, 7])
+        llm.unload_adapter("y")
+        for unloaded in ("y", "unknown"):
+            with pytest.raises(InvalidRequestError, match=f"lora_name is '{unloaded}', which is not served"):
+                llm.generate([[1, 2]], params(unloaded))
+            with pytest.raises(InvalidRequestError, match="is not loaded"):
+                llm.unload_adapter(unloaded)
+        request = SimpleNamespace(lora_name="v", lora_int_id=1, lora_path=str(served.folders["few"]))
+        (answer,) = llm.generate([[5, 6, 7]], GREEDY, lora_request=request)
+        assert answer.completions[0].token_ids == served.greedy("few", [5, 6, 7])
+    with LLM(str(served.base), **OPTIONS) as llm, pytest.raises(ConfigError, match="started with max_lora_rank"):
+        llm.load_adapter("x", served.folders["all"])
+
+
+def test_adapters_of_a_folder_are_found_by_name(served: Served, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("one", "two", "three"):
+        shutil.copytree(served.folders["all" if name == "two" else "few"], root / name)
+    (root / "link").symlink_to(served.folders["all"])
+    (root / "broken").mkdir()
+    (root / "broken" / "adapter_config.json").write_text("{")
+    with served.llm(adapters="", adapter_dir=str(root), max_loaded_adapters=2, max_adapters=2) as llm:
+        asked = [("one", "few"), ("two", "all"), ("three", "few"), ("one", "few"), ("two", "all")]
+        found = llm.generate([[5, 6, 7]] * 2, [params(name) for name, _ in asked[:2]])
+        found += [llm.generate([[5, 6, 7]], params(name))[0] for name, _ in asked[2:]]
+        for (_, same), answer in zip(asked, found, strict=True):
+            assert answer.completions[0].token_ids == served.greedy(same, [5, 6, 7])
+        for outside in ("link", "../root/one", "/one", str(root / "one"), ".", "..", "", "one/", "one\0", "none"):
+            with pytest.raises(InvalidRequestError, match="which is not served"):
+                llm.generate([[5, 6, 7]], params(outside))
+        with pytest.raises(InvalidRequestError, match="'broken', which cannot be read: the server's log says why"):
+            llm.generate([[5, 6, 7]], params("broken"))
 
 
 def test_an_adapter_that_cannot_be_served_ends_the_start(served: Served, tmp_path: Path) -> None:

@@ -22,15 +22,14 @@ def load_adapters(
     runtime: RuntimeConfig, config: ModelConfig, model: torch.nn.Module, device: torch.device, tp: TensorParallel
 ) -> AdapterSlots | None:
     """None: the options name none. Raises ConfigError naming the folder and what is wrong with it."""
-    folders = runtime.config.adapter_folders
-    if not folders:
+    folders, num_slots = runtime.config.adapter_folders, runtime.config.num_adapter_slots
+    if not num_slots:
         return None
     read = {folder: AdapterTensors.read(Path(folder)) for folder in {*folders.values()}}
     _check_alike(read, tp)
     adapters = {name: read[folder] for name, folder in folders.items()}
-    num_slots = min(runtime.config.max_adapters or len(adapters), len(adapters))
-    dtype = getattr(torch, runtime.dtype)
-    slots = AdapterSlots(model, config.tensor_names, adapters, num_slots, dtype=dtype, device=device)
+    dtype, rank = getattr(torch, runtime.dtype), runtime.config.adapter_rank
+    slots = AdapterSlots(model, config.tensor_names, adapters, num_slots, dtype=dtype, device=device, rank=rank)
     size = slots.bytes_per_slot / 2**20
     log.info("%d adapters, %d slots of %.1f MiB: %s", len(adapters), num_slots, size, ", ".join(adapters))
     return slots

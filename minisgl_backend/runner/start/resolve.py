@@ -57,9 +57,11 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
-    if config.adapters and model.implementation != "native":
+    if config.num_adapter_slots and model.implementation != "native":
+        name = next(name for name in ("adapters", "adapter_dir", "max_lora_rank") if getattr(config, name))
         raise ConfigError(
-            f"adapters is {config.adapters!r}; allowed for {model.architecture}, which runs on transformers' code: none"
+            f"{name} is {getattr(config, name)!r}; allowed for {model.architecture}, which runs on transformers' code: "
+            "none"
         )
     dtype, on_gpu = _dtype(config, model, device), device.kind == "cuda"
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)

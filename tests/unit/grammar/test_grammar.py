@@ -149,7 +149,7 @@ class Harness:
         while True:
             busy = self.core.step()
             self.records.take(self.core)  # type: ignore[arg-type]
-            if not busy and not self.core.waits_for_compiler:
+            if not busy and not self.core.waits_for_thread:
                 return self.records
             if not busy:
                 time.sleep(0.002)
@@ -305,7 +305,7 @@ def test_an_engine_is_tried_out_when_no_step_waits_for_its_sampling(harness: Har
     harness.runner.fails_sample = True
     for uid in range(1, 4 * MAX_FAILED_STEPS):
         harness.core.submit(guided(uid, "regex", "[0-9]{4}"))
-        while harness.core.waits_for_compiler:
+        while harness.core.waits_for_thread:
             harness.core.step()
             harness.records.take(harness.core)  # type: ignore[arg-type]
     assert set(harness.run().reasons.values()) == {FinishReason.ERROR}

@@ -372,7 +372,7 @@ def test_many_sequences_of_a_grammar_have_a_bound_together(
     harness.core.submit(guided(1, "regex", "[1]{150}"))
     harness.core.submit(guided(10, "ebnf_grammar", text, n=20))  # more than have a row
     longest = 0.0
-    while harness.core.waits_for_compiler or harness.grammars._matchers:
+    while harness.core.waits_for_thread or harness.grammars._matchers:
         started = time.thread_time()
         harness.core.step()
         longest = max(longest, time.thread_time() - started)

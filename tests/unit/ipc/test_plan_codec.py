@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_backend.ipc.plan_codec import pack_step, unpack_step
+from minisgl_backend.ipc.plan_codec import pack_step, unpack
 from minisgl_backend.request import Content, Grammar, PoolingParams, SamplingParams
 from minisgl_backend.step import (
     AdmittedRow,
@@ -66,7 +66,7 @@ def test_round_trip() -> None:
         prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),),
         prompt_size=64,
     )
-    copy, same = unpack_step(pack_step(plan, decisions))
+    copy, same = unpack(pack_step(plan, decisions))
     assert same == decisions
     assert (copy.step, copy.num_tokens, copy.is_retry) == (plan.step, plan.num_tokens, True)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
@@ -92,7 +92,7 @@ def test_round_trip() -> None:
 def test_an_empty_plan() -> None:
     none = ints()
     plan = StepPlan(0, (), none, none, none, (), none, none, np.zeros(0, dtype=np.int64))
-    copy, decisions = unpack_step(pack_step(plan, StepDecisions()))
+    copy, decisions = unpack(pack_step(plan, StepDecisions()))
     assert decisions == StepDecisions()
     assert copy.num_tokens == 0
     assert len(copy.sampled_rows) == 0

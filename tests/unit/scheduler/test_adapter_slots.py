@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from minisgl_backend.adapters.served import ServedAdapter
-from minisgl_backend.errors import CapacityError
+from minisgl_backend.cache.salt import prefix_salt
+from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.adapters import PATIENCE_S
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -45,6 +46,22 @@ class Served:
         self.scheduler.add(self.request)
         return uid
 
+    def ask_for(self, adapter: int | None, prompt: list[int], **options: Any) -> range:
+        uids = range(self.uid, self.uid + options["n"])
+        self.uid = uids.stop
+        name = None if adapter is None else f"a{adapter}"
+        self.request = make_request(uids.start, prompt, ignore_eos=True, lora_name=name, **options)
+        self.scheduler.add(self.request)
+        if name is not None:
+            self.runner.adapter_of.update(dict.fromkeys(uids, self.runner.adapters[name]))
+        return uids
+
+    def serve(self, name: str, number: int, content: int) -> None:
+        """A name is given to another adapter."""
+        self.runner.hosted.add(number)
+        self.runner.adapters[name] = number
+        self.scheduler.adapters.serve(ServedAdapter(name, number, b"new" + content.to_bytes(13, "big")))
+
     def step(self) -> bool:
         plan = self.scheduler.plan()
         self.steps += 1
@@ -78,6 +95,55 @@ def test_forty_adapters_over_two_slots_with_aborts() -> None:
             served.records.reasons[uid] is FinishReason.CANCELLED and found == answer[: len(found)]
         )
     assert served.runner.loads > 40
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_forty_adapters_over_two_slots_that_come_and_go(seed: int) -> None:
+    """Names are given to other adapters and taken away while requests with them wait, run and are preempted."""
+    dice, served = random.Random(seed), Served(40, 2, max_running_requests=8, num_pages=45, adapters_change=True)
+    book, runner, expected = served.scheduler.adapters, served.runner, {}
+    numbers = set(range(40))
+    salts = [None, "a", prefix_salt("a", bytes([3]) * 16).decode("latin-1"), bytes([3] * 16).decode()]
+    for turn in range(250):
+        served.now += dice.choice([0, 0, 0, PATIENCE_S + 1])
+        adapter = dice.choice([None, *range(40), *[0] * 20])
+        prompt = [dice.randrange(4) for _ in range(9)]
+        options = {"max_tokens": dice.randrange(1, 20), "cache_salt": dice.choice(salts), "n": dice.choice([1, 1, 3])}
+        if adapter is None or book.get(f"a{adapter}") is not None:
+            for uid in served.ask_for(adapter, prompt, **options):
+                expected[uid] = expected_answer(served.request, 400, (), VOCAB_SIZE)[0]
+        else:
+            with pytest.raises(InvalidRequestError, match="which is not served"):
+                served.ask_for(adapter, prompt, **options)
+        name = f"a{dice.choice([0, dice.randrange(40)])}"
+        if dice.random() < 0.5:
+            number = book.new_number()
+            assert number not in numbers, "a generation is never used twice"
+            numbers.add(number)
+            served.serve(name, number, turn)
+        elif dice.random() < 0.3:
+            assert book.remove(name) == (runner.adapters.pop(name, None) is not None)
+        for _ in range(dice.randrange(4)):
+            served.step()
+        if dice.random() < 0.2:
+            served.scheduler.abort(dice.randrange(served.uid), FinishReason.CANCELLED)
+        runner.hosted.difference_update(book.take_dropped())
+        assert runner.hosted >= set(runner.adapters.values())
+        assert len(runner.hosted) == book.num_on_host
+        served.scheduler.check()
+    while served.scheduler.has_work:
+        served.now += 1
+        assert served.step(), "something waits for ever"
+        served.scheduler.check()
+    runner.hosted.difference_update(book.take_dropped())
+    assert runner.hosted == set(runner.adapters.values()), "nothing is left of what no name stands for"
+    for uid, answer in expected.items():
+        found = served.records.tokens.get(uid, [])
+        assert found == answer or (
+            served.records.reasons[uid] is FinishReason.CANCELLED and found == answer[: len(found)]
+        )
+    assert served.scheduler.stats().total_preempted > 0
+    assert book.num_on_host <= 40
 
 
 def test_what_waits_for_a_slot_blocks_nobody() -> None:

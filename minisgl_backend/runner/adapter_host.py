@@ -1,0 +1,77 @@
+"""The adapters that one rank reads while it serves, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from minisgl_backend.adapters.slots import AdapterSlots
+from minisgl_backend.adapters.tensors import AdapterTensors
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
+
+_FAILED = -1  # in place of a digest, when ranks compare theirs
+_DIFFERS = (
+    "another rank could not read it, or read another adapter: its log says why; allowed: the same on each machine"
+)
+
+
+class AdapterHost:
+    """Used by one thread. An adapter is read with `begin`, which returns at once, and there once `keep` has returned:
+    its number may then be planned."""
+
+    def __init__(self, slots: AdapterSlots, tp: TensorParallel) -> None:
+        self._slots, self._tp = slots, tp
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=self._open_device)
+        self._reading: dict[int, Future[tuple[bytes, torch.Tensor]]] = {}
+
+    def begin(self, number: int, folder: str) -> None:
+        """Reads an adapter."""
+        self._reading[number] = self._reader.submit(self._read, Path(folder))
+
+    def is_read(self, number: int) -> bool:
+        """Whether `keep` would not wait for this rank's reading."""
+        return self._reading[number].done()
+
+    def keep(self, number: int) -> bytes:
+        """All ranks have it, or none, and agree about its digest, which is returned. Each rank calls it, between the
+        same steps. Raises ConfigError that says what is wrong."""
+        error, digest = None, b""
+        try:
+            digest, ready = self._reading.pop(number).result()
+        except ConfigError as wrong:
+            error = wrong
+        except Exception as failure:  # no memory, above all
+            log.exception("an adapter cannot be read")
+            error = ConfigError(f"the adapter cannot be read ({type(failure).__name__}: {str(failure)[:200]})")
+        short = int.from_bytes(digest[:7], "big") if error is None else _FAILED
+        smallest, largest = self._tp.minimum(short), -self._tp.minimum(-short)
+        if error is not None:
+            raise error
+        if smallest != largest:
+            raise ConfigError(_DIFFERS)
+        self._slots.keep(number, ready)
+        return digest
+
+    def drop(self, number: int) -> None:
+        """The host needs it no more; also one that is being read."""
+        self._reading.pop(number, None)
+        self._slots.drop(number)
+
+    def close(self) -> None:
+        """Ends the thread once it has read what it reads."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _open_device(self) -> None:
+        if self._slots.device.type == "cuda":
+            torch.cuda.set_device(self._slots.device)
+
+    def _read(self, folder: Path) -> tuple[bytes, torch.Tensor]:
+        with torch.inference_mode():
+            adapter = AdapterTensors.read(folder)
+            return adapter.digest, self._slots.ready(adapter)
