@@ -123,8 +123,11 @@ class LLM:
         Raises ConfigError where the folder is no adapter of this model, or there is no room for it (max_lora_rank)."""
         if not is_adapter_name(name):
             raise InvalidRequestError(f"name is {name[:200]!r}; allowed: {ADAPTER_NAMES}")
-        read = self._driver.command(lambda number: ReadAdapter(front=0, id=number, folder=os.path.realpath(folder)))
-        self._driver.command(lambda number: ServeAdapter(front=0, id=number, read=read.id, name=name))
+        path = os.path.realpath(folder)
+        read = self._driver.command(lambda number: ReadAdapter(front=0, id=number, folder=path))
+        self._driver.command(
+            lambda number: ServeAdapter(front=0, id=number, read=read.id, name=name, folder=path, digest=read.result)
+        )
 
     def unload_adapter(self, name: str) -> None:
         """Later requests cannot name it. Raises InvalidRequestError where none can now."""

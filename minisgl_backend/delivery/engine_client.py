@@ -15,6 +15,7 @@ import zmq
 
 from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.core_commands import CoreCommands
 from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink, Pauses
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.router import Router
@@ -22,7 +23,9 @@ from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.ipc.acks import AckReceiver
 from minisgl_backend.ipc.messages import (
     Abort,
+    Done,
     Event,
+    Failed,
     GetStats,
     Outputs,
     Rejected,
@@ -115,6 +118,7 @@ class EngineClient:
             )
             for core in range(config.dp)
         ]
+        self.commands = CoreCommands(self._links, front, self._changed)
         self._failure: MinisglError | None = None  # why a core failed at its first start
         self._unsent_aborts: dict[int, tuple[FinishReason, float]] = {}  # uid -> abort that a core could not take yet
         # Starts at the microseconds since the epoch: a restarted front does not repeat uids that the cores still know.
@@ -306,6 +310,8 @@ class EngineClient:
             with self._changed:
                 link.stats = event
                 self._changed.notify_all()
+        elif isinstance(event, Done | Failed):
+            self.commands.note(link.core, event)
         else:
             self._go_up(link, event)
 
@@ -324,6 +330,7 @@ class EngineClient:
             was_up = link.is_up
             link.disconnect()
             self._changed.notify_all()
+        self.commands.note_down(link.core)
         self.credits.drop(lost)
         if was_up and not self._closing:
             self._call(self._listener.on_down, lost, reason)

@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """Where an adapter that was loaded by name is."""
 
     folder: str
-    digest: bytes  # of what it was then
+    digest: bytes  # of what it was then; b"": it is not known
 
 
 @dataclass
@@ -63,7 +63,7 @@ class AdapterLoader:
     root: Path | None = None  # folders below it are found by name
     sources: dict[str, Source] = field(default_factory=dict)  # by name, of those that were loaded by name
     _reading: dict[int, _Reading] = field(default_factory=dict)  # by number
-    _read: dict[tuple[int, int], tuple[int, Source]] = field(default_factory=dict)  # by front and command: its number
+    _read: dict[tuple[int, int], int] = field(default_factory=dict)  # numbers by front and command
     _waiting: dict[str, list[Request]] = field(default_factory=dict)  # requests by the name that is read for them
     _refused: list[Admitted] = field(default_factory=list)
     _answers: list[tuple[int, Done | Failed]] = field(default_factory=list)  # with the front of each
@@ -102,7 +102,7 @@ class AdapterLoader:
     def forget_front(self, front: int) -> None:
         """What it had read and not served."""
         for key in [key for key in self._read if key[0] == front]:
-            self.host.drop(self._read.pop(key)[0])
+            self.host.drop(self._read.pop(key))
         for number, one in list(self._reading.items()):
             if one.command is not None and one.command.front == front:
                 self._forget(number)
@@ -163,14 +163,14 @@ class AdapterLoader:
         if error is not None:
             self._answer(command, Failed(id=command.id, kind=type(error).__name__, message=str(error)))
             return
-        self._read[command.front, command.id] = number, Source(reading.folder, digest)
+        self._read[command.front, command.id] = number
         self._answer(command, Done(id=command.id, result=digest.hex()))
 
     def _end_search(
         self, reading: _Reading, number: int, error: MinisglError | None, digest: bytes
     ) -> Iterator[Admitted]:
         name, source = reading.name, self.sources.get(reading.name)
-        if error is None and source is not None and source.digest != digest:
+        if error is None and source is not None and source.digest not in (b"", digest):
             changed = "whose folder has changed since it was loaded; allowed: once it is loaded again"
             error = InvalidRequestError(f"lora_name is {name[:200]!r}, {changed}")
         if error is None and self.book.get(name) is None:
@@ -184,14 +184,14 @@ class AdapterLoader:
         yield from [Admitted(request, error) for request in self._waiting.pop(name, ())]
 
     def _serve(self, command: ServeAdapter) -> None:
-        number, source = self._read.pop((command.front, command.read), (-1, Source("", b"")))
-        if number < 0:
-            raise InvalidRequestError(f"command {command.read} has read no adapter")
-        self.book.serve(ServedAdapter(command.name, number, source.digest))
-        self.sources[command.name] = source
+        source = self.sources[command.name] = Source(command.folder, bytes.fromhex(command.digest))
+        if (number := self._read.pop((command.front, command.read), None)) is None:
+            self.book.remove(command.name)
+        else:
+            self.book.serve(ServedAdapter(command.name, number, source.digest))
 
     def _drop(self, command: DropAdapter) -> None:
-        number, _ = self._read.pop((command.front, command.read), (-1, None))
+        number = self._read.pop((command.front, command.read), -1)
         for one, reading in list(self._reading.items()):
             if (asked := reading.command) is not None and (asked.front, asked.id) == (command.front, command.read):
                 number = one

@@ -60,12 +60,15 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServeAdapter(msgspec.Struct, frozen=True, tag=True):
-    """A name stands for what a ReadAdapter of this front has read, from the next request on."""
+    """A name stands for what a ReadAdapter of this front has read, from the next request on. A core that has started
+    since then reads it when a request names it."""
 
     front: int
     id: int
     read: int  # id of that command
     name: str
+    folder: str  # that was read
+    digest: str  # and the answer
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):

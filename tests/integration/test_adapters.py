@@ -153,7 +153,7 @@ def serve(llm: LLM, name: str, folder: Path) -> None:
         core.step()
         answers = core.take_answers()
     assert isinstance(answers[0][1], Done)
-    core.obey(ServeAdapter(front=0, id=2, read=1, name=name))
+    core.obey(ServeAdapter(front=0, id=2, read=1, name=name, folder=str(folder), digest=answers[0][1].result))
     assert core.take_answers() == [(0, Done(id=2))]
 
 
@@ -199,7 +199,7 @@ def test_adapters_are_loaded_and_unloaded(served: Served, tmp_path: Path) -> Non
     same = save_adapter(tmp_path / "same", twice[0] | twice[1])
     with served.llm(adapters="", max_lora_rank=8, max_loaded_adapters=2, max_adapters=1) as llm:
         for folder, words in ((wrong, "it is of another base"), (tmp_path, "has no adapter_config.json"), (
-            same, r"model.layers.0.self_attn.q_proj and layers.0.self_attn.q_proj are the same module here",
+            same, "layers.0.self_attn.q_proj and model.layers.0.self_attn.q_proj are the same module here",
         ), (
             large, "has rank 9 for .*; there is room for 8; allowed: a server that is started with a max_lora_rank as",
         )):  # fmt: skip

@@ -1,0 +1,66 @@
+"""Which adapters were loaded by name: a file of the socket directory, since fronts, the tokenizer and an engine core
+that starts again must know the same."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from minisgl_backend.errors import CapacityError
+
+LOCK_S = 60.0  # for which a change waits for another one at most
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True):
+    """An adapter, and what it was when it was loaded."""
+
+    folder: str
+    digest: str  # in hex
+
+
+Table = dict[str, LoadedAdapter]  # by name
+
+
+class AdapterTable:
+    """The file of one server; None until the first change, when the options alone say what is loaded."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._path = socket_dir / "adapters.json"
+        self._lock = socket_dir / "adapters-lock"
+
+    def read(self) -> Table | None:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Table)
+        except FileNotFoundError:
+            return None
+
+    def write(self, table: Table) -> None:
+        """By whoever is `changing` it. Readers see the old file or the new one."""
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(table))
+        new.chmod(0o600)
+        new.replace(self._path)
+
+    @contextlib.contextmanager
+    def changing(self, wait_s: float = LOCK_S) -> Iterator[None]:
+        """No other process or thread changes it meanwhile. Raises CapacityError."""
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise CapacityError("another adapter is being loaded; try again later") from None
+                    time.sleep(0.05)
+            yield
+        finally:
+            os.close(lock)
