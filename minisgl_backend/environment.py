@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from minisgl_backend.errors import ConfigError
 
 HANG_S = 15.0
+ADMIN_KEY = "MINISGL_ADMIN_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,12 @@ class Environment:
             eager_graphs=bool(_environment_flag(environ, "MINISGL_EAGER_GRAPHS")),
             hang_s=_environment_seconds(environ, "MINISGL_HANG_SECONDS", HANG_S),
         )
+
+
+def admin_key(environ: Mapping[str, str] = os.environ) -> str:
+    """MINISGL_ADMIN_KEY, which whoever loads adapters must know; "": nobody can. Apart from the others, which other
+    processes are told by their command lines."""
+    return environ.get(ADMIN_KEY, "")
 
 
 def _environment_seconds(environ: Mapping[str, str], name: str, default: float) -> float:

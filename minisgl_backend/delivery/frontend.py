@@ -12,6 +12,7 @@ from typing import Any
 
 from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.admin_commands import AdminCommands
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.delta import Sender
 from minisgl_backend.delivery.engine_client import EngineClient, Listener
@@ -52,9 +53,12 @@ class EngineFront(Listener):
         front: int,
         socket_dir: Path,
         probe: Callable[[Chunk], None],
+        admin_key: str = "",
+        name: str = "",
         num_workers: int = 2,
         make_client: Callable[..., Any] = EngineClient,
     ) -> None:
+        """`admin_key`: of whoever gives commands; "": nobody can. `name`: the model's, which no adapter may have."""
         self._vocabulary = vocabulary
         self._vocab_size = 0  # known once the engine is up; nothing is submitted before
         self._drained = drained_mark(socket_dir, front)
@@ -64,6 +68,7 @@ class EngineFront(Listener):
         # Probes are answered within milliseconds; on a busy machine silence alone proves nothing.
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(config, self, front=front, socket_dir=socket_dir, credits=self.credits)
+        self.commands = AdminCommands(config, self.client, socket_dir, key=admin_key, reserved=(name,))
         self._pooled = PooledRequests(self.client)
         self._images = TakenImages()
         self.responder = Responder(
@@ -166,6 +171,7 @@ class EngineFront(Listener):
         if self._watcher.is_alive():
             self._watcher.join(2.0)
         self._health_probe.close(2.0)
+        self.commands.close()
         self.client.close()
         self._images.close()
 

@@ -14,6 +14,19 @@ from minisgl_backend.errors import ConfigError
 ENGINE_MODEL = "engine"
 INFER_MODEL, INFER_ENGINE = "infer", "engine_infer"
 DEMO_MODEL = "demo"
+CONTROL_MODEL = "control"
+_CONTROL_CONFIG = """name: "control"
+backend: "python"
+max_batch_size: 0
+input [
+  { name: "command" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "key" data_type: TYPE_STRING dims: [ 1 ] }
+]
+output [
+  { name: "result" data_type: TYPE_STRING dims: [ 1 ] }
+]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
 
 
 def parse_options(given: Mapping[str, str]) -> dict[str, str]:
@@ -45,6 +58,18 @@ def render_repository(source: Path, target: Path, parameters: Mapping[str, str],
         _copy_model(model, target / model.name, link_folders)
     config = target / ENGINE_MODEL / "config.pbtxt"
     config.write_text(set_parameters(config.read_text(encoding="utf-8"), parameters), encoding="utf-8")
+
+
+def add_control_model(repository: Path) -> None:
+    """Adds the model `control`, which takes commands of whoever has the admin key. Raises ConfigError if the repository
+    has a model of that name already."""
+    folder = repository / CONTROL_MODEL
+    if folder.exists():
+        raise ConfigError(f"the repository has a model {CONTROL_MODEL!r}; allowed with an admin key: none of that name")
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(_CONTROL_CONFIG, encoding="utf-8")
+    model = "from minisgl_backend.serving.control_model import TritonPythonModel  # noqa: F401\n"
+    (folder / "1" / "model.py").write_text(model, encoding="utf-8")
 
 
 def add_infer_models(repository: Path) -> None:

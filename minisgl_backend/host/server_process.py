@@ -24,6 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.environment import ADMIN_KEY
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
 from minisgl_backend.host.options.server import ADMIN_APIS, ServerSettings
@@ -59,7 +60,7 @@ class ServerProcess:
         self._log = LogFilter(verbose=settings.verbose, quiet=settings.quiet)
         self._decoupled: dict[str, bool] = {}
         self._unloadable_models = 0  # left by reloads: an instance whose stub died never unloads
-        self._process, read_end = self._start(server_arguments(settings, install, self._control_key))
+        self._process, read_end = self._start(server_arguments(settings, install, self._control_key), settings)
         self._processes = ServerProcesses(self._process.pid)
         self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
         try:
@@ -71,7 +72,7 @@ class ServerProcess:
         self._socket_directory = self._make_socket_directory()
 
     @staticmethod
-    def _start(arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    def _start(arguments: list[str], settings: ServerSettings) -> tuple[subprocess.Popen[bytes], int]:
         """(the process, the end of its log to read from)"""
         try:
             read_end, write_end = _open_log()
@@ -83,7 +84,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                env=_environment(),
+                env=_environment(settings),
                 # Ctrl-C signals a terminal's whole process group, but the server drains only if its stubs do not get
                 # it.
                 start_new_session=True,
@@ -309,8 +310,8 @@ def _open_log() -> tuple[int, int]:
     return read_end, write_end
 
 
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
+def _environment(settings: ServerSettings) -> dict[str, str]:
+    environment = {**os.environ, ADMIN_KEY: settings.admin_key}  # which command lines would show
     environment["PYTHONUNBUFFERED"] = "1"
     # Requests run in parallel already, and a fork after threads have started makes the library warn.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")

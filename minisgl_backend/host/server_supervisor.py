@@ -22,7 +22,13 @@ from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.options.check import OptionCheck
 from minisgl_backend.host.options.server import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
-from minisgl_backend.host.repository import INFER_ENGINE, INFER_MODEL, add_infer_models, render_repository
+from minisgl_backend.host.repository import (
+    INFER_ENGINE,
+    INFER_MODEL,
+    add_control_model,
+    add_infer_models,
+    render_repository,
+)
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 from minisgl_backend.process.backoff import Backoff
@@ -256,10 +262,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
 def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
     """The settings with the repository to serve: a copy in `folder` if options differ."""
     repository = arguments.server.repository
-    if arguments.engine_parameters or arguments.server.infer:
+    if arguments.engine_parameters or arguments.server.infer or arguments.server.admin_key:
         render_repository(repository, folder, arguments.engine_parameters)
         if arguments.server.infer and not (repository / INFER_MODEL).is_dir():
             add_infer_models(folder)
+        if arguments.server.admin_key:
+            add_control_model(folder)
         return replace(arguments.server, repository=folder)
     if not is_plain_path(repository):  # the Python backend's shell would split it
         link = folder / "model_repository"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from minisgl_backend.adapters.roots import names_below
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import CapacityError
 
 LOCK_S = 60.0  # for which a change waits for another one at most
@@ -64,3 +66,18 @@ class AdapterTable:
             yield
         finally:
             os.close(lock)
+
+
+class ServedAdapters:
+    """Which adapters a request may name."""
+
+    def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
+        self._config, self._table = config, AdapterTable(socket_dir)
+
+    def folders(self) -> dict[str, str]:
+        """By name."""
+        table, root = self._table.read(), self._config.adapter_dir
+        found = self._config.adapter_folders if table is None else {name: one.folder for name, one in table.items()}
+        if root is None:
+            return found
+        return {name: str(Path(root, name)) for name in names_below(Path(root))} | found

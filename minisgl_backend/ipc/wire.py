@@ -65,6 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_queries: int = 1  # number of queries to score against
     stop: bool = False  # no prompt: running requests with this request_id end with what they have
     answer: str = ""  # reply to such a request: the error CANCELLED with this message; "": none
+    command: str = ""  # no prompt: a command (JSON, see delivery.admin_commands) of whoever has this admin key
+    key: str = ""
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

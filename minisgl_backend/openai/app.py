@@ -22,7 +22,7 @@ from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 
 def create_app(settings: EndpointSettings, families: Sequence[Family] = FAMILIES) -> FastAPI:
     """The ASGI application of one worker."""
-    endpoint = Endpoint(settings)
+    endpoint, families = Endpoint(settings), [family for family in families if family.is_served(settings)]
     tracing = Tracing(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
@@ -71,6 +71,5 @@ def create_app(settings: EndpointSettings, families: Sequence[Family] = FAMILIES
         operations = ChainMap(*(dict(family.operations) for family in families))
         app.add_middleware(TraceRequests, tracing=tracing, operations=operations)
     for family in families:
-        if family.is_served(settings):
-            family.add_routes(app, endpoint)
+        family.add_routes(app, endpoint)
     return app

@@ -14,6 +14,7 @@ from minisgl_backend.parsers.parts import ReasoningParser, ToolParser
 from minisgl_backend.parsers.strict import StrictCall, structural_tag
 from minisgl_backend.parsers.table import CALLS, REASONING, Format, Functions, find_calls, find_reasoning
 
+_UNKNOWN_SECONDS = 0.5  # after which it is asked again for a name that is not known
 _INFO_SECONDS = 10.0  # a remote server may have come back with another model
 
 
@@ -27,10 +28,10 @@ class ServedModel:
         self._asked_at = 0.0  # time.monotonic()
         self._created = int(time.time())
 
-    async def info(self) -> ModelInfo:
+    async def info(self, max_age_s: float = _INFO_SECONDS) -> ModelInfo:
         """Raises ApiError if the server has never answered."""
         known, now = self._info, time.monotonic()
-        if known is not None and now - self._asked_at < _INFO_SECONDS:
+        if known is not None and now - self._asked_at < max_age_s:
             return known
         self._asked_at = now  # concurrent callers use what is known
         try:
@@ -42,6 +43,10 @@ class ServedModel:
         if info != known:
             self._info = info
         return info
+
+    def forget(self) -> None:
+        """Something of it has changed."""
+        self._asked_at = 0.0
 
     async def names(self) -> Sequence[str]:
         return self._settings.served_model_names or ((await self.info()).model,)
@@ -83,10 +88,10 @@ class ServedModel:
         adapter = await self._adapter(body.model) or body.lora_path
         return {"lora_name": adapter} if adapter else {}
 
-    async def _adapters(self) -> Mapping[str, str]:
+    async def _adapters(self, max_age_s: float = _INFO_SECONDS) -> Mapping[str, str]:
         """Their folders by name; none of a server that does not answer, where no name is served."""
         try:
-            return (await self.info()).adapters
+            return (await self.info(max_age_s)).adapters
         except ApiError:
             return {}
 
@@ -96,9 +101,14 @@ class ServedModel:
         names = await self.names()
         if name is None or name in names:
             return ""
-        adapters = await self._adapters()
         base, _, behind = name.rpartition(":")
-        return name if name in adapters else behind if behind in adapters and base in names else ""
+        for max_age_s in (_INFO_SECONDS, _UNKNOWN_SECONDS):  # it may have been loaded just now
+            adapters = await self._adapters(max_age_s)
+            if name in adapters:
+                return name
+            if behind in adapters and base in names:
+                return behind
+        return ""
 
     async def answer_format(
         self,

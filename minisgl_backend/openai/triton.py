@@ -37,7 +37,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_ASK_SECONDS = 30.0  # for all calls but generations
+_ASK_SECONDS = 30.0  # for all calls but generations and commands
+_CONTROL_SECONDS = 900.0  # in which all engine cores have read an adapter
 _END_SECONDS = 1.0  # how long the end of a call may be delayed after its last response
 _ENSEMBLE = "ensemble"
 
@@ -288,14 +289,23 @@ class TritonServer:
         message = _message("tokenizer", prompt, special, "", names)
         for name in outputs:
             message.outputs.add(name=name)
-        return await self._ask_tokenizer(message, names)
+        return await self._ask(message, names)
 
     async def model_info(self) -> ModelInfo:
         """Raises ApiError if the server does not answer."""
         message = _message("tokenizer", Prompt(text=""), {}, "", {})
         message.outputs.add(name="model_info")
-        found = await self._ask_tokenizer(message, {})
+        found = await self._ask(message, {})
         return msgspec.json.decode(found["model_info"][0], type=ModelInfo)
+
+    async def control(self, command: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """The result of a command of whoever has the admin key: see `delivery.admin_commands`. Raises ApiError."""
+        message = service_pb2.ModelInferRequest(model_name="control")
+        for name, text in (("command", _json(command)), ("key", key)):
+            tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1])
+            tensor.contents.bytes_contents.append(text.encode("utf-8", "replace"))
+        found = await self._ask(message, {}, _CONTROL_SECONDS)
+        return dict(msgspec.json.decode(found["result"][0]))
 
     async def is_ready(self) -> bool:
         """Whether the server reports the ensemble as ready."""
@@ -309,9 +319,9 @@ class TritonServer:
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _ask_tokenizer(self, message: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    async def _ask(self, message: Any, names: Mapping[str, str], timeout_s: float = _ASK_SECONDS) -> dict[str, Any]:
         try:
-            raw = await self._infer(message.SerializeToString(), timeout=_ASK_SECONDS)
+            raw = await self._infer(message.SerializeToString(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_client_error(rpc_error(error), names) from None
         response = service_pb2.ModelInferResponse.FromString(raw)

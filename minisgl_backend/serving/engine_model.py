@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.delivery.admin_commands import CommandResult, encode
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.frontend import EngineFront
-from minisgl_backend.environment import Environment
+from minisgl_backend.environment import Environment, admin_key
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.options.engine import model_name, read_engine_config
 from minisgl_backend.host.server_watch import start_watch
@@ -58,7 +60,13 @@ class TritonPythonModel:
             vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
             self._codec = Codec()
             self._front = EngineFront(
-                config, vocabulary, front=front, socket_dir=socket_directory(repository), probe=self._probe
+                config,
+                vocabulary,
+                front=front,
+                socket_dir=socket_directory(repository),
+                probe=self._probe,
+                admin_key=admin_key(),
+                name=model_name(config, repository),
             )
             self._front.start()
         except MinisglError as error:
@@ -85,6 +93,9 @@ class TritonPythonModel:
                         sender.fail("CANCELLED", spec.answer)
                     else:
                         sender.end()
+                    continue
+                if spec.command:
+                    self._front.commands.submit(spec.command, spec.key, sender.tell)
                     continue
                 if not self._decoupled and (spec.options.stream or spec.options.apart):
                     sender.fail("INVALID_ARG", WHOLE_ONLY)
@@ -127,6 +138,11 @@ class _TritonSender:
 
     def fail(self, status: str, message: str) -> None:
         self.end(error_response(status, message))
+
+    def tell(self, result: CommandResult) -> None:
+        """Ends a command: its result is the chunk."""
+        chunk = np.frombuffer(encode(result), dtype=np.uint8).reshape(1, -1)
+        self.end(pb_utils.InferenceResponse([pb_utils.Tensor("chunk", chunk)]))
 
     def end(self, response: Any = None) -> None:
         """Ends the request, with its last response or without any."""

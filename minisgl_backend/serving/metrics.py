@@ -121,6 +121,8 @@ _COUNTERS = (
 )
 
 
+_REFUSED = _Series("minisgl_admin_refused_total", "Commands with a wrong admin key, or none", "")
+
 # For engines with speculation, once there are drafts.
 _DRAFT_COUNTERS = (
     _Series("minisgl_drafts_total", "Drafts verified: of one sequence in one step", "total_drafts"),
@@ -181,6 +183,7 @@ class MetricsReporter:
         ]
         self._recorder = latency
         self._images: _Counter | None = None  # of a front that has seen some
+        self._refused: _Counter | None = None  # once there is a try to count
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -195,7 +198,7 @@ class MetricsReporter:
             return
         # A Python stub that still has metrics when it exits crashes (SIGSEGV): deleting a metric is a message to the
         # server.
-        self._engine = None
+        self._engine = self._refused = None
         self._latency.clear()
         self._images = None
         self._metrics.close()  # last: a family must outlive its metrics
@@ -214,6 +217,9 @@ class MetricsReporter:
             self._report_images()
             for metric, histogram in self._latency:
                 metric.report([(list(histogram.counts), histogram.sum)])
+        if refused := self._front.commands.num_refused:
+            self._refused = self._refused or self._metrics.counter(_REFUSED)
+            self._refused.follow([float(refused)])
         if self._engine is not None:
             try:
                 self._engine.report(self._front.client.stats())

@@ -22,6 +22,8 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
 from minisgl_backend.images.front import open_front
+from minisgl_backend.ipc.adapter_table import ServedAdapters
+from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.parsers.thinking import TAIL
@@ -85,9 +87,9 @@ class TritonPythonModel:
             "chat_template": tokenizer.chat_template,
             "added_tokens": tokenizer.added_tokens,
             "tokenizer": tokenizer.info(),
-            "adapters": config.adapter_folders,
             "max_images": 0 if images is None else config.max_images,
         }
+        self._adapters = ServedAdapters(config, socket_directory(repository))
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One response per request, or one error that names the field; of requests with images, a thread sends it."""
@@ -115,7 +117,7 @@ class TritonPythonModel:
         requested = set(request.requested_output_names())
         try:
             if requested == {"model_info"}:
-                return pb_utils.InferenceResponse([_text_tensor("model_info", json.dumps(self._info))])
+                return pb_utils.InferenceResponse([_text_tensor("model_info", self._model_info())])
             parameters = json.loads(request.parameters() or "{}")
             token_ids, spec = self._codec.decode(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
@@ -137,13 +139,16 @@ class TritonPythonModel:
         ]
         return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 
+    def _model_info(self) -> str:
+        return json.dumps({**self._info, "adapters": self._adapters.folders()})
+
     def _prompt_outputs(self, requested: set[str], token_ids: list[int]) -> list[Any]:
         decode = self._tokenizer.decode
         texts: dict[str, Callable[[], Sequence[str]]] = {
             "prompt_text": lambda: [decode(token_ids)],
             "prompt_tail": lambda: [decode(token_ids[-TAIL:])],
             "token_texts": lambda: [decode([token]) for token in token_ids],
-            "model_info": lambda: [json.dumps(self._info)],
+            "model_info": lambda: [self._model_info()],
         }
         return [_text_tensor(name, *make()) for name, make in texts.items() if name in requested]
 

@@ -45,6 +45,7 @@ class EndpointSettings:
     grpc_secure: bool = False  # use TLS to the server
     metrics_address: str = ""  # of the server's metrics; "": there are none
     state_folder: str = ""  # shared by the workers; "": a folder that is removed with the endpoint
+    takes_commands: bool = False  # of whoever has the server's admin key
     max_requests: int = 8192  # of one worker at a time; further ones are answered 429
     port: int = option(
         9000,

@@ -18,7 +18,7 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.config import read_adapters
-from minisgl_backend.environment import Environment
+from minisgl_backend.environment import Environment, admin_key
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.addresses import is_loopback, reached_at
 from minisgl_backend.host.options.arguments import (
@@ -30,7 +30,7 @@ from minisgl_backend.host.options.arguments import (
     tcp_port_or_none,
     values_of,
 )
-from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, endpoint_of
+from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, api_keys_of, endpoint_of
 from minisgl_backend.host.options.parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
@@ -56,6 +56,12 @@ def _seconds(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
     return int(text)
+
+
+def _admin_key(text: str) -> str:
+    if not (text.isascii() and text.isprintable() and text.strip() and " " not in text):
+        raise argparse.ArgumentTypeError("given; allowed: printable characters of ASCII, without spaces")
+    return text
 
 
 def _number(text: str) -> int:
@@ -109,6 +115,12 @@ class ServerSettings:
     )
     exit_timeout: int = option(
         30, "for requests in flight at the end", argument=Argument(metavar="SECONDS", reads=_seconds)
+    )
+    admin_key: str = option(
+        "",
+        "who knows it may load and unload adapters below --adapter-dir; also MINISGL_ADMIN_KEY; unset: nobody, and "
+        "there are neither routes nor a model for it",
+        argument=Argument(metavar="KEY", reads=_admin_key, default="none"),
     )
     infer: bool = option(False, INFER_HELP, argument=Argument())  # adds the model `infer`
     verbose: bool = option(False, "tritonserver's whole log", argument=Argument())
@@ -170,6 +182,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = server_parser(program)
     values = fill_in(_values_of(parser, arguments[:split]), os.environ)
+    values["admin_key"] = _check_admin_key(values["admin_key"] or admin_key(), values)
     settings = ServerSettings(
         **values_of(SERVER_OPTIONS, values),
         quiet=Environment.read().log_level in ("WARNING", "ERROR"),
@@ -193,10 +206,23 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
             host=settings.host,
             grpc_address=settings.address_of(settings.grpc_port),
             metrics_address=settings.address_of(settings.metrics_port),
+            takes_commands=bool(settings.admin_key),
         )
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
     return Arguments(settings, endpoint, parameters)
+
+
+def _check_admin_key(key: str, values: Mapping[str, Any]) -> str:
+    """Raises ConfigError unless it can be one."""
+    if key:
+        try:
+            _admin_key(key)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--admin-key is {error}") from None
+        if values["openai_port"] and key in api_keys_of(values["api_keys"]):
+            raise ConfigError("--admin-key is one of --api-key; allowed: a key of its own")
+    return key
 
 
 def _check_adapters(adapters: Mapping[str, str], names: Sequence[str]) -> None:

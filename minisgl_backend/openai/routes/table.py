@@ -15,6 +15,7 @@ from minisgl_backend.openai.batches.files import MAX_FILE_BYTES
 from minisgl_backend.openai.batches.message_batches import PATH as MESSAGE_BATCHES
 from minisgl_backend.openai.endpoint import Endpoint
 from minisgl_backend.openai.routes import (
+    adapters,
     batches,
     chat,
     completions,
@@ -57,6 +58,12 @@ FAMILIES = (
     Family(responses.add_routes, image_paths=("/v1/responses",)),
     Family(pooling.add_routes, operations=pooling.OPERATIONS),
     Family(decisions.add_routes, operations={"/v1/decisions": "decisions"}),
+    Family(
+        adapters.add_routes,
+        lambda settings: settings.takes_commands,
+        open_paths=adapters.PATHS,  # the admin key is no API key
+        body_limits=dict.fromkeys(adapters.PATHS, adapters.MAX_BODY_BYTES),
+    ),
     Family(files.add_routes, _keeps_files, body_limits={files.PATH: MAX_FILE_BYTES}),
     Family(batches.add_routes, _keeps_files),
     Family(message_batches.add_routes, _keeps_files, body_limits={MESSAGE_BATCHES: MAX_FILE_BYTES}),
