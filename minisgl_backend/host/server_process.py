@@ -311,7 +311,7 @@ def _open_log() -> tuple[int, int]:
 
 
 def _environment(settings: ServerSettings) -> dict[str, str]:
-    environment = {**os.environ, ADMIN_KEY: settings.admin_key}  # which command lines would show
+    environment = {**os.environ, ADMIN_KEY: settings.admin_key or ""}  # which command lines would show
     environment["PYTHONUNBUFFERED"] = "1"
     # Requests run in parallel already, and a fork after threads have started makes the library warn.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")

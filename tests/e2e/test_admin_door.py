@@ -50,7 +50,7 @@ def test_adapters_are_loaded_over_each_door(tmp_path: Path) -> None:
     save_words(base)
     model = reference_model(base)
     expected = {None: greedy(model)}
-    for seed, name in enumerate(("one", "two")):
+    for seed, name in enumerate(("one", "two"), 1):
         save_for(root / name, model, "_proj$", seed=seed)
         merged = reference_model(base)
         merge(merged, root / name)

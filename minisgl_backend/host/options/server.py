@@ -18,7 +18,7 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.config import read_adapters
-from minisgl_backend.environment import Environment, admin_key
+from minisgl_backend.environment import ADMIN_KEY, Environment, admin_key
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.addresses import is_loopback, reached_at
 from minisgl_backend.host.options.arguments import (
@@ -30,7 +30,7 @@ from minisgl_backend.host.options.arguments import (
     tcp_port_or_none,
     values_of,
 )
-from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, api_keys_of, endpoint_of
+from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, endpoint_of
 from minisgl_backend.host.options.parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
@@ -116,8 +116,8 @@ class ServerSettings:
     exit_timeout: int = option(
         30, "for requests in flight at the end", argument=Argument(metavar="SECONDS", reads=_seconds)
     )
-    admin_key: str = option(
-        "",
+    admin_key: str | None = option(
+        None,
         "who knows it may load and unload adapters below --adapter-dir; also MINISGL_ADMIN_KEY; unset: nobody, and "
         "there are neither routes nor a model for it",
         argument=Argument(metavar="KEY", reads=_admin_key, default="none"),
@@ -182,7 +182,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = server_parser(program)
     values = fill_in(_values_of(parser, arguments[:split]), os.environ)
-    values["admin_key"] = _check_admin_key(values["admin_key"] or admin_key(), values)
+    values["admin_key"] = values["admin_key"] or _key_of_environment()
     settings = ServerSettings(
         **values_of(SERVER_OPTIONS, values),
         quiet=Environment.read().log_level in ("WARNING", "ERROR"),
@@ -208,21 +208,19 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
             metrics_address=settings.address_of(settings.metrics_port),
             takes_commands=bool(settings.admin_key),
         )
+        if settings.admin_key in endpoint.api_keys:
+            raise ConfigError("--admin-key is one of --api-key; allowed: a key of its own")
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
     return Arguments(settings, endpoint, parameters)
 
 
-def _check_admin_key(key: str, values: Mapping[str, Any]) -> str:
-    """Raises ConfigError unless it can be one."""
-    if key:
-        try:
-            _admin_key(key)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"--admin-key is {error}") from None
-        if values["openai_port"] and key in api_keys_of(values["api_keys"]):
-            raise ConfigError("--admin-key is one of --api-key; allowed: a key of its own")
-    return key
+def _key_of_environment() -> str | None:
+    """The admin key there; None: there is none. Raises ConfigError."""
+    try:
+        return _admin_key(admin_key()) if admin_key() else None
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{ADMIN_KEY} is {error}") from None
 
 
 def _check_adapters(adapters: Mapping[str, str], names: Sequence[str]) -> None:
