@@ -119,7 +119,5 @@ def test_without_a_key_there_is_no_door(tmp_path: Path) -> None:
         admin = Admin(grpc, api)
         for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             assert admin.post(path, {"lora_name": "x", "lora_path": "one"})[0] == 404
-        with triton.InferenceServerClient(f"127.0.0.1:{grpc}") as client:
-            assert "control" not in {one.name for one in client.get_model_repository_index().models}
         with pytest.raises(Exception, match=r"unknown model|not found"):
             admin.control({"command": "list_adapters"})
