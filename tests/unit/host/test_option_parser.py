@@ -32,7 +32,7 @@ OURS = server_parser("minisgl serve").option_names()
         ("--tensor-parallel-size", "--tensor-parallel-size is vLLM's and SGLang's and Mini-SGLang's; here --tp"),
         ("--mem-fraction-static", "--mem-fraction-static is SGLang's; here --memory-ratio: of the memory that is free"),
         ("--max_batch_size", "--max_batch_size is TensorRT-LLM's; here --max-running-requests"),
-        ("--enable-lora", "--enable-lora is vLLM's and SGLang's; here there is none: on where --adapters"),
+        ("--enable-lora", "--enable-lora is vLLM's and SGLang's; here there is none: on with --adapters"),
         ("--max-num-seqq", "no such option: --max-num-seqq; --max-num-seqs is vLLM's; here --max-running-requests"),
         ("--xyz", "no such option: --xyz; --help lists all"),
         (
