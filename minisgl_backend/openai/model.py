@@ -28,10 +28,10 @@ class ServedModel:
         self._asked_at = 0.0  # time.monotonic()
         self._created = int(time.time())
 
-    async def info(self, max_age_s: float = _INFO_SECONDS) -> ModelInfo:
-        """Raises ApiError if the server has never answered."""
+    async def info(self, max_age_s: float | None = None) -> ModelInfo:
+        """At most so old. Raises ApiError if the server has never answered."""
         known, now = self._info, time.monotonic()
-        if known is not None and now - self._asked_at < max_age_s:
+        if known is not None and now - self._asked_at < (_INFO_SECONDS if max_age_s is None else max_age_s):
             return known
         self._asked_at = now  # concurrent callers use what is known
         try:
@@ -88,7 +88,7 @@ class ServedModel:
         adapter = await self._adapter(body.model) or body.lora_path
         return {"lora_name": adapter} if adapter else {}
 
-    async def _adapters(self, max_age_s: float = _INFO_SECONDS) -> Mapping[str, str]:
+    async def _adapters(self, max_age_s: float | None = None) -> Mapping[str, str]:
         """Their folders by name; none of a server that does not answer, where no name is served."""
         try:
             return (await self.info(max_age_s)).adapters
@@ -102,7 +102,7 @@ class ServedModel:
         if name is None or name in names:
             return ""
         base, _, behind = name.rpartition(":")
-        for max_age_s in (_INFO_SECONDS, _UNKNOWN_SECONDS):  # it may have been loaded just now
+        for max_age_s in (None, _UNKNOWN_SECONDS):  # it may have been loaded just now
             adapters = await self._adapters(max_age_s)
             if name in adapters:
                 return name
