@@ -76,7 +76,8 @@ def reporter(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     responder = SimpleNamespace(last_sent=0.0, latency=LatencyRecorder())
     welcomes = [SimpleNamespace(max_seq_len=4096), SimpleNamespace(max_seq_len=2048)]
-    front = SimpleNamespace(responder=responder, client=SimpleNamespace(num_cores=2, welcomes=welcomes))
+    client, commands = SimpleNamespace(num_cores=2, welcomes=welcomes), SimpleNamespace(num_refused=0)
+    front = SimpleNamespace(responder=responder, client=client, commands=commands)
     yield importlib.import_module(name).MetricsReporter(front, is_leader=True, model="a/model")
     sys.modules.pop(name, None)
 
