@@ -1,9 +1,10 @@
 """`reference.delta_window` in the Triton language, bound by the bytes of states.
 
-A program has one row and one value head. Of few rows, it reads the whole state at once, into registers. Of many, it
-streams it, through shared memory, in tiles of some of its values, several ahead: then more programs fit a
-multiprocessor, and some read while others compute. Products are float32 FMA on purpose: tensor cores in TF32 would lose
-three digits, and bytes take longer. Rows that may have drafts: see `window_drafts`.
+A program has one row and one value head. Of few rows, it has several warps and reads the whole state at once, into
+registers. Of many, it is one warp, which waits for no other, and each of its threads has some values of every row of
+the state: so sums over keys take no exchange. It reads some rows ahead; eight programs fit a multiprocessor, and some
+read while others compute. Products are float32 FMA on purpose: tensor cores in TF32 would lose three digits, and bytes
+take longer. Rows that may have drafts: see `window_drafts`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
 from minisgl_backend.kernels.recurrent.calls import L2_EPS, DeltaLayer, WindowBatch
 from minisgl_backend.kernels.recurrent.parts import log_decay, silu
 from minisgl_backend.kernels.recurrent.window_drafts import LEAST_DOT, drafts_kernel
-from minisgl_backend.kernels.shared_memory import stages_that_fit
 from minisgl_backend.kv.state_config import StateConfig
 
-_TILE, _STAGES = 32, 3  # values of a streamed tile; tiles in flight, and one
-_FEW, _WARPS = 8, 4  # programs of a multiprocessor, at most, that read whole states; and their warps
+_TILE, _STAGES = 32, 3  # of drafts: values of a streamed tile; tiles in flight, and one
+_WARPS = 4  # of a program that reads a whole state, at most
+_TILE_NUMBERS, _PART_NUMBERS = 2048, 1024  # of a state's rows that are read at once, and of a tail's
 
 
 def whole_warps(config: StateConfig) -> int:
@@ -30,15 +31,11 @@ def whole_warps(config: StateConfig) -> int:
     return max(1, next_power_of_2(config.k_dim) * next_power_of_2(config.v_dim) // 4096)
 
 
-def stream_warps(config: StateConfig, page_size: int) -> int:
-    """Of one that streams it: one, which waits for no other, where it holds what a tile needs."""
-    return max(1, next_power_of_2(config.k_dim) // 128, next_power_of_2(page_size) // 32)
-
-
-def stream_stages(config: StateConfig, page_size: int, shared: int) -> int:
-    """`_STAGES`, or as many as let five programs fit a multiprocessor."""
-    rows = next_power_of_2(config.k_dim) + next_power_of_2(page_size)
-    return max(2, stages_that_fit(_STAGES, 4 * _TILE * rows, shared // 5))
+def row_tiles(config: StateConfig) -> tuple[int, int]:
+    """Rows of a state that a program of one warp reads at once, twice, and tokens of a tail."""
+    k_padded, v_padded = next_power_of_2(config.k_dim), next_power_of_2(config.v_dim)
+    part = max(1, _PART_NUMBERS // max(k_padded, v_padded))
+    return max(1, min(_TILE_NUMBERS // v_padded, k_padded // 2)), min(part, 32)
 
 
 def delta_window(
@@ -48,8 +45,8 @@ def delta_window(
     out: torch.Tensor | None = None,
     streams: bool | None = None,
 ) -> torch.Tensor:
-    """As `reference.delta_window`; rows of x may be strided. streams: whether states are streamed; None: where there
-    are many."""
+    """As `reference.delta_window`; rows of x may be strided. streams: whether a state is read row by row; None: where
+    there are more states than multiprocessors."""
     config, state, num_entries = layer.config, layer.state, len(x)
     out = x.new_empty((num_entries, config.num_v_heads * config.v_dim)) if out is None else out
     if num_entries == 0:
@@ -68,29 +65,23 @@ def delta_window(
     k_padded, v_padded, warps = next_power_of_2(config.k_dim), next_power_of_2(config.v_dim), whole_warps(config)
     if batch.has_drafts:
         entries, tile = next_power_of_2(1 + layer.max_drafts), max(LEAST_DOT, min(_TILE, v_padded))
-        if x.is_cuda:  # three programs fit a multiprocessor; Triton's interpreter does not know the option
-            sizes["maxnreg"] = 168
         drafts_kernel[grid](
             *tensors, num_entries, DK_PADDED=max(LEAST_DOT, k_padded), DV_PADDED=max(tile, v_padded), TILE=tile,
-            TAIL=max(LEAST_DOT, tail), ENTRIES=entries, ROWS=max(LEAST_DOT, 2 * entries), STAGES=_STAGES, num_warps=4,
+            TAIL=max(LEAST_DOT, tail), ENTRIES=entries, ROWS=max(LEAST_DOT, 2 * entries), STAGES=_STAGES, num_warps=2,
             **sizes, **pdl,
         )  # fmt: skip
         return out
-    facts = DeviceFacts.of(x.device)
     if streams is None:
-        streams = num_entries * config.num_v_heads > _FEW * facts.multiprocessors or warps > _WARPS
+        streams = num_entries * config.num_v_heads > DeviceFacts.of(x.device).multiprocessors or warps > _WARPS
     if not streams:
         _whole_kernel[grid](
             *tensors, DK_PADDED=max(warps, k_padded), DV_PADDED=v_padded, TAIL=max(warps, tail), WARPS=warps,
             num_warps=warps, **sizes, **pdl,
         )  # fmt: skip
         return out
-    # Early, its programs would only take room from the kernel that still runs.
-    tile = min(_TILE, v_padded)
-    _streaming_kernel[grid](
-        *tensors, DK_PADDED=k_padded, TILE=tile, TILES=v_padded // tile, TAIL=tail,
-        STAGES=stream_stages(config, layer.page_size, facts.shared_memory),
-        num_warps=stream_warps(config, layer.page_size), **sizes, **pdl_options(False),
+    rows, part = row_tiles(config)
+    _rows_kernel[grid](
+        *tensors, DK_PADDED=k_padded, DV_PADDED=v_padded, TAIL=tail, ROWS=rows, PART=part, num_warps=1, **sizes, **pdl,
     )  # fmt: skip
     return out
 
@@ -203,49 +194,55 @@ def _product(vector, matrix, PART: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _streaming_kernel(
+def _rows_kernel(
     x_ptr, out_ptr, rows_ptr, lens_ptr, slot_ptr, border_ptr, states_ptr, tail_k_ptr, tail_u_ptr, tail_g_ptr,
     tail_conv_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, eps, beta_scale, q_scale, l2_eps, x_stride,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LENGTH: tl.constexpr, RING: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr,
+    DV_PADDED: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, LENGTH: tl.constexpr, RING: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One entry a row. TILE: of a state's values, of which there are TILES; TAIL: at least the tokens of a page."""
+    """For many rows. ROWS: of a state, that are read at once; the next are on their way then. PART: tokens of a tail
+    that are; TAIL: at least those of a page."""
     head = tl.program_id(0)
     entry = tl.program_id(1)
     if PDL:
         tl_cuda.gdc_launch_dependents()
     row = tl.load(rows_ptr + entry)
-    slot = tl.load(slot_ptr + row)
     position = tl.load(lens_ptr + entry) - 1
+    slot = tl.load(slot_ptr + row)
     border = tl.load(border_ptr + row)
-    num_tail = tl.where(slot > 0, position - border, 0)
+    number: tl.constexpr = out_ptr.dtype.element_ty
+    e = tl.arange(0, DV_PADDED)
+    e_ok = e < DV
+    out_ptr += (entry.to(tl.int64) * HV + head) * DV + e
+    if slot == 0:  # it pads the batch
+        if PDL:
+            tl_cuda.gdc_wait()
+        tl.store(out_ptr, tl.zeros([DV_PADDED], number), mask=e_ok)
+        return
+    r = tl.arange(0, ROWS)
+    states_ptr += (slot.to(tl.int64) * HV + head) * (DK * DV) + (r[:, None] * DV + e[None, :])
+    even = _state_rows(states_ptr, 0, r, e_ok, DK, DV, ROWS)
+    odd = _state_rows(states_ptr, ROWS, r, e_ok, DK, DV, ROWS)
+    num_tail = position - border
     C: tl.constexpr = 2 * HK * DK + HV * DV
     key_head = head // (HV // HK)
     row_64 = row.to(tl.int64)
-    d = tl.arange(0, DK_PADDED)
-    d_ok = d < DK
-    j = tl.arange(0, TAIL)
-    j_ok = j < num_tail
-    j_at = (border + j) % LENGTH
     u_ptr = tail_u_ptr + (row_64 * HV + head) * (LENGTH * DV)
     k_ptr = tail_k_ptr + (row_64 * HK + key_head) * (LENGTH * DK)
     g_ptr = tail_g_ptr + (row_64 * HV + head) * LENGTH
     ring_ptr = tail_conv_ptr + row_64 * (RING * C)
-    states_ptr += (slot.to(tl.int64) * HV + head) * (DK * DV)
-    tail_k = tl.load(k_ptr + j_at[:, None] * DK + d[None, :], mask=j_ok[:, None] & d_ok[None, :], other=0.0)
-    tail_g = tl.load(g_ptr + j_at, mask=j_ok, other=0.0)
-    token_ptr = x_ptr + entry.to(tl.int64) * x_stride
-    q_channel = key_head * DK + d
-    k_channel = HK * DK + q_channel
-    tiles = tl.arange(0, TILES)
-    lanes = tl.arange(0, TILE)
-    e = tiles[:, None] * TILE + lanes[None, :]
-    e_ok = e < DV
-    v_channel = 2 * HK * DK + head * DV + e
+    d = tl.arange(0, DK_PADDED)
+    d_ok = d < DK
+    j = tl.arange(0, TAIL)
+    tail_g = tl.load(g_ptr + (border + j) % LENGTH, mask=j < num_tail, other=0.0)
     norm = tl.load(norm_ptr + e, mask=e_ok, other=0.0).to(tl.float32)
     a_log = tl.load(a_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head)
+    token_ptr = x_ptr + entry.to(tl.int64) * x_stride
+    q_channel = key_head * DK + d
+    k_channel = HK * DK + q_channel
+    v_channel = 2 * HK * DK + head * DV + e
     if PDL:
         tl_cuda.gdc_wait()
     raw_q, q = _convolved(token_ptr, ring_ptr, weight_ptr, q_channel, d, DK, position, C, WIDTH, RING)
@@ -253,6 +250,7 @@ def _streaming_kernel(
     raw_v, v = _convolved(token_ptr, ring_ptr, weight_ptr, v_channel, e, DV, position, C, WIDTH, RING)
     b = tl.load(token_ptr + C + HV * DV + head).to(tl.float32)
     a = tl.load(token_ptr + C + HV * DV + HV + head).to(tl.float32)
+    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
     g = log_decay(a, a_log, dt_bias)
     beta = beta_scale / (1.0 + tl.exp(-b))
     # Appended: nothing of this row that this launch reads.
@@ -268,37 +266,46 @@ def _streaming_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
     qk = tl.sum(q * k, 0)
     total = tl.sum(tail_g, 0) + g
-    wide_k = tail_k.to(tl.float32)
-    weight = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + l2_eps) * tl.exp(total - tl.cumsum(tail_g, 0))
-    weight_k = weight * tl.sum(wide_k * k[None, :], 1)
-    weight_q = weight * tl.sum(wide_k * q[None, :], 1)
+    rest = total
+    seen_k = tl.zeros([DV_PADDED], tl.float32)
+    seen_q = tl.zeros([DV_PADDED], tl.float32)
+    p = tl.arange(0, PART)
+    for first in tl.range(0, num_tail, PART):
+        at = (border + first + p) % LENGTH
+        ok = first + p < num_tail
+        tail_u = tl.load(u_ptr + at[:, None] * DV + e[None, :], mask=ok[:, None] & e_ok[None, :], other=0.0)
+        tail_k = tl.load(k_ptr + at[:, None] * DK + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        part_g = tl.load(g_ptr + at, mask=ok, other=0.0)
+        tail_k = tail_k.to(tl.float32)
+        weight = tl.rsqrt(tl.sum(tail_k * tail_k, 1) + l2_eps) * tl.exp(rest - tl.cumsum(part_g, 0))
+        rest -= tl.sum(part_g, 0)
+        seen_k += tl.sum((weight * tl.sum(tail_k * k[None, :], 1))[:, None] * tail_u, 0)
+        seen_q += tl.sum((weight * tl.sum(tail_k * q[None, :], 1))[:, None] * tail_u, 0)
     decay = tl.exp(total)
-    k = decay * k
-    q = decay * q
-    out = tl.zeros([TILES, TILE], tl.float32)
-    d_limit = tl.where(slot > 0, DK, 0)
-    for n in tl.range(0, TILES, num_stages=STAGES):
-        c = n * TILE + lanes
-        state, tail_u = _tile(states_ptr, u_ptr, c, d, d_limit, j_at, j_ok, DV)
-        seen_k = tl.sum(state * k[:, None], 0) + tl.sum(tail_u * weight_k[:, None], 0)
-        seen_q = tl.sum(state * q[:, None], 0) + tl.sum(tail_u * weight_q[:, None], 0)
-        u = beta * (tl.sum(tl.where(tiles[:, None] == n, v, 0.0), 0) - seen_k)
-        tl.store(u_ptr + place * DV + c, u, mask=c < DV)
-        out = tl.where(tiles[:, None] == n, (seen_q + qk * u)[None, :], out)
-    number: tl.constexpr = out_ptr.dtype.element_ty
-    out = out.to(number).to(tl.float32)
-    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
-    out = (out * tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / DV + eps) * norm).to(number).to(tl.float32)
-    tl.store(out_ptr + (entry.to(tl.int64) * HV + head) * DV + e, (out * silu(z)).to(number), mask=e_ok)
+    decay_k = decay * k
+    decay_q = decay * q
+    for n in tl.range(0, DK, 2 * ROWS):
+        seen_k += tl.sum(tl.gather(decay_k, n + r, 0)[:, None] * even, 0)
+        seen_q += tl.sum(tl.gather(decay_q, n + r, 0)[:, None] * even, 0)
+        even = _state_rows(states_ptr, n + 2 * ROWS, r, e_ok, DK, DV, ROWS)
+        seen_k += tl.sum(tl.gather(decay_k, n + ROWS + r, 0)[:, None] * odd, 0)
+        seen_q += tl.sum(tl.gather(decay_q, n + ROWS + r, 0)[:, None] * odd, 0)
+        odd = _state_rows(states_ptr, n + 3 * ROWS, r, e_ok, DK, DV, ROWS)
+    u = beta * (v - seen_k)
+    tl.store(u_ptr + place * DV + e, u, mask=e_ok)
+    out = (seen_q + qk * u).to(number).to(tl.float32)
+    out = (out * tl.rsqrt(tl.sum(out * out, 0) / DV + eps) * norm).to(number).to(tl.float32)
+    tl.store(out_ptr, (out * silu(z)).to(number), mask=e_ok)
 
 
 @triton.jit
-def _tile(states_ptr, u_ptr, c, d, d_limit, j_at, j_ok, DV: tl.constexpr):
-    """Some values of a state, zeros where there is none (d_limit is 0), and of its tail."""
-    c_ok = (c < DV)[None, :]
-    state_ptr = states_ptr + d[:, None] * DV + c[None, :]
-    state = tl.load(state_ptr, mask=(d < d_limit)[:, None] & c_ok, other=0.0, eviction_policy="evict_first")
-    return state, tl.load(u_ptr + j_at[:, None] * DV + c[None, :], mask=j_ok[:, None] & c_ok, other=0.0)
+def _state_rows(states_ptr, first, r, e_ok, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr):
+    """Rows r of a state from `first` on; zeros behind its last."""
+    if DK % (2 * ROWS) == 0:
+        ok = (e_ok & (first < DK))[None, :]
+    else:
+        ok = (first + r < DK)[:, None] & e_ok[None, :]
+    return tl.load(states_ptr + first * DV, mask=ok, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def drafts_kernel(
     RING: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `window._streaming_kernel`, of up to ENTRIES entries of a row. Matrices of ROWS rows have the keys of all of
+    """As `window._rows_kernel`, of up to ENTRIES entries of a row. Matrices of ROWS rows have the keys of all of
     them, then their queries."""
     head = tl.program_id(0)
     entry = tl.program_id(1)

@@ -38,6 +38,7 @@ def rows_of(config: StateConfig, dtype: torch.dtype = torch.float32, **options: 
     [
         (small(2), torch.float16, 16, 0, True),
         (small(1, 24, 48), torch.float32, 16, 0, False),
+        (small(1, 24, 48), torch.float32, 32, 0, True),
         (small(1, 16, 32), torch.float32, 16, 2, None),
         (small(3, 24, 48, num_k_heads=1), torch.float32, 64, 1, None),
         (small(4, num_k_heads=1, width=3), torch.float32, 1, 3, None),

@@ -131,16 +131,15 @@ def window(capability, limit, page_size, drafts, k_dim=128, v_dim=128):
     config = StateConfig(num_k_heads=16, num_v_heads=32, k_dim=k_dim, v_dim=v_dim, conv_width=4)
     padded = triton.next_power_of_2(v_dim)
     rings = dict(STATES, WIDTH=4, LENGTH=page_size + drafts, RING=4 + 2 * drafts, DK=k_dim, DV=v_dim)
-    page, few = dict(PDL=False, TAIL=page_size, **rings), delta_window.stream_warps(config, page_size)
-    stages = delta_window.stream_stages(config, page_size, limit)
+    page = dict(PDL=False, TAIL=page_size, **rings)
+    rows, part = delta_window.row_tiles(config)
     several = dict(DV_PADDED=padded, ENTRIES=4, ROWS=16, TILE=32, STAGES=3)
     return max(
         shared(delta_fold._fold_kernel, capability, "bf16", 4, 3, TILE=delta_fold.TILE,
                TILES=-(-v_dim // delta_fold.TILE), WIDTH_PADDED=4, TAIL=32, **rings),
         shared(delta_window._whole_kernel, capability, "bf16", 4, 3, DV_PADDED=padded, WARPS=4, **page),
-        shared(delta_window._streaming_kernel, capability, "bf16", few, 3, TILE=32, TILES=padded // 32, STAGES=stages,
-               **page),
-        shared(drafts_kernel, capability, "bf16", 4, 3, **several, **page),
+        shared(delta_window._rows_kernel, capability, "bf16", 1, 3, DV_PADDED=padded, ROWS=rows, PART=part, **page),
+        shared(drafts_kernel, capability, "bf16", 2, 3, **several, **page),
     )
 
 ways = {"chunk": chunk, "window": window, "latents": latents, "stored": stored, "expanded": expanded,
