@@ -146,14 +146,21 @@ def _inverse(system, i, number: tl.constexpr):
     A power of `system` may be huge where its inverse is not (as where keys are alike), so no more than cubes are taken:
     of a matrix of 4 by 4 blocks, strictly lower as blocks, the fourth is zero.
     """
-    row, column = i[:, None], i[None, :]
-    one = tl.where(row == column, 1.0, 0.0)
-    inner = tl.where(row // 4 == column // 4, system, 0.0)
+    size: tl.constexpr = system.shape[0]
+    count: tl.constexpr = size // 16
+    # Of blocks of 16 on the diagonal at once, [count, 16, 16], which takes a count-th of the products.
+    b = tl.arange(0, count)
+    on_diagonal = (b[:, None] == b[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(on_diagonal, tl.reshape(system, [count, 16, count, 16]), 0.0), 2)
+    j = tl.arange(0, 16)
+    row, column = j[None, :, None], j[None, None, :]
+    is_inner = row // 4 == column // 4
+    inner = tl.where(is_inner, blocks, 0.0)
     square = pair_dot(inner, inner, number)
-    inverse = one - inner + square - pair_dot(inner, square, number)
-    middle = tl.where((row // 16 == column // 16) & (row // 4 != column // 4), system, 0.0)
-    inverse = _widen(inverse, middle, number)
-    outer = tl.where(row // 16 != column // 16, system, 0.0)
+    inverse = tl.where(row == column, 1.0, 0.0) - inner + square - pair_dot(inner, square, number)
+    inverse = _widen(inverse, tl.where(is_inner, 0.0, blocks), number)
+    inverse = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [size, size])
+    outer = tl.where(i[:, None] // 16 != i[None, :] // 16, system, 0.0)
     return _widen(inverse, outer, number)
 
 
