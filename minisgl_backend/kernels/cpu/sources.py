@@ -12,8 +12,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 SOURCES = tuple(
-    _FOLDER / name
-    for name in ("kernels.cpp", "blocks.cpp", "layers.cpp", "quantized.cpp", "sampling.cpp", "replay.cpp")
+    _FOLDER / f"{name}.cpp" for name in ("kernels", "blocks", "layers", "quantized", "recurrent", "sampling", "replay")
 )
 _HEADERS = (
     "vector.h", "epilogue.h", "gemm.h", "panels.h", "block_formats.h", "blocks.h", "formats.h", "integers.h",

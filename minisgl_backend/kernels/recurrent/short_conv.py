@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import on_gpu
+from minisgl_backend.kernels.candidate import on_cpu, on_gpu
 from minisgl_backend.kernels.ops import Ops
 
 
@@ -41,6 +41,10 @@ ShortConvKernel = Callable[[ShortConvCall], None]
 
 def choose_short_conv(ops: Ops) -> ShortConvKernel:
     """The implementation that goes with the `Ops` of a device."""
+    if ops.facts is not None and on_cpu(ops.facts):
+        from minisgl_backend.kernels.cpu import recurrent
+
+        return recurrent.short_conv
     if ops.facts is None or not on_gpu(ops.facts) or importlib.util.find_spec("triton") is None:
         return short_conv_in_torch
     from minisgl_backend.kernels.recurrent.short_conv_kernel import short_conv
