@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
+from minisgl_backend.request import FinishReason
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import StepPlan
 from tests.gauge.harness import expect_short_answers
@@ -105,7 +106,7 @@ def test_what_free_slots_hold_changes_nothing(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"])
 def test_every_family_answers_alike_however_it_is_run(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     save_tokenizer(tmp_path)
@@ -120,6 +121,21 @@ def test_every_family_answers_alike_however_it_is_run(name: str, tmp_path: Path)
                 outputs = llm.generate(PROMPTS, **GREEDY, n=n)
                 found = [[one.token_ids for one in output.completions] for output in outputs]
                 assert found == [[answer] * n for answer in expected], way
+            expect_aborts_to_change_nothing(llm, expected)
+
+
+def expect_aborts_to_change_nothing(llm: LLM, expected: list[list[int]]) -> None:
+    """A third of the sequences are given up: before their prompt, and after 7, 14 and 21 tokens."""
+    answers = llm._answers(PROMPTS, None, {**GREEDY, "n": 2})
+    given_up = [stream for answer in answers for stream in answer.streams][1::3]
+    for _ in llm._driver.turns(answers):
+        due = [stream.uid for place, stream in enumerate(given_up) if len(stream.token_ids) >= 7 * place]
+        llm.engine.core.abort(due, FinishReason.CANCELLED)
+    for answer, text in zip(answers, expected, strict=True):
+        for stream in answer.streams:
+            assert stream.token_ids == text[: len(stream.token_ids)]
+            assert stream in given_up or len(stream.token_ids) == NUM_TOKENS
+    assert all(7 * place <= len(stream.token_ids) < NUM_TOKENS for place, stream in enumerate(given_up))
 
 
 @pytest.mark.full
