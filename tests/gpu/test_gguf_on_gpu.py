@@ -36,7 +36,7 @@ def test_tiles(cut: tuple[int, int, int, int], kind: str) -> None:
     torch.manual_seed(0)
     tile, tile_rows, warps, stages = cut
     device = GemmDevice(TritonOps(torch.device("cuda")), torch.device("cuda"))
-    for size_in, rows, gated in ((2048, tile_rows, True), (1024 if kind == "Q4_K" else 1120, 3, False)):
+    for size_in, rows, gated in ((2048, tile_rows, True), (1024 if kind.endswith("_K") else 1120, 3, False)):
         weight = blocks(kind, 1088, size_in)
         x = torch.randn(rows, size_in, device="cuda").to(BF16)
         residual = None if gated else torch.randn(rows, 1088, device="cuda").to(BF16)
