@@ -156,8 +156,8 @@ def test_experts(tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["channels", "blocks"])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 64, 200, 3000])
 def test_experts_with_their_router(tokens: int, kind: str) -> None:
-    """In Qwen3-30B-A3B's sizes, against plain numbers: up to 64 tokens activations keep their format, above they do
-    not, which shows as noise."""
+    """In Qwen3-30B-A3B's sizes, against plain numbers: of one token, and of few with a scale for each output,
+    activations keep their format; else they do not, which shows as noise."""
     torch.manual_seed(tokens)
     experts, k, hidden, size = 16, 4, 2048, 768
     weights = []
@@ -176,7 +176,7 @@ def test_experts_with_their_router(tokens: int, kind: str) -> None:
     expected = by_torch(x.float(), experts_of(*plain, k), exact)
     # By token, since one whose last choices are nearly equal may take another expert.
     errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert errors.median() < (1e-2 if tokens <= 64 else 5e-2)
+    assert errors.median() < (1e-2 if tokens <= (1 if kind == "blocks" else 16) else 6e-2)
     assert (errors < 0.1).float().mean() >= 0.5
 
 

@@ -18,12 +18,15 @@ from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Weight, block
 
 MAX_FEW_TOKENS = 64  # for few_tokens.py
 MAX_FEW_SCALED = 16  # likewise, of FP8: for more, GEMMs in FP8 are as fast
+MAX_FEW_QUANTIZED = 32  # likewise, in blocks, by few_quantized.py: for more, planning takes what launches do
+PLANNED_BLOCKS = (32, 64, 128)  # inputs that share a scale of such an expert: a step of its tiles
 MAX_EXPERTS = 256  # that one program can rank
 MAX_EARLY_SIZE = 8192  # numbers of a row of weights, which a program of early_router.py holds in registers
 MAX_BLOCK_IN = 256  # inputs that share a scale in FP8: a tile of one_token.py has as many
 MIN_WIDE_PAIRS = 48  # per expert, on average; with fewer, half a tile of grouped_tma.py would be empty
 WIDE_TILE_IN = 64  # inputs per step of both its GEMMs, whose inputs are not padded
 LIBRARY_BLOCK = 128  # outputs and inputs that share a scale, of fp8_library.py
+FP8_WEIGHTS_ALONE = "fp8_weights_alone"  # FP8 whose activations have no format
 
 
 class ExpertsKey(NamedTuple):
@@ -91,6 +94,11 @@ def _few_scaled(key: ExpertsKey, facts: DeviceFacts) -> bool:
     return _few_tokens(key, facts) and key.tokens <= MAX_FEW_SCALED
 
 
+def _few_quantized(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    fits = bool(key.blocks) and all(size_in in PLANNED_BLOCKS for _, size_in in key.blocks) and not key.bias
+    return _few_tokens(key, facts) and key.tokens <= MAX_FEW_QUANTIZED and fits
+
+
 def _int4_few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
     return _ranks(key, facts) and 0 < key.tokens <= MAX_FEW_TOKENS
 
@@ -136,6 +144,11 @@ def _cpu(serves: Serves = _for_cpu) -> Candidate[ExpertsKey]:
 
 
 _FEW = "an expert's weights are read once; the router plans the tiles"
+_KEEP_ACTIVATIONS = (
+    _row("early_router", "one token: as in 16 bits; activations keep theirs", "early_router:mixture", _early),
+    _row("one_token", "one token: as in 16 bits; activations keep theirs", "one_token:mixture", _one_token),
+    _row("few_tokens", _FEW, "few_tokens:mixture", _few_scaled),
+)
 CANDIDATES: Table[ExpertsKey] = MappingProxyType(
     {
         PLAIN: (
@@ -158,13 +171,16 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _row("torch", "torch's grouped GEMM, or one expert after the other", "reference:mixture"),
         ),
         "fp8": (
-            _row("early_router", "one token: as in 16 bits; activations keep theirs", "early_router:mixture", _early),
-            _row("one_token", "one token: as in 16 bits; activations keep theirs", "one_token:mixture", _one_token),
-            _row("few_tokens", _FEW, "few_tokens:mixture", _few_scaled),
+            _row("few_quantized", "blocks: the router plans GEMMs in FP8", "few_quantized:mixture", _few_quantized),
+            *_KEEP_ACTIVATIONS,
             _row("sgl_grouped", "many pairs per expert: sgl-kernel's CUTLASS", "fp8_library:mixture", _fp8_library),
             _row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", "fp8:mixture"),
             _cpu(),
             _row("torch", "one expert after the other, in float32", "reference:mixture_fp8"),
+        ),
+        FP8_WEIGHTS_ALONE: (
+            *_KEEP_ACTIVATIONS,
+            _row("torch", "weights become plain numbers in every call", "reference:mixture_fp8"),
         ),
         "int8": (
             _row(

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.launch import next_power_of_2, pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
 from minisgl_backend.kernels.linear.call import GemmCall
+from minisgl_backend.kernels.linear.fp8.quantize import QuantizedRows, quantize_groups, quantized_in_groups
+from minisgl_backend.kernels.linear.fp8.reference import FP8, LARGEST, LEAST
 from minisgl_backend.kernels.linear.plain.small_rows import linear
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.moe.call import MixtureCall
@@ -71,8 +73,10 @@ def plan_few(
     renormalize: bool,
     workspace: LinearWorkspace,
     pdl: bool = False,
-) -> tuple[torch.Tensor, Plan]:
-    """norm(x) of x [num_tokens, hidden], and the plan of its experts by the call's router."""
+    group: int = 0,
+) -> tuple[torch.Tensor | QuantizedRows, Plan]:
+    """norm(x) of x [num_tokens, hidden], and the plan of its experts by the call's router. group: inputs of norm(x)
+    that share a scale; it is then in FP8, as by `quantize_groups`."""
     router, bias, norm_weight, eps = call.router, call.router_bias, call.norm_weight, call.eps
     assert router is not None, "choose.py gives this file calls with one"
     (num_tokens, hidden), num_experts, k = x.shape, len(router), experts_per_token
@@ -86,35 +90,53 @@ def plan_few(
         tiles = torch.empty(most * (2 + SLOTS), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=x.device)
     plan = Plan(tiles, weights)
-    normed = x if norm_weight is None else torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    normed, scales = _room_for_normed(x, norm_weight is not None, group, pdl)
     sizes = {
-        "SIZE_IN": hidden, "SIZE_PADDED": next_power_of_2(hidden), "EXPERTS": num_experts,
+        "SIZE_IN": hidden, "SIZE_PADDED": max(next_power_of_2(hidden), group), "EXPERTS": num_experts,
         "EXPERTS_PADDED": next_power_of_2(num_experts), "TOKENS": next_power_of_2(num_tokens), "K": k,
         "RENORMALIZE": renormalize, "SLOTS": SLOTS, "PACKED": plan.is_packed, "NORM": norm_weight is not None,
+        "GROUP": group, "LARGEST": LARGEST, "LEAST": LEAST,
     }  # fmt: skip
+    result = normed if scales is None else QuantizedRows(normed, scales.t(), num_tokens, x.dtype)
+    scales = weights if scales is None else scales
     norm_or_x = x if norm_weight is None else norm_weight
     if num_tokens <= MAX_ROUTED_TOKENS:
         logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
         _few_router_kernel[(num_experts,)](
-            x, norm_or_x, router, router if bias is None else bias, normed, logits, workspace.counters, tiles, weights,
-            num_tokens, most, eps, x.stride(0), BIAS=bias is not None, **sizes, num_warps=8, **pdl_options(pdl),
+            x, norm_or_x, router, router if bias is None else bias, normed, scales, logits, workspace.counters, tiles,
+            weights, num_tokens, most, eps, x.stride(0), BIAS=bias is not None, **sizes, num_warps=8,
+            **pdl_options(pdl),
         )  # fmt: skip
-        return normed, plan
+        return result, plan
     logits = linear(x, router, workspace, GemmCall(norm_weight, eps, bias), pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
-        x, norm_or_x, normed, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
+        x, norm_or_x, normed, scales, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
         num_warps=8 if num_tokens <= 16 else 16, **pdl_options(pdl),
     )  # fmt: skip
-    return normed, plan
+    return result, plan
+
+
+def _room_for_normed(
+    x: torch.Tensor, has_norm: bool, group: int, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For norm(x), or x itself where there is no norm; and for scales [groups, num_tokens]."""
+    if has_norm and group:
+        scales = torch.empty((cdiv(x.shape[1], group), len(x)), dtype=torch.float32, device=x.device)
+        return torch.empty(x.shape, dtype=FP8, device=x.device), scales
+    if group:
+        numbers, columns = quantize_groups(x, group, pdl=pdl)
+        return numbers, columns.t()
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if has_norm else x, None
 
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _few_router_kernel(
-    x_ptr, norm_ptr, router_ptr, bias_ptr, normed_ptr, logits_ptr, counter_ptr, tiles_ptr, weights_ptr, num_tokens,
-    most, eps, x_stride,
+    x_ptr, norm_ptr, router_ptr, bias_ptr, normed_ptr, scales_ptr, logits_ptr, counter_ptr, tiles_ptr, weights_ptr,
+    num_tokens, most, eps, x_stride,
     SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one expert's logits. The first ones also norm a token each, the last to arrive plans."""
     if PDL:
@@ -142,7 +164,10 @@ def _few_router_kernel(
     if NORM:
         token = expert
         while token < num_tokens:  # once, unless there are fewer experts than tokens
-            _norm_token(x_ptr, norm_ptr, normed_ptr, token, eps, x_stride, SIZE_IN, SIZE_PADDED)
+            _norm_token(
+                x_ptr, norm_ptr, normed_ptr, scales_ptr, token, num_tokens, eps, x_stride,
+                SIZE_IN, SIZE_PADDED, GROUP, LARGEST, LEAST,
+            )  # fmt: skip
             token += tl.num_programs(0)
     if arrived == tl.num_programs(0) - 1:
         tl.store(counter_ptr, 0)
@@ -154,10 +179,10 @@ def _few_router_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _few_plan_kernel(
-    x_ptr, norm_ptr, normed_ptr, logits_ptr, tiles_ptr, weights_ptr, num_tokens, most, eps, x_stride,
+    x_ptr, norm_ptr, normed_ptr, scales_ptr, logits_ptr, tiles_ptr, weights_ptr, num_tokens, most, eps, x_stride,
     SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first program plans, the others norm a token each."""
     if PDL:
@@ -169,17 +194,28 @@ def _few_plan_kernel(
             TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS, PACKED,
         )  # fmt: skip
     elif NORM:
-        _norm_token(x_ptr, norm_ptr, normed_ptr, tl.program_id(0) - 1, eps, x_stride, SIZE_IN, SIZE_PADDED)
+        _norm_token(
+            x_ptr, norm_ptr, normed_ptr, scales_ptr, tl.program_id(0) - 1, num_tokens, eps, x_stride,
+            SIZE_IN, SIZE_PADDED, GROUP, LARGEST, LEAST,
+        )  # fmt: skip
 
 
 @triton.jit
-def _norm_token(x_ptr, norm_ptr, out_ptr, token, eps, x_stride, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr):
+def _norm_token(
+    x_ptr, norm_ptr, out_ptr, scales_ptr, token, num_tokens, eps, x_stride,
+    SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     i = tl.arange(0, SIZE_PADDED)
     ok = i < SIZE_IN
     norm = tl.load(norm_ptr + i, mask=ok, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + token.to(tl.int64) * x_stride + i, mask=ok, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
-    tl.store(out_ptr + token * SIZE_IN + i, (x * scale * norm).to(out_ptr.dtype.element_ty), mask=ok)
+    normed = (x * scale * norm).to(x_ptr.dtype.element_ty)
+    if GROUP:
+        normed, scales = quantized_in_groups(normed.to(tl.float32), SIZE_PADDED, GROUP, LARGEST, LEAST)
+        g = tl.arange(0, SIZE_PADDED // GROUP)
+        tl.store(scales_ptr + g * num_tokens + token, scales, mask=g * GROUP < SIZE_IN)
+    tl.store(out_ptr + token * SIZE_IN + i, normed, mask=ok)
 
 
 @triton.jit

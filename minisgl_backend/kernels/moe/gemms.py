@@ -130,5 +130,6 @@ def by_plan(
     """The mixture of a few tokens (choose.py), whose router plans the tiles."""
     pdl, k = kernels.ops.pdl(x), experts.experts_per_token
     normed, plan = plan_few(x, call, k, experts.renormalize, kernels.plain.workspace, pdl)
+    assert isinstance(normed, torch.Tensor), "not asked for in FP8"
     pairs = Pairs(plan, plan.weights, k, SLOTS, pdl)
     return combine(outputs_of_pairs(normed, experts, pairs, shape, gemm), k, call.residual, pdl)

@@ -13,7 +13,7 @@ from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.linear.fp8.reference import FP8, Fp8Weight, dequantize
 from minisgl_backend.kernels.linear.int8 import Int8Weight
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall, Picked
-from minisgl_backend.kernels.moe.choose import ExpertsKey
+from minisgl_backend.kernels.moe.choose import FP8_WEIGHTS_ALONE, ExpertsKey
 from minisgl_backend.kernels.moe.mixtures import ExpertsKernels, MixtureKernels
 from minisgl_backend.weights.experts.method import ExpertsMethod, ExpertsSpec, by_kind, experts_part
 from minisgl_backend.weights.layer import empty_parameter
@@ -150,19 +150,16 @@ def _local_blocks(spec: ExpertsSpec, block: Block | None) -> tuple[Block | None,
     )
 
 
-_KEEPS_ACTIVATIONS = ("early_router", "one_token", "few_tokens")  # kernels for which they need no format
-
-
 class WeightOnlyKernels(ExpertsKernels[Fp8Weight]):
     """Activations have no format: for more than a few tokens, weights become plain numbers in every call."""
 
     def __init__(self, kernels: MixtureKernels) -> None:
-        super().__init__("fp8", kernels)
+        super().__init__(FP8_WEIGHTS_ALONE, kernels)
         self._plain: ExpertsKernels[torch.Tensor] = ExpertsKernels(PLAIN, kernels)
 
     def __call__(self, x: torch.Tensor, experts: Experts[Any], call: MixtureCall) -> torch.Tensor:
         """Of the experts that were picked; of all of them on GPUs, where the host does not know which."""
-        if self.chooser.kernel(ExpertsKey.of(x, experts, call)) in _KEEPS_ACTIVATIONS:
+        if self.chooser.kernel(ExpertsKey.of(x, experts, call)) != "torch":
             return super().__call__(x, experts, call)
         x, (ids, weights) = self.kernels.picked(x, experts, call)
         chosen: torch.Tensor | slice = slice(None)

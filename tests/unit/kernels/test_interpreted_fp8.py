@@ -46,11 +46,13 @@ from minisgl_backend.kernels.linear.fp8.quantize import (
     quantize_tokens,
 )
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
-from minisgl_backend.kernels.moe import early_router, fp8_library
+from minisgl_backend.kernels.moe import early_router, few_quantized, fp8_library
 from minisgl_backend.kernels.moe import few_tokens as moe_few_tokens
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe import one_token as moe_one_token
+from minisgl_backend.kernels.moe.few_plan import SLOTS
 from minisgl_backend.kernels.moe.gemms import GemmShape, MixtureShape
+from minisgl_backend.kernels.shared_memory import LARGEST
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
@@ -370,6 +372,30 @@ def test_experts_of_a_few_tokens(num_tokens: int, kind: str) -> None:
         assert relative(found, by_torch(states, experts_of(*plain[:2], k), call)) < 1e-5
 
 
+@pytest.mark.parametrize(("num_tokens", "normed"), [(3, True), (3, False), (41, True), (41, False)])
+def test_experts_whose_router_plans_gemms_in_fp8(num_tokens: int, normed: bool) -> None:
+    """Sizes are no whole tiles; of 41 tokens, an expert has more than one tile."""
+    torch.manual_seed(3)
+    experts, k, hidden, size = 6, 2, 160, 144
+    weights = [
+        Fp8Weight(*in_blocks(torch.randn(shape) / 8, block), None, block)
+        for shape, block in (((experts, 2 * size, hidden), (16, 64)), ((experts, hidden, size), (32, 128)))
+    ]
+    x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
+    call = MixtureCall(router=router, residual=torch.randn(num_tokens, hidden))
+    if normed:
+        call = call._replace(norm_weight=torch.rand(hidden) + 0.5, eps=1e-6)
+    given = interpreted(), x, experts_of(*weights, k), call
+    for shape in (
+        few_quantized.few_shape(LARGEST),
+        MixtureShape(SLOTS, GemmShape(32, 64, 4, 3), GemmShape(128, 32, 4, 3)),
+    ):
+        assert relative(few_quantized.in_tiles(*given, shape), moe_few_tokens.mixture(*given)) < 4e-2
+    # In groups as large as a block of the weight, numbers are those of pairs sorted by expert.
+    shape = MixtureShape(SLOTS, GemmShape(128, 64, 4, 3), GemmShape(64, 128, 4, 3))
+    assert relative(few_quantized.in_tiles(*given, shape), moe_fp8.mixture(*given)) < 1e-4
+
+
 @pytest.mark.parametrize("num_tokens", [1, 290])
 def test_experts_by_sgl_kernel(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its grouped GEMM by torch: what goes to it, and what comes of it. An expert has no tokens."""
@@ -409,11 +435,13 @@ from minisgl_backend.kernels.linear.fp8 import few_rows as linear
 from minisgl_backend.kernels.linear.fp8 import many_rows
 from minisgl_backend.kernels.linear.fp8 import quantize
 from minisgl_backend.kernels.linear.fp8 import one_row
+from minisgl_backend.kernels.moe import few_quantized
 from minisgl_backend.kernels.moe import fp8 as moe
 
 TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",
              pair_weight_ptr="*fp32", counters_ptr="*i32", order_ptr="*i32", expert_ptr="*i32", first_ptr="*i32",
-             end_ptr="*i32", rows="i32", x_rows="i32", x_stride="i32", eps="fp32",
+             end_ptr="*i32", tiles_ptr="*i64", out_scale_ptr="*fp32", rows="i32", x_rows="i32", out_rows="i32",
+             x_stride="i32", eps="fp32",
              given_ptr="*fp32")
 
 def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", weight="*fp8e4nv", **constants):
@@ -458,6 +486,13 @@ for pairs, block, number in ((8, 128, "*fp8e4nv"), (100, 128, "*fp8e4nv"), (8, 0
         compiled(kernel, num_warps, num_stages, x=number, weight=number, K=8, SIZE_OUT=768, SIZE_IN=2048,
                  TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, BLOCK_OUT=block, BLOCK_IN=block,
                  GATED=gated, ACTIVATION="silu" if gated else None, PDL=False)
+shape = few_quantized.few_shape(227 << 10)
+for cut, out in ((shape.gate_up, "*fp8e4nv"), (shape.down, "*bf16")):
+    gated = out != "*bf16"
+    compiled(few_quantized._few_quantized_kernel, cut.num_warps, cut.num_stages, x="*fp8e4nv", out=out, K=8,
+             SIZE_OUT=768 if gated else 2048, SIZE_IN=2048 if gated else 768, SLOTS=16, PACKED=True,
+             TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GROUP=128, BLOCK_OUT=128, BLOCK_IN=128, GATED=gated,
+             ACTIVATION="silu" if gated else None, LARGEST=448.0, LEAST=1e-10, PDL=True)
 print("compiled")
 """
 

@@ -275,8 +275,11 @@ def test_which_kernels_compute_experts(tokens: int, more: dict[str, int], expect
     ("tokens", "block", "expected"),
     [
         (1, (128, 128), "early_router"),
-        (16, (128, 128), "few_tokens"),
-        (17, (128, 128), "grouped"),
+        (2, (128, 128), "few_quantized"),
+        (32, (128, 128), "few_quantized"),
+        (16, None, "few_tokens"),
+        (16, (128, 16), "few_tokens"),  # too few inputs for a step in FP8
+        (33, (128, 128), "grouped"),
         (4096, (128, 128), "sgl_grouped"),
         (4096, (64, 128), "grouped"),
         (1, (128, 192), "grouped"),  # no whole blocks in a tile

@@ -183,7 +183,7 @@ def _quantize_kernel(
         scale = tl.maximum(tl.max(largest, 0), LEAST) / LARGEST
     for part in tl.static_range(parts):
         i = part * WIDTH + k
-        tl.store(out_ptr + row * SIZE + i, _to_fp8(held[part].to(tl.float32) / scale, LARGEST), mask=i < SIZE)
+        tl.store(out_ptr + row * SIZE + i, to_fp8(held[part].to(tl.float32) / scale, LARGEST), mask=i < SIZE)
     tl.store(scale_ptr + row, scale)
 
 
@@ -247,10 +247,10 @@ def quantized_in_groups(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl
     """x float32 [WIDTH] in FP8, and scales [WIDTH // GROUP]."""
     groups = tl.reshape(x, (WIDTH // GROUP, GROUP))
     scale = tl.maximum(tl.max(tl.abs(groups), 1), LEAST) / LARGEST
-    return tl.reshape(_to_fp8(groups / scale[:, None], LARGEST), (WIDTH,)), scale
+    return tl.reshape(to_fp8(groups / scale[:, None], LARGEST), (WIDTH,)), scale
 
 
 @triton.jit
-def _to_fp8(x, LARGEST: tl.constexpr):
+def to_fp8(x, LARGEST: tl.constexpr):
     """Clamps: a quotient by a rounded scale may be slightly above the format's largest number."""
     return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float8e4nv)
