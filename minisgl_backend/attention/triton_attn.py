@@ -65,7 +65,7 @@ class TritonBackend(WritingBackend):
 
     def plan_decode(self, inputs: DecodeInputs) -> DecodeBatch:
         batch_size, heads = inputs.batch_size, self.group.num_kv_heads
-        shape = decode_shape(batch_size, heads, self._group, self._num_sms, can_share=self._can_share)
+        shape = decode_shape(batch_size, heads, self._group, self._num_sms, self._can_share, self.group.head_dim)
         pdl = self._pdl and batch_size <= MAX_EARLY_BATCH
         return DecodeBatch(inputs.rows, inputs.kv_lens, inputs.page_table, self._workspace, shape, pdl)
 
@@ -82,7 +82,8 @@ class TritonBackend(WritingBackend):
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         heads, parts = self.group.num_kv_heads, self._workspace.parts
-        return distinct_batches(max_batch, heads, self._group, self._num_sms, self._can_share, parts)
+        shares, head_dim = self._can_share, self.group.head_dim
+        return distinct_batches(max_batch, heads, self._group, self._num_sms, shares, parts, head_dim)
 
 
 def _workspace_for(spec: AttentionSpec, groups: Sequence[LayerGroup]) -> DecodeWorkspace:

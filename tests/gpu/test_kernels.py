@@ -41,14 +41,14 @@ def chosen_kernel(kernels, x, weight, **more):
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128), (16, 4, 256)])
 @pytest.mark.parametrize("lengths", [[1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256], ids=len)
 def test_decode_attention(page_size, heads, lengths):
     from minisgl_backend.kernels.attention.choose import decode_shape
     from tests.attention_cases import PagedCase, check_decode
 
     case = PagedCase(lengths, page_size, heads, device=torch.device("cuda"), dtype=torch.bfloat16)
-    shape = decode_shape(len(lengths), case.kv_heads, case.heads // case.kv_heads)
+    shape = decode_shape(len(lengths), case.kv_heads, case.heads // case.kv_heads, head_dim=heads[2])
     check_decode(case, shape, max_rows=257, launches=3)
 
 

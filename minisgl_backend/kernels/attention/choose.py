@@ -17,6 +17,7 @@ from typing import NamedTuple
 from minisgl_backend.kernels.launch import next_power_of_2
 
 MAX_EARLY_BATCH = 64  # above this, a kernel that starts early (`pdl`) takes room from the one still running
+WARP_NUMBERS = 2048  # of a tile's keys, at most, for each warp: of wider heads' shorter tiles as many fit at once
 # With more query heads per KV head, registers allow fewer programs at once, which read further ahead.
 WIDE_GROUP = 2
 
@@ -171,14 +172,17 @@ def split_kv(key: DecodeKey) -> SplitKV:
 
 
 @lru_cache(maxsize=4096)
-def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
+def decode_shape(
+    batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True, head_dim: int = 128
+) -> DecodeShape:
     """The split of a batch; see `DecodeKey`."""
     key = DecodeKey(batch, num_kv_heads, group, num_sms, can_share)
-    return split_kv(key).shape(key)
+    shape = split_kv(key).shape(key)
+    return replace(shape, tile=min(shape.tile, max(16, WARP_NUMBERS * shape.num_warps // next_power_of_2(head_dim))))
 
 
 def distinct_batches(
-    max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int
+    max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int, head_dim: int = 128
 ) -> tuple[int, ...]:
     """Batch sizes up to max_batch, ascending: the smallest for each distinct compiled kernel.
 
@@ -186,7 +190,7 @@ def distinct_batches(
     """
     found: dict[object, int] = {}
     for batch in range(1, max_batch + 1):
-        shape = decode_shape(batch, num_kv_heads, group, num_sms, can_share)
+        shape = decode_shape(batch, num_kv_heads, group, num_sms, can_share, head_dim)
         workers, splits = shape.workers_of(batch, parts), shape.splits_of(batch, parts)
         if workers:
             shape = replace(shape, num_splits=0, min_part=0, workers=next_power_of_2(workers))

@@ -315,6 +315,14 @@ def test_how_decode_attention_is_cut(
     assert rotation_pays(batch, num_kv_heads) == (batch < 50)
 
 
+def test_wider_heads_have_shorter_tiles() -> None:
+    """As many tiles fit a multiprocessor as of heads of 128; a program of eight warps holds twice as much."""
+    for batch, tile, wide in ((1, 64, 64), (8, 64, 32), (64, 64, 32), (256, 32, 32)):
+        assert decode_shape(batch, 4, 4).tile == tile
+        assert decode_shape(batch, 4, 4, head_dim=256).tile == wide
+        assert decode_shape(batch, 4, 4, head_dim=64) == decode_shape(batch, 4, 4)
+
+
 def test_every_cut_serves_some_batch() -> None:
     keys = (
         DecodeKey(batch, num_kv_heads, group, 132, can_share)
