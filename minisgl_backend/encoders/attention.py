@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.arrays import Int64Array
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.upload import to_device
 
 _FEW = 64  # patches of segments whose queries are taken together in tiles of as many; of longer ones in twice as many
+
+_LONG = 8192  # patches of segments whose keys may be shared by two programs, which costs partial results
 
 
 class Run(NamedTuple):
@@ -45,7 +48,9 @@ class Segments:
         self._runs = runs_of(lengths)
         self._starts: Int64Array = np.empty(0, dtype=np.int64)  # of tiles
         self._tiles: Any = None
+        self._are_long, self._multiprocessors = min(lengths) >= _LONG, 0
         if fused:
+            self._multiprocessors = DeviceFacts.of(device).multiprocessors
             from minisgl_backend.kernels.attention.segments import Tiles
 
             size = _FEW if max(lengths) <= _FEW else 2 * _FEW
@@ -63,10 +68,12 @@ class Segments:
         """Of the patches `first` to `last` - 1: qkv [num_patches, 3, num_heads, head_dim] -> [last - first, num_heads *
         head_dim]."""
         if self._tiles is not None:
-            from minisgl_backend.kernels.attention.segments import segment_attention
+            from minisgl_backend.kernels.attention.segments import halves_pay, segment_attention
 
             begin, end = np.searchsorted(self._starts, (first, last)).tolist()
-            return segment_attention(qkv, self._tiles._replace(places=self._tiles.places[begin:end]), first, last)
+            tiles = self._tiles._replace(places=self._tiles.places[begin:end])
+            in_halves = self._are_long and halves_pay(end - begin, qkv.shape[2], self._multiprocessors)
+            return segment_attention(qkv, tiles, first, last, in_halves=in_halves)
         parts = []
         for begin, count, length in self._runs:
             low, high = max(first - begin, 0), min(last - begin, count * length)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.launch import next_power_of_2
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 
 _LOG2_E = 1.4426950408889634
 
@@ -26,27 +26,47 @@ class Tiles(NamedTuple):
     size: int  # tokens, at most
 
 
-def segment_attention(qkv: torch.Tensor, tiles: Tiles, first: int, last: int) -> torch.Tensor:
-    """qkv [num_tokens, 3, num_heads, head_dim], 16-bit floats; tiles: of the queries `first` to `last` - 1. Returns
-    [last - first, num_heads * head_dim]."""
+def halves_pay(num_tiles: int, num_heads: int, multiprocessors: int) -> bool:
+    """Whether programs for half of the keys each leave fewer multiprocessors idle at the end: two programs with heads
+    of 80 numbers at most run on one of Hopper."""
+    programs, at_once = num_tiles * num_heads, 2 * multiprocessors
+    return 2 * cdiv(programs, at_once) > 1.05 * cdiv(2 * programs, at_once)
+
+
+def segment_attention(
+    qkv: torch.Tensor, tiles: Tiles, first: int, last: int, *, in_halves: bool = False
+) -> torch.Tensor:
+    """qkv [num_tokens, 3, num_heads, head_dim], 16-bit floats; tiles: of the queries `first` to `last` - 1; in_halves:
+    a program has half of a segment's keys, of which each has more than a tile. Returns [last - first, num_heads *
+    head_dim]."""
     _, _, num_heads, head_dim = qkv.shape
-    tile = tiles.size
+    tile, parts = tiles.size, 1 + in_halves
     out = torch.empty((last - first, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    partial, lse = out, out  # not written
+    if in_halves:
+        shape = parts, last - first, num_heads
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=qkv.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     most = next_power_of_2(head_dim + 1) // 2
     rest = 0 if most == head_dim else max(16, next_power_of_2(head_dim - most))
-    _kernel[(len(tiles.places), num_heads)](
-        qkv, out, tiles.bounds, tiles.places, first, qkv.stride(0), head_dim**-0.5 * _LOG2_E,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, FIRST=most, REST=rest, QUERIES=tile, KEYS=64,
+    _kernel[(len(tiles.places), num_heads, parts)](
+        qkv, partial, lse, tiles.bounds, tiles.places, first, last - first, qkv.stride(0), head_dim**-0.5 * _LOG2_E,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, FIRST=most, REST=rest, QUERIES=tile, KEYS=64, PARTS=parts,
         num_warps=4 if tile <= 64 else 8, num_stages=3,
     )  # fmt: skip
+    if in_halves:
+        _merge_kernel[(last - first,)](
+            partial, lse, out, last - first, NUM_HEADS=num_heads, HEADS_PADDED=next_power_of_2(num_heads),
+            HEAD_DIM=head_dim, HEAD_PADDED=next_power_of_2(head_dim), num_warps=4,
+        )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _kernel(
-    qkv_ptr, out_ptr, bounds_ptr, tiles_ptr, first_row, stride, scale_log2,
+    qkv_ptr, out_ptr, lse_ptr, bounds_ptr, tiles_ptr, first_row, num_rows, stride, scale_log2,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)  # tiles of one head follow each other: its keys and values stay in the L2 cache
     head = tl.program_id(1)
@@ -55,6 +75,10 @@ def _kernel(
     stop = tl.load(tiles_ptr + 3 * at + 2)
     begin = tl.load(bounds_ptr + segment)
     end = tl.load(bounds_ptr + segment + 1)
+    if PARTS > 1:
+        keys = tl.cdiv(tl.cdiv(end - begin, KEYS), PARTS) * KEYS
+        begin += tl.program_id(2) * keys
+        end = tl.minimum(end, begin + keys)
     m = start + tl.arange(0, QUERIES)
     n = tl.arange(0, KEYS)
     d = tl.arange(0, FIRST)
@@ -84,10 +108,32 @@ def _kernel(
             q, q_rest, k_head, v_head, whole, end, stride, acc, acc_rest, top, total, scale_log2, d, e, e_ok, n, REST,
             True,
         )  # fmt: skip
-    out_row = out_ptr + ((m - first_row).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
+    row = (tl.program_id(2) * num_rows + m - first_row).to(tl.int64) * NUM_HEADS + head
+    out_row = out_ptr + row[:, None] * HEAD_DIM
+    if PARTS > 1:
+        tl.store(lse_ptr + row, top + tl.log2(total), mask=m < stop)
     tl.store(out_row + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok)
     if REST:
         tl.store(out_row + e[None, :], (acc_rest / total[:, None]).to(out_ptr.dtype.element_ty), mask=m_ok & e_ok)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(
+    partial_ptr, lse_ptr, out_ptr, num_rows,
+    NUM_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Of one query: both halves, weighted by what their scores sum up to."""
+    h = tl.arange(0, HEADS_PADDED)
+    d = tl.arange(0, HEAD_PADDED)[None, :]
+    row = tl.program_id(0).to(tl.int64) * NUM_HEADS + h
+    other = row + num_rows.to(tl.int64) * NUM_HEADS
+    ok = (h < NUM_HEADS)[:, None] & (d < HEAD_DIM)
+    first = tl.load(lse_ptr + row, mask=h < NUM_HEADS, other=0.0)
+    second = tl.load(lse_ptr + other, mask=h < NUM_HEADS, other=0.0)
+    share = (1.0 / (1.0 + tl.exp2(second - first)))[:, None]  # of the first half
+    a = tl.load(partial_ptr + row[:, None] * HEAD_DIM + d, mask=ok, other=0.0)
+    b = tl.load(partial_ptr + other[:, None] * HEAD_DIM + d, mask=ok, other=0.0)
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + d, (b + (a - b) * share).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit

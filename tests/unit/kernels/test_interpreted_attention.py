@@ -277,3 +277,21 @@ def test_attention_within_segments(head_dim, lengths):
             torch.testing.assert_close(
                 found.attend(qkv, *part).float(), expected.attend(qkv.float(), *part), rtol=2e-3, atol=2e-3
             )
+
+
+@pytest.mark.parametrize(("head_dim", "lengths"), [(72, [200]), (16, [129, 66])])
+def test_two_programs_share_the_keys_of_long_segments(head_dim, lengths):
+    torch.manual_seed(head_dim)
+    qkv = 3 * torch.randn(sum(lengths), 3, 3, head_dim, dtype=torch.float16)
+    tiled = Segments(lengths, qkv.device, part=64, fused=True)._tiles
+    places = tiled.places[tiled.places[:, 1] >= 64]
+    whole, shared = (
+        segments.segment_attention(qkv, tiled._replace(places=places), 64, len(qkv), in_halves=one)
+        for one in (False, True)
+    )
+    torch.testing.assert_close(shared.float(), whole.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_halves_pay_where_multiprocessors_would_idle():
+    """With 16 heads and 132 multiprocessors: of 8, 16, 24, 32 tiles, and of many."""
+    assert [segments.halves_pay(tiles, 16, 132) for tiles in (8, 16, 24, 32, 370)] == [True, False, True, False, False]
