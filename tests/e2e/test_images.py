@@ -164,6 +164,26 @@ def test_refusals_are_400_with_thepart_of(stack: Stack, part: dict[str, Any], sa
     assert answer["error"]["param"] == "messages"
 
 
+def test_a_places_token_that_is_said_is_text(stack: Stack) -> None:
+    """Beside images it is not said, whatever a bias asks; elsewhere it is, and later it takes no image's place. Images
+    stand in messages of every role whose parts the template shows."""
+    place = stack.model.plain.convert_tokens_to_ids("<|image_pad|>")
+    odd = {**GREEDY, "logit_bias": {str(place): 100}, "skip_special_tokens": False}
+    beside = stack.post("/v1/chat/completions", {"messages": messages_of(part_of(URLS[0]), "which?"), **odd})
+    assert beside["status"] == 200, beside
+    assert "<|image_pad|>" not in beside["choices"][0]["message"]["content"]
+    said = stack.post("/v1/chat/completions", {"messages": messages_of("which?"), **odd})
+    text = said["choices"][0]["message"]["content"]
+    assert text == "<|image_pad|>" * 6
+    turns = [
+        {**messages_of(part_of(URLS[1]), text)[0], "role": role} for role in ("system", "user", "assistant", "tool")
+    ]
+    again = stack.post("/v1/chat/completions", {"messages": [*turns, *messages_of(text)], **GREEDY})
+    assert again["status"] == 200, again
+    counted = stack.post("/tokenize", {"messages": [*turns, *messages_of(text)]})["tokens"].count(place)
+    assert counted == again["usage"]["prompt_tokens_details"]["image_tokens"]
+
+
 def test_a_benchmark_with_pictures(stack: Stack, tmp_path: Path) -> None:
     counts = []
     for server in (["--url", f"127.0.0.1:{stack.server.grpc}"], ["--openai", stack.endpoint.url]):

@@ -149,6 +149,37 @@ def _cmyk() -> bytes:
     return encoded(Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG")
 
 
+def _cmyk_without_marker() -> bytes:
+    """Of Adobe, which says that its inks are inverted."""
+    data = _cmyk()
+    start = data.index(b"\xff\xee")
+    return data[:start] + data[start + 2 + struct.unpack(">H", data[start + 2 : start + 4])[0] :]
+
+
+def _patched(data: bytes, mark: bytes, behind: int, value: bytes) -> bytes:
+    at = data.index(mark) + len(mark) + behind
+    return data[:at] + value + data[at + len(value) :]
+
+
+def _thumbnail_bomb() -> bytes:
+    """EXIF names a thumbnail of 4 GB, far behind the file's end."""
+    first = struct.pack("<H", 0) + struct.pack("<I", 14)
+    tags = ((0x0100, 65_535), (0x0101, 65_535), (0x0201, 0xFFFFFF00), (0x0202, 0xFFFFFFFF))
+    second = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return encoded(_halves(), "JPEG", quality=95, exif=b"Exif\0\0II*\0\x08\0\0\0" + first + second + b"\0\0\0\0")
+
+
+def _tiff(*tags: tuple[int, int], pages: int = 1) -> bytes:
+    """Directories alone, one behind the other, each with these tags (numbers of 32 bits)."""
+    size = 2 + 12 * len(tags) + 4
+    body = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    links = (struct.pack("<I", 8 + size * (page + 1) if page + 1 < pages else 0) for page in range(pages))
+    return b"II*\0\x08\0\0\0" + b"".join(body + link for link in links)
+
+
+_TIFF = ((256, 8), (257, 8), (258, 8), (259, 1), (262, 1), (277, 1))  # 8x8 of grey
+
+
 def _bmp_lying() -> bytes:
     data = bytearray(encoded(Image.new("RGB", (8, 8)), "BMP"))
     data[18:26] = struct.pack("<ii", 20_000, 2_000)
@@ -201,15 +232,28 @@ CASES: Mapping[str, Case] = {
     "interlaced, 6000x6000": Case(
         lambda: png(6000, 6000, rows(6000, 12_000), interlace=1), Accepted(6000, 6000), full=True
     ),
-    **{f"{kind.decode()} bomb": Case(lambda kind=kind: _text_bomb(kind), Refused(CUT)) for kind in (b"zTXt", b"iCCP")},
+    **{
+        f"{kind.decode()} bomb": Case(lambda kind=kind: _text_bomb(kind), Refused(CUT))
+        for kind in (b"zTXt", b"iTXt", b"iCCP")
+    },
     "a million chunks": Case(lambda: _many_chunks(10**6), Accepted(8, 8, (0, 0, 0)), full=True),
     "text of placeholders": Case(_comment, Accepted(8, 8, (1, 2, 3))),
     "apng": Case(_apng, Accepted(16, 12, (0, 0, 0))),
     "gif of five frames": Case(lambda: _frames("GIF"), Accepted(16, 12, (0, 0, 0))),
     "gif of 1000 frames": Case(lambda: _frames("GIF", 1000), Accepted(16, 12, (0, 0, 0)), full=True),
+    "webp of 1000 frames": Case(lambda: _frames("WEBP", 1000), Accepted(16, 12, (0, 0, 0), 3), full=True),
     "webp of five frames": Case(lambda: _frames("WEBP"), Accepted(16, 12, (0, 0, 0), 3)),
     "gif with a frame outside": Case(_gif_outside, Accepted(60, 60)),
     "tiff of 500 pages": Case(lambda: _frames("TIFF", 500), Accepted(16, 12, (0, 0, 0)), full=True),
+    "tiff of 65535 pages": Case(
+        lambda: _tiff(*_TIFF, (273, 8), (278, 8), (279, 64), pages=65_535), Accepted(8, 8), full=True
+    ),
+    "tiff whose tiles lie": Case(
+        lambda: _tiff(*_TIFF, (322, 1 << 20), (323, 1 << 20), (324, 0xFFFFFF00), (325, 0xFFFFFFFF)), Refused(CUT)
+    ),
+    "tiff of 60000x60000": Case(
+        lambda: _tiff((256, 60_000), (257, 60_000), *_TIFF[2:], (273, 8), (279, 9)), Refused("")
+    ),
     "tiff in a loop": Case(_tiff_loop, Accepted(8, 8, (7, 8, 9))),
     "float tiff": Case(lambda: encoded(Image.new("F", (8, 8), 0.5), "TIFF"), Refused("pixels of the kind F")),
     **{f"jpeg turned {k}": Case(lambda k=k: turned(k), Accepted(20, 10, (254, 0, 0), 3)) for k in range(1, 9)},
@@ -223,6 +267,12 @@ CASES: Mapping[str, Case] = {
     "exif of a wrong length": Case(_wrong_exif, Accepted(20, 10)),
     "progressive jpeg": Case(lambda: encoded(_noise(), "JPEG", progressive=True), Accepted(300, 200)),
     "jpeg with restart markers": Case(lambda: encoded(_noise(), "JPEG", restart_marker_blocks=2), Accepted(300, 200)),
+    "jpeg of 4:1:1": Case(lambda: encoded(_noise(), "JPEG", subsampling="4:1:1"), Accepted(300, 200)),
+    "jpeg of 12 bits": Case(lambda: _patched(_JPEG, b"\xff\xc0", 2, b"\x0c"), Refused("")),
+    "arithmetic jpeg of other data": Case(lambda: _patched(_JPEG, b"\xff\xc0", -1, b"\xc9"), Accepted(300, 200)),
+    "lossless jpeg": Case(lambda: _patched(_JPEG, b"\xff\xc0", -1, b"\xc3"), Refused("")),
+    "jpeg with a thumbnail of 4 GB": Case(_thumbnail_bomb, Accepted(20, 10)),
+    "cmyk jpeg without a marker": Case(_cmyk_without_marker, Accepted(8, 8)),
     "cmyk jpeg": Case(_cmyk, Accepted(8, 8, (255, 255, 255))),
     "transparent": Case(lambda: _alpha("RGBA"), Accepted(8, 8, (255, 255, 255))),
     "transparent grey": Case(lambda: _alpha("LA"), Accepted(8, 8, (255, 255, 255))),
@@ -230,7 +280,16 @@ CASES: Mapping[str, Case] = {
     "16 bits of grey": Case(_deep, Accepted(8, 8, _GREY)),
     "16 bits of grey, tiff": Case(lambda: _deep("TIFF"), Accepted(8, 8, _GREY)),
     "16 bits of colour": Case(_deep_colours, Accepted(8, 8, (128, 64, 32), 1)),
+    "16 bits of colour, opaque": Case(
+        lambda: png(
+            8, 8, chunk(b"IDAT", zlib.compress((b"\0" + b"\x80\0\x40\0\x20\0\xff\xff" * 8) * 8)), depth=16, colour=6
+        ),
+        Accepted(8, 8, (128, 64, 32), 1),
+    ),
     "one bit": Case(lambda: encoded(Image.new("1", (8, 8), 1)), Accepted(8, 8, (255, 255, 255))),
+    "avif that says 30000x30000": Case(
+        lambda: _patched(encoded(_noise(), "AVIF"), b"ispe", 4, struct.pack(">II", 30_000, 30_000)), Refused("")
+    ),
     "avif": Case(lambda: encoded(_noise(), "AVIF"), Accepted(300, 200)),
     "bmp whose head lies": Case(_bmp_lying, Refused(CUT)),
     "a zip behind": Case(lambda: _JPEG + b"PK\x03\x04" * 1000, Accepted(300, 200)),
