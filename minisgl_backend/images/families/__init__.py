@@ -56,9 +56,13 @@ def family_of(model_dir: str | Path) -> Family:
 
 
 def why_blind(model_dir: str | Path, why_not: str) -> str:
-    """`why_not` of a model whose images are not served; of a family whose images never are, the list of those that are
-    in its place."""
-    if why_not:
+    """`why_not` of a model whose images are not served; of a family whose images never are, although config.json has an
+    encoder, the list of those that are in its place."""
+    try:
+        has_encoder = bool(read_processor(model_dir).vision)
+    except ConfigError:  # a .gguf file, or one that is refused elsewhere
+        return why_not
+    if why_not or has_encoder:
         try:
             family_of(model_dir)
         except ConfigError as error:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -35,7 +36,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.images.decode import pixels_of
-from minisgl_backend.images.families import FAMILIES, family_of
+from minisgl_backend.images.families import FAMILIES, family_of, why_blind
 
 
 def _pixtral_processor():
@@ -384,3 +385,25 @@ def test_other_models_are_refused_with_the_list(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         family_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"model_type": "gemma4", "vision_config": {"hidden_size": 8}},
+            "not served with model_type 'gemma4'.*qwen3_vl",
+        ),
+        ({"model_type": "llama"}, "^$"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "has no preprocessor_config.json"),
+        (None, "^$"),  # a .gguf file
+    ],
+)
+def test_why_images_are_refused(tmp_path, config, said):
+    folder = tmp_path / "model"
+    if config is None:
+        folder.write_bytes(b"GGUF")
+    else:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    assert re.search(said, why_blind(folder, ""))
