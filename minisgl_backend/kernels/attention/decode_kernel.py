@@ -238,6 +238,10 @@ def _attend_part(
     cached: tl.constexpr = k_ptr.dtype.element_ty
     q_row = q_ptr + b * q_stride
     if ROTATE:
+        position = (kv_len - 1).to(tl.int64)
+        turned = position
+        if shifts_ptr is not None:  # read while the page table is
+            turned += tl.load(shifts_ptr + row)
         # The last token is this step's own: it comes from qkv, everything before it from the cache.
         cached_end = tl.minimum(end, kv_len - 1)
         if EARLY:
@@ -250,10 +254,6 @@ def _attend_part(
             early_k = tl.load(k_head + k_address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
             early_v = tl.load(v_head + v_address, mask=early_ok[:, None] & w_ok[None, :], other=0)
         # So were the table of angles and the norms' weights, which are no longer in the L2 cache.
-        position = (kv_len - 1).to(tl.int64)
-        turned = position
-        if shifts_ptr is not None:
-            turned += tl.load(shifts_ptr + row)
         angles = cos_sin_ptr + turned * HEAD_DIM
         q_weight, q_partner_weight, cos, sin = _norm_and_angles(
             q_norm_ptr, angles, d[None, :], d_ok[None, :], HEAD_DIM, NORM
