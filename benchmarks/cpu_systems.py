@@ -20,15 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_shapes import SHAPES
+from benchmarks.cpu_files import SHAPE, MissingPackage, gguf_file
 
-SHAPE = "qwen3-0.6b"
 MAX_STREAMS = 8
 MAX_TOKENS = 1024  # of a prompt and its answer
-
-
-class MissingPackage(Exception):
-    """A system that cannot be measured here; the text says what to install."""
 
 
 class System(ABC):
@@ -44,8 +39,8 @@ class System(ABC):
 class Own(System):
     """This project's engine, scheduler and sampler included, with its default options."""
 
-    def __init__(self, folder: Path, format: str, threads: int, file: str = "") -> None:
-        """file: a GGUF file in place of random weights."""
+    def __init__(self, folder: Path, format: str, threads: int, file: str = "", shape: str = SHAPE) -> None:
+        """file: a GGUF file in place of random weights in that shape."""
         from minisgl_backend.process.resources import set_torch_defaults
 
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -54,7 +49,7 @@ class Own(System):
         from benchmarks.model_shapes import make_folder
         from minisgl_backend.models.folder import find_model_dir
 
-        model = find_model_dir(file) if file else make_folder(SHAPE, folder)
+        model = find_model_dir(file) if file else make_folder(shape, folder)
         self._driver = Driver(
             model,
             max_running_requests=MAX_STREAMS,
@@ -64,7 +59,7 @@ class Own(System):
             dummy_weights=not file,
         )
         # Figures are published: a folder of this machine is nothing to tell.
-        self.description = self._driver.engine.welcome.description.replace(str(model), Path(file).name or SHAPE)
+        self.description = self._driver.engine.welcome.description.replace(str(model), Path(file).name or shape)
 
     def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[float], float]:
         self._driver.clear()
@@ -126,7 +121,7 @@ class LlamaCpp(System):
             raise MissingPackage(f"pip install llama-cpp-python, which compiles for this processor ({error})") from None
         import numpy as np
 
-        path = Path(file) if file else write_gguf(folder, format or "bf16")
+        path = Path(file) if file else gguf_file(folder, SHAPE, format or "bf16")
         self._lib, self._np = llama_cpp, np
         llama_cpp.llama_backend_init()
         with _quiet():
@@ -191,75 +186,6 @@ class LlamaCpp(System):
                 raise RuntimeError("llama.cpp makes no context")
             self._contexts[streams] = context
         return self._contexts[streams]
-
-
-def write_gguf(folder: Path, format: str) -> Path:
-    """Random weights in the shapes of SHAPE as llama.cpp reads them; norms are float32, as in converted models.
-
-    `format`: f32, f16 or bf16. The file is written once.
-    """
-    path = folder / f"{SHAPE}-{format}.gguf"
-    if path.is_file():
-        return path
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage(f"pip install gguf ({error})") from None
-    import numpy as np
-
-    shape = SHAPES[SHAPE]
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    q_size, kv_size = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(str(partial), "qwen3")
-    writer.add_vocab_size(shape["vocab_size"])
-    writer.add_context_length(shape["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
-    writer.add_rope_freq_base(shape["rope_theta"])
-    writer.add_tokenizer_model("none")
-    random_numbers = np.random.default_rng(0)
-
-    def add(name: str, *size: int) -> None:
-        values = random_numbers.standard_normal(size, dtype=np.float32) * 0.02
-        if len(size) == 1:
-            writer.add_tensor(name, np.ones(size, dtype=np.float32))
-        elif format == "bf16":
-            upper = (values.view(np.uint32) >> 16).astype(np.uint16)
-            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
-        else:
-            writer.add_tensor(name, values.astype({"f16": np.float16, "f32": np.float32}[format]))
-
-    add("token_embd.weight", shape["vocab_size"], hidden)
-    add("output_norm.weight", hidden)
-    for layer in range(shape["num_hidden_layers"]):
-        for name, size in {
-            "attn_norm": (hidden,),
-            "attn_q": (q_size, hidden),
-            "attn_k": (kv_size, hidden),
-            "attn_v": (kv_size, hidden),
-            "attn_q_norm": (head,),
-            "attn_k_norm": (head,),
-            "attn_output": (hidden, q_size),
-            "ffn_norm": (hidden,),
-            "ffn_gate": (inner, hidden),
-            "ffn_up": (inner, hidden),
-            "ffn_down": (hidden, inner),
-        }.items():
-            add(f"blk.{layer}.{name}.weight", *size)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    partial.rename(path)
-    return path
 
 
 @contextlib.contextmanager

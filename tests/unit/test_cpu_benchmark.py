@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cpu
+from benchmarks import cpu, cpu_rows
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,46 @@ def test_the_fastest_peer_counts() -> None:
         "8_tok_processor_s": 2.0,
     }
     assert cpu.ratios({"own": figures(1, 1), "llama.cpp-bf16": {"missing": "why"}}, [1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--only", "q3_k"], "--only is 'q3_k'"), (["--rounds", "0"], "at least 1"), (["--answer", "1"], "at least 2")],
+)
+def test_wrong_arguments_of_rows_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cpu_rows.parse_arguments(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_row_is_one_shape_in_files_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides are measured in turn, with the file that a run before has left."""
+    asked: list[tuple[str, str]] = []
+
+    class Told:
+        missing = None
+
+        def __init__(self, python: str, system: str, folder: Path, options: dict[str, Any]) -> None:
+            self._system = system
+            asked.append((system, Path(options.get("file", options.get("shape", ""))).name))
+
+        def measure(self, streams: int, prompt: int, answer: int) -> cpu.Rate:
+            rate = 30.0 if self._system == "own" else 20.0
+            return cpu.Rate(rate, rate, rate, rate)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(cpu_rows, "Candidate", Told)
+    (tmp_path / "qwen3-0.6b-q4_0.gguf").touch()
+    args = cpu_rows.parse_arguments(["--folder", str(tmp_path)])
+    found = cpu_rows.run_row(cpu_rows.ROWS["q4_0"], args)
+    assert {name: one["ratio"] for name, one in found.items()} == {"one": 1.5, "eight": 1.5, "prompt": 1.5}
+    cpu_rows.run_row(cpu_rows.ROWS["awq"], args)
+    file = "qwen3-0.6b-q4_0.gguf"
+    assert asked == [("own", file), ("llama.cpp", file), ("own", "qwen3-0.6b-awq"), ("own", file)]
 
 
 def test_what_is_not_installed_is_said(tmp_path: Path) -> None:

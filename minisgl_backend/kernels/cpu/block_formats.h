@@ -22,8 +22,8 @@ inline __m256i bits_to(const uint8_t* p, char value) {  // 32 bits -> 32 bytes, 
 }
 
 // A format: kBytes of kNumbers weights. `turned`: a panel's group b as bytes of at most kMost; `kept` is what groups have in
-// common, from those before. `unpack`: the same of one row. `scales` of 8 groups, where they do not lie before each group:
-// and their mins, or second scales. kSigned: bytes less 128 are the numbers. kHalves: two scales a group, of 16 numbers each.
+// common, from those before. `unpack`: the same of one row. `scales` of a panel's
+// 8 groups, [group][row], where they do not lie before each group, and their mins, or second scales. kSigned: bytes less 128 are the numbers. kHalves: two scales a group, of 16 numbers each.
 template <int BYTES, int OFFSET>
 struct Simple {  // one block of 32: half scale, no min
   static constexpr int kBytes = BYTES, kNumbers = 32, kOffset = OFFSET, kMost = 2 * OFFSET - 1;
@@ -78,17 +78,19 @@ struct Q5_1 : WithMin<24, 31> {
   }
 };
 
-// 8 scales and 8 mins of 6 bits in 12 bytes, times two halves.
-inline void scales_k(const uint8_t* p, __m256& scale, __m256& min) {
-  uint32_t words[4];
-  std::memcpy(words, p + 4, 12);
-  constexpr uint32_t low6 = 0x3f3f3f3f, low4 = 0x0f0f0f0f, low2 = 0x03030303;
-  words[3] = ((words[2] >> 4) & low4) | (((words[1] >> 6) & low2) << 4);
-  const uint32_t last_scales = (words[2] & low4) | (((words[0] >> 6) & low2) << 4);
-  const uint32_t first_mins = words[1] & low6;
-  const __m128i sc = _mm_set_epi32(0, 0, last_scales, words[0] & low6), mn = _mm_set_epi32(0, 0, words[3], first_mins);
-  scale = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(sc)), _mm256_set1_ps(half(p)));
-  min = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(mn)), _mm256_set1_ps(-half(p + 2)));
+// Two halves, and 8 scales and 8 mins of 6 bits in 12 bytes.
+inline void scales_k(const uint8_t* const* p, Reals* scale, Reals* min) {
+  Lanes head[4];
+  Reals of_scales, of_mins;
+  turn_16(p, 0, head);
+  halves_of(head[0], of_scales, of_mins);
+  of_mins = times(of_mins, every(-1.0f));
+  const Lanes scales[2] = {masked(head[1], 0, 63), above(masked(head[3], 0, 15), masked(head[1], 6, 3))};
+  const Lanes mins[2] = {masked(head[2], 0, 63), above(masked(head[3], 4, 15), masked(head[2], 6, 3))};
+  for (int b = 0; b < kSuper; b++) {
+    scale[b] = times(byte_of(scales[b / 4], b % 4), of_scales);
+    min[b] = times(byte_of(mins[b / 4], b % 4), of_mins);
+  }
 }
 
 inline __m256i half_bytes(const uint8_t* p, int high) {
@@ -99,7 +101,7 @@ inline __m256i half_bytes(const uint8_t* p, int high) {
 struct Q4_K {
   static constexpr int kBytes = 144, kNumbers = 256, kOffset = 0, kMost = 15;
   static constexpr bool kSigned = false, kHalves = false, kMins = true;
-  static void scales(const uint8_t* p, __m256& scale, __m256& min) { scales_k(p, scale, min); }
+  static void scales(const uint8_t* const* p, Reals* scale, Reals* min) { scales_k(p, scale, min); }
   static void turned(const uint8_t* const* p, int b, Lanes* kept, Lanes* q) {
     if (b % 2 == 0) turn_bytes(p, 16 + b / 2 * kGroup, kept);
     for (int i = 0; i < kWords; i++) q[i] = masked(kept[i], b % 2 * 4, 15);
@@ -110,7 +112,7 @@ struct Q4_K {
 struct Q5_K {
   static constexpr int kBytes = 176, kNumbers = 256, kOffset = 0, kMost = 31;
   static constexpr bool kSigned = false, kHalves = false, kMins = true;
-  static void scales(const uint8_t* p, __m256& scale, __m256& min) { scales_k(p, scale, min); }
+  static void scales(const uint8_t* const* p, Reals* scale, Reals* min) { scales_k(p, scale, min); }
   static void turned(const uint8_t* const* p, int b, Lanes* kept, Lanes* q) {
     Lanes* const fifth = kept + kWords;
     if (b == 0) turn_bytes(p, 16, fifth);
@@ -127,12 +129,15 @@ struct Q5_K {
 struct Q6_K {
   static constexpr int kBytes = 210, kNumbers = 256, kOffset = 32, kMost = 63;
   static constexpr bool kSigned = false, kHalves = true, kMins = false;
-  static void scales(const uint8_t* p, __m256& even, __m256& odd) {
-    const __m128i s = _mm_loadu_si128((const __m128i*)(p + 192));
-    const __m128i split = _mm_shuffle_epi8(s, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    const __m256 d = _mm256_set1_ps(half(p + 208));
-    even = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(split)), d);
-    odd = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(split, 8))), d);
+  static void scales(const uint8_t* const* p, Reals* even, Reals* odd) {
+    Lanes bytes[4];
+    Reals before, factor;
+    turn_16(p, 192, bytes);
+    halves_of(words_at(p, 206), before, factor);  // the last of a block
+    for (int b = 0; b < kSuper; b++) {
+      even[b] = times(signed_byte_of(bytes[b / 2], b % 2 * 2), factor);
+      odd[b] = times(signed_byte_of(bytes[b / 2], b % 2 * 2 + 1), factor);
+    }
   }
   static void turned(const uint8_t* const* p, int b, Lanes* kept, Lanes* q) {
     const int part = b / 4, quarter = b % 4;

@@ -1,8 +1,5 @@
 // GEMMs in bfloat16 with weights in GGUF's blocks, as they lie in a file: see blocks.h.
 
-#include <omp.h>
-
-#include <algorithm>
 #include <vector>
 
 #include "blocks.h"
@@ -89,16 +86,15 @@ void minisgl_block_linear(const bf16* x, const Weight* weights, const bf16* norm
   const Gemm gemm = {norm_weight ? norms : x, nullptr, bias, residual, out, rows, size, outputs, activation};
   const long share = outputs / (16 * omp_get_max_threads());
   const long block = (std::max(1L, share) + kPanel - 1) / kPanel * kPanel;
-#pragma omp parallel for schedule(dynamic)
-  for (long n = 0; n < outputs; n += block) {
+  in_parts((outputs + block - 1) / block, [&](long item) {
     static thread_local std::vector<float> sums;
     sums.resize((activation ? 2 : 1) * std::min(rows, kRows) * kBlock);
-    const long end = std::min(outputs, n + block);
-    for (long begin = n; begin < end; begin += kBlock)
+    const long end = std::min(outputs, (item + 1) * block);
+    for (long begin = item * block; begin < end; begin += kBlock)
       for (long row = 0; row < rows; row += kRows)
         block_outputs_of(gemm.from_row(row, std::min(kRows, rows - row)), weights, numbers + row * supers, begin,
                          std::min(end, begin + kBlock), sums.data());
-  }
+  });
 }
 
 // Rows `ids` of a weight in blocks, as numbers: out [count, size].

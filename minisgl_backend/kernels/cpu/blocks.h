@@ -20,15 +20,6 @@ struct Quantized {  // 256 activations of one row
   int32_t halves[2 * kSuper];  // sums of 16 numbers
 };
 
-// Scales of a panel's 8 groups, [group][row], and their mins, or their second scales.
-template <class F>
-inline void panel_scales(const uint8_t* const* p, Reals* first, Reals* second) {
-  __m256 a[kPanel], b[kPanel];
-  for (int r = 0; r < kPanel; r++) F::scales(p[r], a[r], b[r]);
-  turn((const __m256i*)a, (Lanes*)first);
-  turn((const __m256i*)b, (Lanes*)second);
-}
-
 // out[m * stride + r] = weights[r] . x[m], for `count` rows of weights, at most kPanel, and M of x, or up to kPanelRows
 // where M is 0. Sums take the same steps for any number of rows.
 template <class F, int M>
@@ -50,7 +41,7 @@ void panel_dots(const uint8_t* weight, long row_bytes, int count, const Quantize
         for (int i = 0; i < kSuper * kGroup / F::kNumbers * F::kBytes; i += 64)
           _mm_prefetch((const char*)p[r] + kPanel * row_bytes + i, _MM_HINT_T0);
     }
-    if constexpr (!kOwnScales) panel_scales<F>(p, scales, seconds);
+    if constexpr (!kOwnScales) F::scales(p, scales, seconds);
     Lanes kept[3 * kWords];
     for (int b = 0; b < here; b++) {
       Lanes q[kWords];
@@ -148,9 +139,11 @@ void row_of(const uint8_t* row, long groups, bf16* out) {
     if constexpr (F::kNumbers == kGroup) {
       for (int b = 0; b < count; b++) scale[b] = half(p + b * F::kBytes), second[b] = half(p + b * F::kBytes + 2);
     } else {
-      __m256 first, other;
-      F::scales(p, first, other);
-      _mm256_storeu_ps(scale, first), _mm256_storeu_ps(second, other);
+      const uint8_t* panel[kPanel];
+      Reals first[kSuper], other[kSuper];
+      std::fill(panel, panel + kPanel, p);
+      F::scales(panel, first, other);
+      for (int b = 0; b < kSuper; b++) scale[b] = first_of(first[b]), second[b] = first_of(other[b]);
     }
     for (int b = 0; b < count; b++) {
       uint8_t q[kGroup];

@@ -2,6 +2,11 @@
 
 #pragma once
 
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+
 #include "vector.h"
 
 namespace {
@@ -13,6 +18,25 @@ inline long share_of(long left, long most) {
   if (left <= most) return left;  // without a division, which a tile of one row would notice
   const long parts = (left + most - 1) / most;
   return (left + parts - 1) / parts;
+}
+
+// run(item) for all items, by all threads. Each takes those of its own part one after the other, whose weights lie so, and
+// are prefetched; then what is left of the parts of threads that other programs slow down.
+template <class Run>
+void in_parts(long items, const Run& run) {
+  struct alignas(64) Part {
+    std::atomic<long> next;
+    long end;
+  };
+  constexpr int kMost = 64;
+  Part parts[kMost];
+  const int count = std::min(omp_get_max_threads(), kMost);
+  for (int i = 0; i < count; i++) parts[i].next = items * i / count, parts[i].end = items * (i + 1) / count;
+#pragma omp parallel
+  for (int i = 0; i < count; i++) {
+    Part& part = parts[(omp_get_thread_num() + i) % count];
+    for (long item; (item = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) run(item);
+  }
 }
 
 template <class T>

@@ -8,9 +8,6 @@
 //
 // Threads are OpenMP's, shared with torch: the symbols are resolved by the libgomp that torch has loaded.
 
-#include <omp.h>
-
-#include <algorithm>
 #include <vector>
 
 #include "gemm.h"
@@ -57,18 +54,16 @@ void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, 
     x = normed.data();
   }
   const Gemm gemm = {x, weight, bias, residual, out, rows, size, outputs, activation};
-  // Blocks are scheduled dynamically: a thread that other programs slow down takes fewer.
   const long share = outputs / (16 * omp_get_max_threads());
   const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
-#pragma omp parallel for schedule(dynamic)
-  for (long n = 0; n < outputs; n += block) {
+  in_parts((outputs + block - 1) / block, [&](long item) {
     static thread_local std::vector<float> sums;
     sums.resize((activation ? 2 : 1) * std::min(rows, kRows) * kBlock);
-    const long end = std::min(outputs, n + block);
-    for (long begin = n; begin < end; begin += kBlock)
+    const long end = std::min(outputs, (item + 1) * block);
+    for (long begin = item * block; begin < end; begin += kBlock)
       for (long row = 0; row < rows; row += kRows)
         outputs_of(gemm.from_row(row, std::min(kRows, rows - row)), begin, std::min(end, begin + kBlock), sums.data());
-  }
+  });
 }
 
 }  // extern "C"

@@ -92,8 +92,8 @@ inline void turn(const __m256i* rows, Lanes* words) {
   }
 }
 
-// Of 16 bytes of each row: words of their lower halves, then of their upper ones.
-inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
+// words[i]: bytes at + 4 i to at + 4 i + 3 of each row.
+inline void turn_16(const uint8_t* const* rows, long at, Lanes* words) {
   const auto row = [&](int r) { return _mm_loadu_si128((const __m128i*)(rows[r] + at)); };
   __m512i z[4];
   for (int i = 0; i < 4; i++) {
@@ -102,9 +102,16 @@ inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
   }
   const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
   const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
-  const Lanes both[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d),
-                         _mm512_unpackhi_epi64(b, d)};
-  for (int i = 0; i < 4; i++) words[i] = masked(both[i], 0, 15), words[4 + i] = masked(both[i], 4, 15);
+  words[0] = _mm512_unpacklo_epi64(a, c), words[1] = _mm512_unpackhi_epi64(a, c);
+  words[2] = _mm512_unpacklo_epi64(b, d), words[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// Byte i of each word, and the same with its sign.
+inline Reals byte_of(Lanes x, int i) {
+  return real(_mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(8 * i)), _mm512_set1_epi32(255)));
+}
+inline Reals signed_byte_of(Lanes x, int i) {
+  return real(_mm512_srai_epi32(_mm512_sll_epi32(x, _mm_cvtsi32_si128(24 - 8 * i)), 24));
 }
 
 // sum(q x) - offset * sum(x) of COUNT words, for each row.
@@ -166,15 +173,21 @@ inline void turn(const __m256i* rows, Lanes* words) {
   }
 }
 
-inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
+inline void turn_16(const uint8_t* const* rows, long at, Lanes* words) {
   const auto row = [&](int r) { return _mm_loadu_si128((const __m128i*)(rows[r] + at)); };
   __m256i y[4];
   for (int i = 0; i < 4; i++) y[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(i)), row(4 + i), 1);
   const __m256i a = _mm256_unpacklo_epi32(y[0], y[1]), b = _mm256_unpackhi_epi32(y[0], y[1]);
   const __m256i c = _mm256_unpacklo_epi32(y[2], y[3]), d = _mm256_unpackhi_epi32(y[2], y[3]);
-  const Lanes both[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
-                         _mm256_unpackhi_epi64(b, d)};
-  for (int i = 0; i < 4; i++) words[i] = masked(both[i], 0, 15), words[4 + i] = masked(both[i], 4, 15);
+  words[0] = _mm256_unpacklo_epi64(a, c), words[1] = _mm256_unpackhi_epi64(a, c);
+  words[2] = _mm256_unpacklo_epi64(b, d), words[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+inline Reals byte_of(Lanes x, int i) {
+  return real(_mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(8 * i)), _mm256_set1_epi32(255)));
+}
+inline Reals signed_byte_of(Lanes x, int i) {
+  return real(_mm256_srai_epi32(_mm256_sll_epi32(x, _mm_cvtsi32_si128(24 - 8 * i)), 24));
 }
 
 // Products of pairs are summed in 16 bits, as many as fit: |x| <= 127.
@@ -199,6 +212,19 @@ inline Lanes product(const Lanes* q, const int8_t* x, int32_t sum) {
   return total;
 }
 #endif
+
+inline float first_of(Reals x) {
+  float lanes[kPanel];
+  put(lanes, x);
+  return lanes[0];
+}
+
+// Of 16 bytes of each row: words of their lower halves, then of their upper ones.
+inline void turn_halves(const uint8_t* const* rows, long at, Lanes* words) {
+  Lanes both[4];
+  turn_16(rows, at, both);
+  for (int i = 0; i < 4; i++) words[i] = masked(both[i], 0, 15), words[4 + i] = masked(both[i], 4, 15);
+}
 
 inline void turn_bytes(const uint8_t* const* p, long at, Lanes* words) {
   __m256i rows[kPanel];

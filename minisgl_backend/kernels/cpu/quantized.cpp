@@ -2,9 +2,6 @@
 //
 // T: the number format of activations, bfloat16 or float16. A product takes the same steps however many rows there are.
 
-#include <omp.h>
-
-#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -145,10 +142,9 @@ void linear(const T* x, const Weight& w, const T* norm, float eps, Epilogue<T, T
   activations.prepare(w, x, norm, eps, p.rows);
   const Prepared prepared = activations.found();
   const long block = block_of(p.outputs);
-#pragma omp parallel for schedule(dynamic)
-  for (long n = 0; n < p.outputs; n += block) {
-    outputs_of(w, prepared, 0, p, n, std::min(p.outputs, n + block));
-  }
+  in_parts((p.outputs + block - 1) / block, [&](long item) {
+    outputs_of(w, prepared, 0, p, item * block, std::min(p.outputs, (item + 1) * block));
+  });
 }
 
 struct Mixture {  // as cpu/native.py fills it
@@ -186,11 +182,10 @@ void mixture(const T* x, const Mixture& p, T* out) {
   prepared.order = tokens.data();
   const auto each = [&](const Weight& weight, long outputs, const auto& run) {
     const long block = block_of(outputs * active.size()), blocks = (outputs + block - 1) / block;
-#pragma omp parallel for schedule(dynamic)
-    for (long item = 0; item < blocks * (long)active.size(); item++) {
+    in_parts(blocks * active.size(), [&](long item) {
       const long expert = active[item / blocks], begin = item % blocks * block;
       run(weight.of_expert(expert), expert, begin, std::min(outputs, begin + block));
-    }
+    });
   };
   each(*p.gate_up, inner, [&](const Weight& weight, long e, long begin, long end) {
     const T* bias = p.gate_up_bias ? (const T*)p.gate_up_bias + e * 2 * inner : nullptr;
