@@ -354,6 +354,7 @@ class StepStats:
     states_owned: int = 0  # held by sequences
     total_state_misses: int = 0  # prompt tokens that the prefix cache had pages of, but no state behind them
     # where adapters are served
+    adapter_slots: int = 0
     adapters_open: int = 0  # that have a slot
     adapters_waiting: int = 0  # whose requests wait for one
     total_adapter_loads: int = 0  # into slots

@@ -23,6 +23,7 @@ from minisgl_backend.delivery.responder import Responder
 from minisgl_backend.delivery.stream import SequenceStream, Stream, append_outputs, streams_of
 from minisgl_backend.delivery.taken_images import TakenImages, discard
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
+from minisgl_backend.ipc.adapter_table import AdapterStates
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
 from minisgl_backend.process.status_files import drain_deadline, drained_mark, lost_at
@@ -68,6 +69,7 @@ class EngineFront(Listener):
         # Probes are answered within milliseconds; on a busy machine silence alone proves nothing.
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(config, self, front=front, socket_dir=socket_dir, credits=self.credits)
+        self.adapter_states = AdapterStates(socket_dir)
         self.commands = AdminCommands(config, self.client, socket_dir, key=admin_key, reserved=(name,))
         self._pooled = PooledRequests(self.client)
         self._images = TakenImages()

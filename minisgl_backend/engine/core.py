@@ -19,6 +19,7 @@ from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidReques
 from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.ipc.messages import AdapterCommand, Done, Failed, Rejected
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.adapters import AdapterStats
 from minisgl_backend.scheduler.fairness import TenantStats
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -195,6 +196,10 @@ class EngineCore:
     def stats(self) -> StepStats:
         """Counters after the last commit."""
         return self._scheduler.stats()
+
+    def adapter_stats(self) -> dict[str, AdapterStats]:
+        """By name."""
+        return self._scheduler.adapter_stats()
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """By name; {} without fair shares."""

@@ -175,7 +175,8 @@ class CoreServer:
         seconds = self._cancellations.seconds
         counts = HistogramCounts(counts=tuple(seconds.counts), sum=seconds.sum)
         tenants = {name: dataclasses.asdict(stats) for name, stats in self._core.tenant_stats().items()}
-        return Stats(values=values, histograms={"cancellation_seconds": counts}, tenants=tenants)
+        adapters = {name: dataclasses.asdict(one) for name, one in self._core.adapter_stats().items()}
+        return Stats(values=values, histograms={"cancellation_seconds": counts}, tenants=tenants, adapters=adapters)
 
 
 def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:

@@ -44,10 +44,7 @@ class AdapterTable:
 
     def write(self, table: Table) -> None:
         """By whoever is `changing` it. Readers see the old file or the new one."""
-        new = self._path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(table))
-        new.chmod(0o600)
-        new.replace(self._path)
+        _replace(self._path, msgspec.json.encode(table))
 
     @contextlib.contextmanager
     def changing(self, wait_s: float = LOCK_S) -> Iterator[None]:
@@ -68,11 +65,41 @@ class AdapterTable:
             os.close(lock)
 
 
+def _replace(path: Path, content: bytes) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+class AdapterStates:
+    """What the engine cores have of each adapter: another file there, written by one front."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._path = socket_dir / "adapter-states.json"
+        self._written: dict[str, str] = {}
+
+    def show(self, states: dict[str, str]) -> None:
+        """By name: "slot" or "host"."""
+        if states != self._written:
+            _replace(self._path, msgspec.json.encode(states))
+            self._written = states
+
+    def read(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            return {}
+
+
 class ServedAdapters:
-    """Which adapters a request may name."""
+    """Which adapters a request may name, and what the engine cores have of them."""
 
     def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
-        self._config, self._table = config, AdapterTable(socket_dir)
+        self._config, self._table, self._states = config, AdapterTable(socket_dir), AdapterStates(socket_dir)
+
+    def states(self) -> dict[str, str]:
+        """By name; others are on the disk alone."""
+        return self._states.read()
 
     def folders(self) -> dict[str, str]:
         """By name."""

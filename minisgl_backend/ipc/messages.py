@@ -152,6 +152,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, float]
     histograms: dict[str, HistogramCounts] = {}
     tenants: dict[str, dict[str, float]] = {}  # fields of fairness.TenantStats, by name; {} without fair shares
+    adapters: dict[str, dict[str, int]] = {}  # fields of scheduler's AdapterStats, by name
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

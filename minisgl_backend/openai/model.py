@@ -74,6 +74,7 @@ class ServedModel:
                 "root": root,
                 "parent": parent,
                 "max_model_len": info.max_model_len,
+                **({} if parent is None else {"state": info.adapter_states.get(name, "disk")}),
             }
             for name, root, parent in roots
         ]

@@ -69,6 +69,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     added_tokens: list[str]
     tokenizer: dict[str, Any] = {}  # with the keys of tokenizer_config.json
     adapters: dict[str, str] = {}  # folders by name
+    adapter_states: dict[str, str] = {}  # "slot" or "host" by name; others are on the disk alone
     max_images: int | None = None  # of a request; 0: the model has no eyes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from minisgl_backend.adapters.served import NO_ADAPTER, ServedAdapter
 from minisgl_backend.errors import InvalidRequestError
@@ -19,6 +20,15 @@ from minisgl_backend.scheduler.sequence import Sequence as Answer
 from minisgl_backend.scheduler.sequence import SequenceState
 
 PATIENCE_S = 5.0  # for which an adapter waits at most until sequences of another one give way
+
+
+@dataclass(frozen=True)
+class AdapterStats:
+    """One adapter that requests may name and that the host has."""
+
+    has_slot: bool
+    running: int  # sequences
+    waiting: int
 
 
 class AdapterBook:
@@ -90,6 +100,16 @@ class AdapterBook:
         if name is not None:
             self.remove(name)
         return name
+
+    def stats(self, rows: Sequence[Answer | None]) -> dict[str, AdapterStats]:
+        """By name. rows: the sequences that have one."""
+        running = Counter(one.adapter.number for one in rows if one is not None and one.adapter is not NO_ADAPTER)
+        return {
+            name: AdapterStats(
+                number in self._slots, running[number], max(0, self._sequences[number] - running[number])
+            )
+            for name, number in ((name, one.number) for name, one in self._by_name.items())
+        }
 
     def note_begin(self, adapter: ServedAdapter, count: int) -> None:
         """So many sequences with it are in the scheduler."""

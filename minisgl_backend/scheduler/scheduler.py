@@ -18,7 +18,7 @@ from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
-from minisgl_backend.scheduler.adapters import AdapterBook, AdapterQueue
+from minisgl_backend.scheduler.adapters import AdapterBook, AdapterQueue, AdapterStats
 from minisgl_backend.scheduler.admission import AdmissionControl
 from minisgl_backend.scheduler.arrivals import Arrivals, Deadlines
 from minisgl_backend.scheduler.drafting import Drafting
@@ -255,10 +255,15 @@ class Scheduler:
         if not self._limits.num_adapter_slots:
             return {}
         return {
+            "adapter_slots": self.adapters.num_slots,
             "adapters_open": len(self.adapters.opened()),
             "adapters_waiting": 0 if self._held is None else self._held.num_adapters,
             "total_adapter_loads": self.adapters.num_loads,
         }
+
+    def adapter_stats(self) -> dict[str, AdapterStats]:
+        """By name."""
+        return self.adapters.stats(self._running.rows.sequences)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """By name; {} without fair shares."""

@@ -121,6 +121,9 @@ _COUNTERS = (
 )
 
 
+_LORA_REQUESTS = _Series(
+    "minisgl_lora_requests_info", "Adapters of running and waiting sequences; the value is when that changed", ""
+)
 _REFUSED = _Series("minisgl_admin_refused_total", "Commands with a wrong admin key, or none", "")
 
 # For engines with speculation, once there are drafts.
@@ -222,7 +225,9 @@ class MetricsReporter:
             self._refused.follow([float(refused)])
         if self._engine is not None:
             try:
-                self._engine.report(self._front.client.stats())
+                cores = self._front.client.stats()
+                self._engine.report(cores)
+                self._front.adapter_states.show(_adapter_states(cores))
             except EngineDeadError:
                 self._engine.report_dead()
 
@@ -252,6 +257,8 @@ class _EngineMetrics:
         self._later: dict[str, _Counter] = {}  # counters of what not every engine has
         self._up, self._usage = metrics.gauge(_UP), metrics.gauge(_USAGE)
         self._tenants: dict[str, _TenantMetrics] = {}
+        self._lora: _Gauge | None = None
+        self._lora_labels: list[tuple[str, str]] = []
         self._cores = [_CoreMetrics(metrics, core) for core in range(num_cores if num_cores > 1 else 0)]
         help = "From the detection that a client has left to the release of its sequence's pages"
         self._cancellation = _Histogram(metrics, "minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S)
@@ -281,6 +288,7 @@ class _EngineMetrics:
             self._usage.show(round(leased / total, 3))
         if any(stats is not None and stats.tenants for stats in cores):
             self._report_tenants(cores)
+        self._report_adapters(cores)
         self._show_cores(cores)
         self._up.show(1.0)
 
@@ -311,6 +319,20 @@ class _EngineMetrics:
             for key, value in values.items():
                 found[key] = found.get(key, 0.0) + value
         return found
+
+    def _report_adapters(self, cores: Sequence[Stats | None]) -> None:
+        """As vLLM, whose gauge routers read: names in labels, and as its value when they were last others."""
+        found = [stats for stats in cores if stats is not None]
+        slots = max((int(stats.values.get("adapter_slots", 0)) for stats in found), default=0)
+        if not slots:
+            return
+        labels = [("max_lora", str(slots))]
+        for key in ("running", "waiting"):
+            names = sorted({name for stats in found for name, one in stats.adapters.items() if one[key]})
+            labels.append((f"{key}_lora_adapters", ",".join(names[:MAX_TENANT_LABELS])))
+        if labels != self._lora_labels:
+            self._lora_labels, self._lora = labels, self._metrics.gauge(_LORA_REQUESTS, *labels)
+            self._lora.show(time.time())
 
     def report_dead(self) -> None:
         self._show_cores([None] * len(self._cores))
@@ -349,6 +371,15 @@ class _CoreMetrics:
         for name, gauge in self._gauges:
             gauge.show(0.0 if values is None else values[name])
         self._up.show(float(values is not None))
+
+
+def _adapter_states(cores: Sequence[Stats | None]) -> dict[str, str]:
+    """By name; of several cores that of the one that has it closest."""
+    found: dict[str, str] = {}
+    for name, one in ((name, one) for stats in cores if stats is not None for name, one in stats.adapters.items()):
+        if one["has_slot"] or name not in found:
+            found[name] = "slot" if one["has_slot"] else "host"
+    return found
 
 
 def _values_of(name: str, cores: Sequence[Mapping[str, float] | None]) -> list[float | None]:

@@ -140,7 +140,8 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(tensors + self._prompt_outputs(requested, token_ids.tolist()))
 
     def _model_info(self) -> str:
-        return json.dumps({**self._info, "adapters": self._adapters.folders()})
+        adapters = {"adapters": self._adapters.folders(), "adapter_states": self._adapters.states()}
+        return json.dumps({**self._info, **adapters})
 
     def _prompt_outputs(self, requested: set[str], token_ids: list[int]) -> list[Any]:
         decode = self._tokenizer.decode

@@ -72,7 +72,9 @@ def test_adapters_are_loaded_over_each_door(tmp_path: Path) -> None:
         assert by_triton(grpc, lora_name="two").strip() == expected["two"], "found by its name"
         assert admin.post(load, body) == (200, "Success: LoRA adapter 'x' added successfully.")
         assert by_triton(grpc, lora_name="x").strip() == expected["one"]
-        assert admin.models()["x"]["parent"] == "base"
+        card = admin.models()["x"]
+        assert (card["parent"], card["state"]) == ("base", "slot")
+        assert admin.models()["one"]["state"] == "disk"
         status, answer = admin.post(load, body)
         assert (status, answer["error"]["message"]) == (
             400,

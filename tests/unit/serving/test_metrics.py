@@ -6,6 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,7 +78,9 @@ def reporter(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     responder = SimpleNamespace(last_sent=0.0, latency=LatencyRecorder())
     welcomes = [SimpleNamespace(max_seq_len=4096), SimpleNamespace(max_seq_len=2048)]
     client, commands = SimpleNamespace(num_cores=2, welcomes=welcomes), SimpleNamespace(num_refused=0)
-    front = SimpleNamespace(responder=responder, client=client, commands=commands)
+    states = SimpleNamespace()
+    states.show = partial(setattr, states, "shown")
+    front = SimpleNamespace(responder=responder, client=client, commands=commands, adapter_states=states)
     yield importlib.import_module(name).MetricsReporter(front, is_leader=True, model="a/model")
     sys.modules.pop(name, None)
 
@@ -151,6 +154,18 @@ def test_adapters_are_shown_where_some_are_served(reporter: Any, page: Page) -> 
     engine.report([msgspec.structs.replace(stats, values=stats.values | values)] * 2)
     assert [page.values["minisgl_adapters", state] for state in ("open", "waiting")] == [4, 2]
     assert page.values["minisgl_adapter_loads_total",] == 10
+    values["adapter_slots"] = 4.0
+    for running in ("b,a", "c", "c"):
+        figures = {name: {"has_slot": True, "running": 2, "waiting": 0} for name in running.split(",")}
+        adapters = figures | {"w": {"has_slot": False, "running": 0, "waiting": 1}}
+        cores = [msgspec.structs.replace(stats, values=stats.values | values, adapters=adapters), stats_of(0, 0)]
+        engine.report(cores)
+        reporter._front.client.stats = partial(list, cores)
+        reporter._report(latencies=False)
+    assert abs(page.values["minisgl_lora_requests_info", "4", "a,b", "w"] - time.time()) < 60
+    assert abs(page.values["minisgl_lora_requests_info", "4", "c", "w"] - time.time()) < 60
+    assert page.metrics.count("minisgl_lora_requests_info") == 1, "one for all labels"
+    assert reporter._front.adapter_states.shown == {"c": "slot", "w": "host"}
     del engine
     reporter.start()
     reporter.stop()
