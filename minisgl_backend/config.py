@@ -279,7 +279,7 @@ class EngineConfig:
     max_adapters: int | None = option(
         None,
         "slots for adapters on each device; where more are asked for at a time, they take turns; unset: one for each "
-        f"of `adapters`, with adapter_dir or max_lora_rank {LEAST_SLOTS} at least",
+        f"of `adapters`, with room for others {LEAST_SLOTS} at least",
         "1 or more",
         at_least(1),
     )
@@ -293,7 +293,7 @@ class EngineConfig:
     max_lora_rank: int | None = option(
         None,
         "room beside all layers that may have adapters, for those that are read while serving; unset: 16 with "
-        "adapter_dir, else what `adapters` need",
+        "adapter_dir or max_adapter_tasks, else what `adapters` need",
         f"1 to {MAX_RANK}",
         between(1, MAX_RANK),
     )
@@ -303,6 +303,13 @@ class EngineConfig:
         "forgotten, and read again when a request names it; unset: four for each slot, and all of `adapters`",
         "1 or more",
         at_least(1),
+    )
+    max_adapter_tasks: int = option(
+        0,
+        "adapters that requests may bring along as tensors, as with TensorRT-LLM (lora_task_id): so many are kept; 0: "
+        "none may",
+        "0 to 1000",
+        between(0, 1000),
     )
     tp: int = option(
         1,
@@ -406,7 +413,8 @@ class EngineConfig:
     @property
     def adapter_rank(self) -> int:
         """Of the room for adapters that come while serving; 0: there is none beside that of `adapters`."""
-        return self.max_lora_rank or (0 if self.adapter_dir is None else DEFAULT_RANK)
+        comes = self.adapter_dir is not None or self.max_adapter_tasks > 0
+        return self.max_lora_rank or (DEFAULT_RANK if comes else 0)
 
     @property
     def num_adapter_slots(self) -> int:

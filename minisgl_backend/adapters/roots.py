@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from minisgl_backend.adapters.config import CONFIG_FILE
@@ -11,6 +11,8 @@ from minisgl_backend.config import is_adapter_name
 from minisgl_backend.errors import MinisglError
 
 TENSOR_FILE = "adapter_model.safetensors"
+TASK_FILE = "task.safetensors"  # in its place, in a folder of what a client of TensorRT-LLM has sent
+TASK_PREFIX = "task-"  # of the names of such folders
 MAX_LISTED = 4096
 
 
@@ -22,9 +24,10 @@ class OutsideRoots(NoAdapter):
     """It is not below them."""
 
 
-def below(roots: Collection[Path], given: str) -> Path:
+def below(roots: Collection[Path], given: str, files: Sequence[str] = (CONFIG_FILE, TENSOR_FILE)) -> Path:
     """The folder of an adapter that a request or command gives: its path, or relative to a root. Whatever links are on
-    the way, it and its files are below one of the roots. Raises OutsideRoots, and NoAdapter where there is none."""
+    the way, it and its `files` are below one of the roots. Raises OutsideRoots, and NoAdapter where there is none, or
+    not the first of the files."""
     if not given or len(given) > 4096 or not given.isprintable():
         raise OutsideRoots(f"{given[:200]!r} is not the path of a folder")
     tops = [Path(os.path.realpath(root)) for root in roots]
@@ -34,15 +37,14 @@ def below(roots: Collection[Path], given: str) -> Path:
         if top not in folder.parents:
             continue
         outside = False
-        if not (folder / CONFIG_FILE).is_file():
+        if not (folder / files[0]).is_file():
             continue
-        files = [Path(os.path.realpath(folder / name)) for name in (CONFIG_FILE, TENSOR_FILE)]
-        if all(top in file.parents for file in files):
+        if all(top in Path(os.path.realpath(folder / name)).parents for name in files):
             return folder
         outside = True
     if outside:
         raise OutsideRoots(f"{given[:200]!r} is not below a folder of adapters")
-    raise NoAdapter(f"{given[:200]!r} has no {CONFIG_FILE}")
+    raise NoAdapter(f"{given[:200]!r} has no {files[0]}")
 
 
 def names_below(root: Path) -> Iterator[str]:

@@ -122,6 +122,13 @@ class AdapterSlots:
             factors_of[place.layer].fill(0, place.output, inputs, rows.float() * factors.scale)
         return memory[0]
 
+    def size_of(self, module: str) -> tuple[int, int]:
+        """Inputs and outputs of a module, by its name in checkpoints. Raises ConfigError."""
+        reads = next((self._reads[name] for name in self._candidates(module) if name in self._reads), None)
+        if reads is None:
+            raise ConfigError(f"{module} is no linear layer that this model computes with adapters")
+        return self._place(reads.reads[0].part).layer.method.spec.input_size, reads.shape[0]
+
     def keep(self, number: int, ready: torch.Tensor) -> None:
         """The host has an adapter more, as `ready` made it."""
         self._adapters[number] = ready

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from minisgl_backend.adapters.roots import NoAdapter, below, is_folder_name
+from minisgl_backend.adapters.config import CONFIG_FILE
+from minisgl_backend.adapters.roots import TASK_FILE, TASK_PREFIX, TENSOR_FILE, NoAdapter, below, is_folder_name
 from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.engine.stages import Adapters
 from minisgl_backend.errors import CapacityError, ConfigError, InvalidRequestError, MinisglError
@@ -61,6 +62,7 @@ class AdapterLoader:
     book: AdapterBook
     most: int  # on the host
     root: Path | None = None  # folders below it are found by name
+    task_root: Path | None = None  # likewise, of what clients have sent as tensors
     sources: dict[str, Source] = field(default_factory=dict)  # by name, of those that were loaded by name
     _reading: dict[int, _Reading] = field(default_factory=dict)  # by number
     _read: dict[tuple[int, int], int] = field(default_factory=dict)  # numbers by front and command
@@ -178,9 +180,11 @@ class AdapterLoader:
             log.info("adapter %r was read, since a request names it", name)
         else:  # or loaded by command meanwhile
             self.host.drop(number)
-        if isinstance(error, ConfigError):  # the folder is named in the log alone
+        if isinstance(error, ConfigError):
             log.warning("adapter %r cannot be read: %s", name, error)
-            error = InvalidRequestError(f"lora_name is {name[:200]!r}, which cannot be read: the server's log says why")
+            told = "which cannot be read: the server's log says why"  # where it is and what it has is the server's
+            is_task = self.task_root is not None and Path(reading.folder).parent == self.task_root
+            error = InvalidRequestError(str(error) if is_task else f"lora_name is {name[:200]!r}, {told}")
         yield from [Admitted(request, error) for request in self._waiting.pop(name, ())]
 
     def _serve(self, command: ServeAdapter) -> None:
@@ -215,10 +219,12 @@ class AdapterLoader:
 
     def _found(self, name: str) -> str | None:
         """The folder of that name below the root; None: there is none."""
-        if self.root is None or not is_folder_name(name):
+        is_task = self.task_root is not None and name.startswith(TASK_PREFIX)
+        root, files = (self.task_root, (TASK_FILE,)) if is_task else (self.root, (CONFIG_FILE, TENSOR_FILE))
+        if root is None or not is_folder_name(name):
             return None
         try:
-            return str(below((self.root,), name))
+            return str(below((root,), name, files))
         except NoAdapter:
             return None
 

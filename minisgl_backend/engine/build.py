@@ -76,13 +76,15 @@ def build_engine(
     heartbeat: Heartbeat | None = None,
     owns_process: bool = False,
     sources: Mapping[str, Source] | None = None,
+    task_root: Path | None = None,
 ) -> Engine:
     """Builds an engine. Raises ConfigError for options or a model that cannot be served.
 
     `dp_rank`: the number of this engine core, of config.dp. `on_hang_or_death` is called with a reason, on a thread of
     its own, when a step hangs or a tensor-parallel follower has died. `heartbeat`: this process's, if it has one
     already. `owns_process`: nothing else computes in this process, so the engine may set torch's number of threads.
-    `sources`: adapters beside the options', which are read when a request names them.
+    `sources`: adapters beside the options', which are read when a request names them; `task_root`: where those are that
+    requests bring along.
     """
     heartbeat, phases = heartbeat or Heartbeat(environment.hang_s), StartPhases()
     with contextlib.ExitStack() as undo:
@@ -133,7 +135,7 @@ def build_engine(
             built.runner,
             overlap=overlap,
             grammars=grammars,
-            adapters=_adapter_loader(config, built.adapters, scheduler, sources or {}),
+            adapters=_adapter_loader(config, built.adapters, scheduler, sources or {}, task_root),
             health_check_plan=health_check,
         )
         undo.pop_all()
@@ -152,14 +154,18 @@ def build_engine(
 
 
 def _adapter_loader(
-    config: EngineConfig, host: Adapters | None, scheduler: Scheduler, sources: Mapping[str, Source]
+    config: EngineConfig,
+    host: Adapters | None,
+    scheduler: Scheduler,
+    sources: Mapping[str, Source],
+    task_root: Path | None,
 ) -> AdapterLoader | None:
     if host is None:
         return None
     root = None if config.adapter_dir is None else Path(config.adapter_dir)
     book = scheduler.adapters
     own = {name: Source(folder, book.find(name).digest) for name, folder in config.adapter_folders.items()}
-    return AdapterLoader(host, book, config.most_loaded_adapters, root, {**sources, **own})
+    return AdapterLoader(host, book, config.most_loaded_adapters, root, task_root, {**sources, **own})
 
 
 def _grammar_compilers(

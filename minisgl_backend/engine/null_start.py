@@ -29,7 +29,8 @@ def null_runner(start: Start) -> Built:
     config, environment, model = start.config, start.environment, start.model
     if config.num_adapter_slots:
         raise ConfigError(
-            "adapters, adapter_dir or max_lora_rank is set; allowed with runner null, which has no model: none"
+            "there is room for adapters (adapters, adapter_dir, max_lora_rank, max_adapter_tasks); allowed with runner "
+            "null, which has no model: none"
         )
     encode = _encoder(config, start.model_dir)
     answer = encode(NULL_ANSWER)

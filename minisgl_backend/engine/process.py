@@ -27,7 +27,7 @@ from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.ipc.adapter_table import AdapterTable
+from minisgl_backend.ipc.adapter_table import AdapterTable, task_root
 from minisgl_backend.ipc.channel import CoreChannel
 from minisgl_backend.ipc.messages import StartReport
 from minisgl_backend.process.liveness import Heartbeat, Sign
@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             heartbeat=heartbeat,
             owns_process=True,
             sources=sources,
+            task_root=task_root(options.socket_dir) if config.max_adapter_tasks else None,
         )
         kv_events = _kv_events(config, engine.welcome.page_size, options.dp_rank)
         channel = CoreChannel(options.socket_dir, options.dp_rank)

@@ -26,6 +26,11 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     digest: str  # in hex
 
 
+def task_root(socket_dir: Path) -> Path:
+    """Where the adapters are that requests bring along."""
+    return Path(os.path.realpath(socket_dir)) / "adapter-tasks"
+
+
 Table = dict[str, LoadedAdapter]  # by name
 
 

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -94,9 +95,7 @@ def _remove_stale(base: Path, prefix: str) -> None:
             entries = list(directory.iterdir())
             if any(_is_locked(entry) for entry in entries if entry.name.startswith(LOCK_NAME)):
                 continue  # in use: containers that share this folder have their own process ids
-            for entry in entries:
-                entry.unlink()
-            directory.rmdir()
+            shutil.rmtree(directory)
 
 
 def _is_locked(path: Path) -> bool:

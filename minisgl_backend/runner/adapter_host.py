@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from minisgl_backend.adapters.roots import TASK_FILE
 from minisgl_backend.adapters.slots import AdapterSlots
+from minisgl_backend.adapters.task import read_task
 from minisgl_backend.adapters.tensors import AdapterTensors
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -73,5 +75,6 @@ class AdapterHost:
 
     def _read(self, folder: Path) -> tuple[bytes, torch.Tensor]:
         with torch.inference_mode():
-            adapter = AdapterTensors.read(folder)
+            as_tensors = (folder / TASK_FILE).is_file()
+            adapter = read_task(folder, self._slots.size_of) if as_tensors else AdapterTensors.read(folder)
             return adapter.digest, self._slots.ready(adapter)

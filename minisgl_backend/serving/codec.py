@@ -23,6 +23,7 @@ from minisgl_backend.request import (
     Grammar,
     SamplingParams,
 )
+from minisgl_backend.serving.adapter_fields import AdapterFields
 from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, logit_bias, shown
 from minisgl_backend.serving.image_codec import ImageCodec
 from minisgl_backend.serving.pooling_codec import PoolingCodec
@@ -44,9 +45,11 @@ class RequestCodec:
         pooling: PoolingCodec | None = None,
         images: ImageFront | None = None,
         borders: PromptBorders | None = None,
+        adapters: AdapterFields = AdapterFields(),
     ) -> None:
         """`pooling`: for requests for vectors, `images`: for images in prompts; None: they are refused. `borders`: of a
-        model with states."""
+        model with states. `adapters`: those that requests may name by more than their names."""
+        self._adapters = adapters
         self._borders = borders
         self._tokenizer = tokenizer
         self._images = ImageCodec(images, settings)
@@ -188,6 +191,7 @@ class RequestCodec:
             field = ALIASES.get(name, name)
             if field in fields:
                 values[name] = fields[field]
+        values["lora_name"] = self._adapters.name_of(fields)
         values["stop"] = fields.get("stop_words", ())
         special = self._tokenizer.special_tokens
         values["stop_token_ids"] = (

@@ -69,13 +69,13 @@ _JSON_FIELDS = {
 }
 
 # Accepted only as tensors of certain ensembles: a request parameter cannot change a request's kind.
-_ONLY_TENSORS = frozenset(
-    tensor.name for tensor in (*IMAGE_INPUTS, *ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
-) - {
-    "early_stopping",
-    "return_stop_reason",
-    "lora_name",
-}
+_ONLY_TENSORS = (
+    frozenset(
+        tensor.name
+        for tensor in (*IMAGE_INPUTS, *ENDPOINT_INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)
+    )
+    | {"lora_weights", "lora_config"}
+) - {"early_stopping", "return_stop_reason", "lora_name"}
 
 # Request parameters of Triton itself, of HTTP front ends or for the client's own bookkeeping.
 _FOREIGN_PARAMETERS = frozenset(
@@ -91,6 +91,8 @@ _OWN_KINDS = {
     **dict.fromkeys(("image", "image_url", "image_url_input", "image_data"), "files"),
     "image_bytes_input": "shaped",
     "image_sizes_input": "shaped",
+    "lora_weights": "shaped",
+    "lora_config": "shaped",
 }
 
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}

@@ -81,9 +81,9 @@ SAMPLING_INPUTS = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), "this server has no prompt tuning"),
     Tensor("prompt_vocab_size", "INT32", (1,), "this server has no prompt tuning"),
     Tensor("prompt_table_extra_id", "UINT64"),  # a client's id of its image; here images are known by what they are
-    Tensor("lora_task_id", "UINT64", (1,), "name an adapter of the server by lora_name"),
-    Tensor("lora_weights", "FP16", (-1, -1), "name an adapter of the server by lora_name"),
-    Tensor("lora_config", "INT32", (-1, 3), "name an adapter of the server by lora_name"),
+    Tensor("lora_task_id", "UINT64"),
+    Tensor("lora_weights", "FP16", (-1, -1)),
+    Tensor("lora_config", "INT32", (-1, 3)),
     Tensor("num_draft_tokens", "INT32", (1,), "drafts are this server's own; see speculative_config"),
     Tensor("use_draft_logits", "BOOL", (1,), "drafts are this server's own; see speculative_config"),
 )
@@ -140,7 +140,6 @@ EMBEDDING_INPUTS = (
     Tensor("pooling_request", "STRING"),  # JSON: all of these and more, in the format of serving.pooling_codec
 )
 # TensorRT-LLM's names on its model of the LLM API; most are aliases of inputs above.
-_NO_LORA = "name an adapter of the server by lora_name"
 LLMAPI_INPUTS = (
     Tensor("sampling_param_best_of", "INT32"),
     Tensor("sampling_param_temperature", "FP32"),
@@ -155,10 +154,10 @@ LLMAPI_INPUTS = (
     Tensor("sampling_param_return_perf_metrics", "BOOL"),
     Tensor("return_stop_reason", "BOOL"),
     Tensor("image_url", "STRING", (-1,)),  # before the text, through the chat template
-    Tensor("lora_id", "UINT64", (1,), _NO_LORA),
+    Tensor("lora_id", "UINT64"),
     Tensor("lora_name", "STRING"),
-    Tensor("lora_path", "STRING", (1,), _NO_LORA),
-    Tensor("lora_ckpt_source", "STRING", (1,), _NO_LORA),
+    Tensor("lora_path", "STRING"),
+    Tensor("lora_ckpt_source", "STRING"),
 )
 
 # The tokenizer's names of ensemble inputs that show which API the client uses: see `Ensemble.renamed` in `schema`.

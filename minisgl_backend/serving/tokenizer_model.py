@@ -22,13 +22,14 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
 from minisgl_backend.images.front import open_front
-from minisgl_backend.ipc.adapter_table import ServedAdapters
+from minisgl_backend.ipc.adapter_table import ServedAdapters, task_root
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.absent import absent_torch
 from minisgl_backend.process.spawn import log_to_stderr
+from minisgl_backend.serving.adapter_fields import AdapterFields, AdapterTasks
 from minisgl_backend.serving.codec import RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.image_codec import may_hold_images
@@ -75,7 +76,11 @@ class TritonPythonModel:
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
         self._images = images
         borders = _borders(tokenizer) if model.has_states else None
-        self._codec = RequestCodec(tokenizer, settings, pooling, images, borders)
+        directory = socket_directory(repository)
+        self._adapters = ServedAdapters(config, directory)
+        most = config.max_adapter_tasks
+        fields = AdapterFields(self._adapters, AdapterTasks(task_root(directory), most) if most else None)
+        self._codec = RequestCodec(tokenizer, settings, pooling, images, borders, fields)
         # Requests with images wait for their decoding there; those without never do.
         self._threads = ThreadPoolExecutor(IMAGE_REQUESTS, thread_name_prefix="images") if images is not None else None
         self._wire = Codec()
@@ -89,7 +94,6 @@ class TritonPythonModel:
             "tokenizer": tokenizer.info(),
             "max_images": 0 if images is None else config.max_images,
         }
-        self._adapters = ServedAdapters(config, socket_directory(repository))
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One response per request, or one error that names the field; of requests with images, a thread sends it."""

@@ -42,6 +42,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "adapter_dir": ("", " ", 5),
     "max_lora_rank": (0, 513, "all"),
     "max_loaded_adapters": (0, -1, "all"),
+    "max_adapter_tasks": (-1, 1001, "all"),
     "tp": (0, -2, None),
     "dp": (0, 65, None, "two"),
     "nodes": (0, 65, None, "all"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from minisgl_backend import LLM
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.ipc.messages import Done, ReadAdapter, ServeAdapter
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.serving.adapter_fields import AdapterTasks
 from tests.adapter_folders import factors, merge, save_adapter, save_for
 from tests.fakes import Records
 from tests.gauge.harness import expect_short_answers
@@ -223,6 +226,38 @@ def test_adapters_are_loaded_and_unloaded(served: Served, tmp_path: Path) -> Non
         assert answer.completions[0].token_ids == served.greedy("few", [5, 6, 7])
     with LLM(str(served.base), **OPTIONS) as llm, pytest.raises(ConfigError, match="started with max_lora_rank"):
         llm.load_adapter("x", served.folders["all"])
+
+
+def test_an_adapter_as_tensors(served: Served, tmp_path: Path) -> None:
+    """`lora_weights` and `lora_config` of what a folder of PEFT's has, as TensorRT-LLM's converter writes them."""
+    numbers = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
+    tensors, rows, config = load_file(served.folders["all"] / "adapter_model.safetensors"), [], []
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace("lora_A", "lora_B")] * 2.0  # lora_alpha / r
+            rows.append(torch.cat([a.flatten(), b.flatten()]).half())
+            layer, leaf = re.search(r"layers\.(\d+)\..*\.(\w+)\.lora_A", name).groups()  # type: ignore[union-attr]
+            config.append((numbers[leaf], int(layer), len(a)))
+    weights = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).numpy()
+    tasks = AdapterTasks(tmp_path, 2)
+    name = tasks.name_of(7, weights[None], np.array([config], np.int32))
+    assert tasks.name_of(7, None, None) == name
+    with served.llm(adapters="", max_lora_rank=8) as llm:
+        llm.load_adapter("x", tmp_path / name)
+        (answer,) = llm.generate([[5, 6, 7]], params("x"))
+        assert answer.completions[0].token_ids == served.greedy("all", [5, 6, 7])
+        for wrong, words in (
+            ((9, 0, 4), None), ((1, 99, 4), "model.layers.99.self_attn.q_proj is no linear layer"),
+            ((1, 0, 400), r"lora_weights has \d+ numbers for module 1 of layer 0; allowed for rank 400"),
+        ):  # fmt: skip
+            given = np.array([wrong], np.int32)
+            if words is None:
+                with pytest.raises(InvalidRequestError, match="lora_config has module 9"):
+                    tasks.name_of(8, weights[:1], given)
+                continue
+            name = tasks.name_of(wrong[1] + 100, weights[:1], given)
+            with pytest.raises(ConfigError, match=words):
+                llm.load_adapter("y", tmp_path / name)
 
 
 def test_adapters_of_a_folder_are_found_by_name(served: Served, tmp_path: Path) -> None:

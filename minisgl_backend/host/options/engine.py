@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import EngineConfig, read_adapters
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import DEMO, find_model_dir
 from minisgl_backend.weights.gguf_index import name_of
 
+MULTI_LORA = "vllm_model/1/multi_lora.json"
 # Here and in `host.repository` by regexes, not by protobuf's text format: that needs the message's description, which
 # comes with tritonclient, while Triton's Python and `minisgl init` do without. It would also drop comments.
 _ENTRY = re.compile(r'key\s*:?\s*"([^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*("(?:[^"\\]|\\.)*")\s*\}')
@@ -30,11 +31,33 @@ def read_engine_config(repository: Path, given: Mapping[str, str] = MappingProxy
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     config = EngineConfig.from_parameters({**read_parameters(text), **given})
+    if (adapters := _vllm_adapters(repository)) is not None:
+        if config.adapters:
+            raise ConfigError(f"adapters is {config.adapters!r}; allowed beside {MULTI_LORA}: unset")
+        config = dataclasses.replace(config, adapters=adapters)
     if config.model == DEMO:
         folder = demo_dir(repository)
     else:
         folder = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     return dataclasses.replace(config, model=str(folder))
+
+
+def _vllm_adapters(repository: Path) -> str | None:
+    """What vllm_backend's file of adapters says, as `adapters`; None: there is none. Raises ConfigError."""
+    path = repository / MULTI_LORA
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    entries = found.items() if isinstance(found, dict) else ()
+    if not found or not all(isinstance(one, str) for entry in entries for one in entry) or not entries:
+        raise ConfigError(f"{path} is {str(found)[:100]!r}; allowed: an object of folders by adapters' names")
+    adapters = ",".join(f"{name}={path.parent / folder}" for name, folder in entries)
+    if read_adapters(adapters) != {name: str(path.parent / folder) for name, folder in entries}:
+        raise ConfigError(f"{path}: a name or folder has a comma or =, or is empty or too long; allowed: others")
+    return adapters
 
 
 def read_parameters(config: str) -> Mapping[str, str]:

@@ -58,7 +58,9 @@ def resolve(
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
     if config.num_adapter_slots and model.implementation != "native":
-        name = next(name for name in ("adapters", "adapter_dir", "max_lora_rank") if getattr(config, name))
+        name = next(
+            name for name in ("adapters", "adapter_dir", "max_lora_rank", "max_adapter_tasks") if getattr(config, name)
+        )
         raise ConfigError(
             f"{name} is {getattr(config, name)!r}; allowed for {model.architecture}, which runs on transformers' code: "
             "none"
