@@ -62,7 +62,7 @@ class ServedModel:
 
     async def cards(self) -> list[dict[str, Any]]:
         """The entries of /v1/models."""
-        info, names = await self.info(), await self.names()
+        info, names = await self.info(_UNKNOWN_SECONDS), await self.names()  # adapters come and go
         roots: list[tuple[str, str, str | None]] = [(name, info.model, None) for name in names]
         roots += [(name, folder, names[0]) for name, folder in info.adapters.items() if name not in names]
         return [

@@ -26,7 +26,7 @@ PATIENCE_S = 5.0  # for which an adapter waits at most until sequences of anothe
 class AdapterStats:
     """One adapter that requests may name and that the host has."""
 
-    has_slot: bool
+    slots: int  # that it has: 0 or 1
     running: int  # sequences
     waiting: int
 
@@ -106,7 +106,7 @@ class AdapterBook:
         running = Counter(one.adapter.number for one in rows if one is not None and one.adapter is not NO_ADAPTER)
         return {
             name: AdapterStats(
-                number in self._slots, running[number], max(0, self._sequences[number] - running[number])
+                int(number in self._slots), running[number], max(0, self._sequences[number] - running[number])
             )
             for name, number in ((name, one.number) for name, one in self._by_name.items())
         }

@@ -377,8 +377,8 @@ def _adapter_states(cores: Sequence[Stats | None]) -> dict[str, str]:
     """By name; of several cores that of the one that has it closest."""
     found: dict[str, str] = {}
     for name, one in ((name, one) for stats in cores if stats is not None for name, one in stats.adapters.items()):
-        if one["has_slot"] or name not in found:
-            found[name] = "slot" if one["has_slot"] else "host"
+        if one["slots"] or name not in found:
+            found[name] = "slot" if one["slots"] else "host"
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as triton
+import tritonclient.utils as triton_utils
+from safetensors.numpy import load_file
 
 from tests.adapter_folders import merge, save_for
 from tests.e2e.test_adapters_served import by_triton, greedy
-from tests.e2e.test_families_served import save_words, served
+from tests.e2e.test_families_served import PROMPT, ask_triton, save_words, served, text_of
 from tests.parity.checkpoints import reference_model, save_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
@@ -72,8 +75,11 @@ def test_adapters_are_loaded_over_each_door(tmp_path: Path) -> None:
         assert by_triton(grpc, lora_name="two").strip() == expected["two"], "found by its name"
         assert admin.post(load, body) == (200, "Success: LoRA adapter 'x' added successfully.")
         assert by_triton(grpc, lora_name="x").strip() == expected["one"]
-        card = admin.models()["x"]
-        assert (card["parent"], card["state"]) == ("base", "slot")
+        deadline = time.monotonic() + 30
+        while (card := admin.models()["x"])["state"] != "slot":
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert card["parent"] == "base"
         assert admin.models()["one"]["state"] == "disk"
         status, answer = admin.post(load, body)
         assert (status, answer["error"]["message"]) == (
@@ -111,6 +117,41 @@ def test_adapters_are_loaded_over_each_door(tmp_path: Path) -> None:
         shutil.rmtree(root / "one")
         assert by_triton(grpc, lora_name="z").strip() == expected["one"], "the host has it"
         assert "minisgl_admin_refused_total" in requests.get(f"{admin.url}/metrics").text
+
+
+def test_a_request_brings_its_adapter_along(tmp_path: Path) -> None:
+    """As tensorrtllm_backend's clients do: at first with its tensors, then by its id alone."""
+    base = tmp_path / "base"
+    save_checkpoint("qwen3-tied-sharded", base)
+    save_words(base)
+    model = reference_model(base)
+    adapter = save_for(tmp_path / "adapter", model, "(q|o)_proj$")
+    merged = reference_model(base)
+    merge(merged, adapter)
+    tensors, rows, config = load_file(adapter / "adapter_model.safetensors"), [], []
+    for layer in range(model.config.num_hidden_layers):
+        for number, leaf in ((1, "q_proj"), (4, "o_proj")):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{leaf}"
+            a, b = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
+            rows.append(np.concatenate([a.flatten(), 2 * b.flatten()]))  # lora_alpha / r
+            config.append((number, layer, len(a)))
+    weights = np.zeros((1, len(rows), max(map(len, rows))), np.float16)
+    for row, values in zip(weights[0], rows, strict=True):
+        row[: len(values)] = values
+    arrays = (
+        ("lora_task_id", np.array([[7]], np.uint64)), ("lora_weights", weights),
+        ("lora_config", np.array([config], np.int32)),
+    )  # fmt: skip
+    inputs = []
+    for name, array in arrays:
+        inputs.append(triton.InferInput(name, list(array.shape), triton_utils.np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    with served(base, tmp_path / "log", "--max-adapter-tasks", "2", "--max-lora-rank", "4") as (grpc, _):
+        with pytest.raises(AssertionError):  # it is not kept
+            ask_triton(grpc, text_of(PROMPT), inputs[:1])
+        for sent in (inputs, inputs[:1]):
+            assert ask_triton(grpc, text_of(PROMPT), sent).strip() == greedy(merged)
+        assert ask_triton(grpc, text_of(PROMPT)).strip() == greedy(model)
 
 
 def test_without_a_key_there_is_no_door(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def served(folder: Path, log: Path, *options: str) -> Iterator[tuple[int, int]]:
             process.wait()
 
 
-def ask_triton(port: int, text: str) -> str:
-    """The whole answer of a stream from the model `ensemble`."""
+def ask_triton(port: int, text: str, more: Sequence[triton.InferInput] = ()) -> str:
+    """The whole answer of a stream from the model `ensemble`, with more inputs."""
 
     def tensor(name: str, value: Any, kind: str, numpy_type: Any) -> triton.InferInput:
         item = triton.InferInput(name, [1, 1], kind)
@@ -110,6 +110,7 @@ def ask_triton(port: int, text: str) -> str:
         tensor("temperature", 0.0, "FP32", np.float32),
         tensor("ignore_eos", True, "BOOL", np.bool_),
         tensor("stream", True, "BOOL", np.bool_),
+        *more,
     ]
     pieces = []
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:

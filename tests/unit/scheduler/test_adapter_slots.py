@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.cache.salt import prefix_salt
 from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.ipc.messages import Stats
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.adapters import PATIENCE_S
 from minisgl_backend.scheduler.limits import SchedulerLimits
@@ -161,6 +164,10 @@ def test_what_waits_for_a_slot_blocks_nobody() -> None:
     assert not served.ended(same), "its adapter's slot goes on to the one that waits"
     stats = served.scheduler.stats()
     assert (stats.num_waiting, stats.adapters_open, stats.adapters_waiting, stats.total_adapter_loads) == (2, 1, 2, 1)
+    figures = {name: asdict(one) for name, one in served.scheduler.adapter_stats().items()}
+    expected = {"a0": {"slots": 1, "running": 1, "waiting": 1}, "a1": {"slots": 0, "running": 0, "waiting": 1}}
+    sent = msgspec.msgpack.encode(Stats(values={}, adapters=figures))
+    assert msgspec.msgpack.decode(sent, type=Stats).adapters == expected
     while not served.ended(long):
         served.step()
     for _ in range(12):

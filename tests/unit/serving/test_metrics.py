@@ -156,8 +156,8 @@ def test_adapters_are_shown_where_some_are_served(reporter: Any, page: Page) -> 
     assert page.values["minisgl_adapter_loads_total",] == 10
     values["adapter_slots"] = 4.0
     for running in ("b,a", "c", "c"):
-        figures = {name: {"has_slot": True, "running": 2, "waiting": 0} for name in running.split(",")}
-        adapters = figures | {"w": {"has_slot": False, "running": 0, "waiting": 1}}
+        figures = {name: {"slots": 1, "running": 2, "waiting": 0} for name in running.split(",")}
+        adapters = figures | {"w": {"slots": 0, "running": 0, "waiting": 1}}
         cores = [msgspec.structs.replace(stats, values=stats.values | values, adapters=adapters), stats_of(0, 0)]
         engine.report(cores)
         reporter._front.client.stats = partial(list, cores)
