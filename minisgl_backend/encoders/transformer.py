@@ -46,7 +46,7 @@ class Layout:
 
     merge: int  # patches are in blocks of so many by as many
     grid: tuple[int, int]  # patches of the first one: rows and columns
-    place: torch.Tensor  # int64 [num_patches, 2], on the host: row and column
+    place: torch.Tensor  # int64 [num_patches, 2]: row and column
     whole: Segments
     within: Segments  # of layers with windows
     cos: torch.Tensor | None  # float32 [num_patches, head_dim / 2]
@@ -213,7 +213,7 @@ class Transformer(Encoder):
         for (tiles, *_), (rows, columns) in zip(shapes, grids, strict=True):
             table = self.table(rows, columns)
             tables += [] if table is None else [table] * tiles
-            places.append(_places(rows, columns, merge).repeat(tiles, 1))
+            places.append(_places(rows, columns, merge, device).repeat(tiles, 1))
             lengths += [rows * columns] * tiles
         place = torch.cat(places)
         whole = within = self._segments(lengths, device)
@@ -221,11 +221,11 @@ class Transformer(Encoder):
         if config.window is not None:
             by_window, counts = _windows(grids, merge, config.window // merge)
             order, block = to_device(by_window, device), merge * merge
-            place = place.unflatten(0, (-1, block))[torch.from_numpy(by_window)].flatten(0, 1)
+            place = place.unflatten(0, (-1, block))[order].flatten(0, 1)
             within = self._segments([block * count for count in counts], device)
         cos = sin = None
         if config.rope_theta is not None:
-            cos, sin = self._angles(config.rope_theta, to_device(place.numpy(), device))
+            cos, sin = self._angles(config.rope_theta, place)
         return Layout(merge, grids[0], place, whole, within, cos, sin, order, torch.cat(tables) if tables else None)
 
     def _segments(self, lengths: Sequence[int], device: torch.device) -> Segments:
@@ -299,9 +299,10 @@ def _windows(grids: Sequence[tuple[int, int]], merge: int, side: int) -> tuple[I
     return np.concatenate(orders), counts
 
 
-def _places(rows: int, columns: int, merge: int) -> torch.Tensor:
+def _places(rows: int, columns: int, merge: int, device: torch.device) -> torch.Tensor:
     """Row and column of each patch, int64 [num_patches, 2], in blocks."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    axes = (torch.arange(size, device=device) for size in (rows, columns))
+    row, column = torch.meshgrid(*axes, indexing="ij")
     places = torch.stack([row, column], dim=-1).view(rows // merge, merge, columns // merge, merge, 2)
     return places.transpose(1, 2).reshape(-1, 2)
 
