@@ -347,7 +347,7 @@ void minisgl_delta_window(int is_half, const void* delta) {
 
 void minisgl_delta_fold(int is_half, const void* delta) {
   const Delta& d = *(const Delta*)delta;
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (d.count * d.num_layers * d.v_heads * d.k_dim * d.v_dim > kSerial)
   for (long item = 0; item < d.count * d.num_layers * d.v_heads; item++) {
     static thread_local Scratch scratch;
     const long head = item % d.v_heads, layer = item / d.v_heads % d.num_layers, index = item / d.v_heads / d.num_layers;

@@ -147,28 +147,13 @@ def _whole_kernel(
     norm_k = tl.rsqrt(tl.sum(tail_k * tail_k, 1) + l2_eps)
     sums = tl.cumsum(tail_g, 0)
     token_ptr = x_ptr + entry.to(tl.int64) * x_stride
-    q_channel = key_head * DK + d
-    k_channel = HK * DK + q_channel
-    v_channel = 2 * HK * DK + head * DV + e
     if PDL:
         tl_cuda.gdc_wait()
-    raw_q, q = _convolved(token_ptr, ring_ptr, weight_ptr, q_channel, d, DK, position, C, WIDTH, RING)
-    raw_k, k = _convolved(token_ptr, ring_ptr, weight_ptr, k_channel, d, DK, position, C, WIDTH, RING)
-    raw_v, v = _convolved(token_ptr, ring_ptr, weight_ptr, v_channel, e, DV, position, C, WIDTH, RING)
-    b = tl.load(token_ptr + C + HV * DV + head).to(tl.float32)
-    a = tl.load(token_ptr + C + HV * DV + HV + head).to(tl.float32)
-    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
-    g = log_decay(a, a_log, dt_bias)
-    beta = beta_scale / (1.0 + tl.exp(-b))
-    # Appended: nothing of this row that this launch reads.
+    q, k, v, z, g, beta = _appended(
+        token_ptr, ring_ptr, k_ptr, g_ptr, weight_ptr, head, position, a_log, dt_bias, beta_scale, d, e, HK, HV, DK, DV,
+        WIDTH, LENGTH, RING,
+    )  # fmt: skip
     place = position % LENGTH
-    tl.store(g_ptr + place, g)
-    place_ptr = ring_ptr + (position % RING) * C
-    tl.store(place_ptr + v_channel, raw_v, mask=e_ok)
-    if head % (HV // HK) == 0:
-        tl.store(k_ptr + place * DK + d, k.to(tail_k_ptr.dtype.element_ty), mask=d_ok)
-        tl.store(place_ptr + q_channel, raw_q, mask=d_ok)
-        tl.store(place_ptr + k_channel, raw_k, mask=d_ok)
     # Keys and queries are normed last: products do not wait for it.
     weight_k = tl.sum(tail_k * k[None, :], 1)
     weight_q = tl.sum(tail_k * q[None, :], 1)
@@ -240,28 +225,13 @@ def _rows_kernel(
     a_log = tl.load(a_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head)
     token_ptr = x_ptr + entry.to(tl.int64) * x_stride
-    q_channel = key_head * DK + d
-    k_channel = HK * DK + q_channel
-    v_channel = 2 * HK * DK + head * DV + e
     if PDL:
         tl_cuda.gdc_wait()
-    raw_q, q = _convolved(token_ptr, ring_ptr, weight_ptr, q_channel, d, DK, position, C, WIDTH, RING)
-    raw_k, k = _convolved(token_ptr, ring_ptr, weight_ptr, k_channel, d, DK, position, C, WIDTH, RING)
-    raw_v, v = _convolved(token_ptr, ring_ptr, weight_ptr, v_channel, e, DV, position, C, WIDTH, RING)
-    b = tl.load(token_ptr + C + HV * DV + head).to(tl.float32)
-    a = tl.load(token_ptr + C + HV * DV + HV + head).to(tl.float32)
-    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
-    g = log_decay(a, a_log, dt_bias)
-    beta = beta_scale / (1.0 + tl.exp(-b))
-    # Appended: nothing of this row that this launch reads.
+    q, k, v, z, g, beta = _appended(
+        token_ptr, ring_ptr, k_ptr, g_ptr, weight_ptr, head, position, a_log, dt_bias, beta_scale, d, e, HK, HV, DK, DV,
+        WIDTH, LENGTH, RING,
+    )  # fmt: skip
     place = position % LENGTH
-    tl.store(g_ptr + place, g)
-    place_ptr = ring_ptr + (position % RING) * C
-    tl.store(place_ptr + v_channel, raw_v, mask=e_ok)
-    if head % (HV // HK) == 0:
-        tl.store(k_ptr + place * DK + d, k.to(tail_k_ptr.dtype.element_ty), mask=d_ok)
-        tl.store(place_ptr + q_channel, raw_q, mask=d_ok)
-        tl.store(place_ptr + k_channel, raw_k, mask=d_ok)
     q = q * (q_scale * tl.rsqrt(tl.sum(q * q, 0) + l2_eps))
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
     qk = tl.sum(q * k, 0)
@@ -306,6 +276,37 @@ def _state_rows(states_ptr, first, r, e_ok, DK: tl.constexpr, DV: tl.constexpr, 
     else:
         ok = (first + r < DK)[:, None] & e_ok[None, :]
     return tl.load(states_ptr + first * DV, mask=ok, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _appended(
+    token_ptr, ring_ptr, k_ptr, g_ptr, weight_ptr, head, position, a_log, dt_bias, beta_scale, d, e, HK: tl.constexpr,
+    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Query, key, value and z of a token's head, logarithm of its decay and its beta. Of these, and of what they are
+    convolved from, it appends what tails hold: nothing of its row that its launch reads."""
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    d_ok = d < DK
+    e_ok = e < DV
+    q_channel = head // (HV // HK) * DK + d
+    k_channel = HK * DK + q_channel
+    v_channel = 2 * HK * DK + head * DV + e
+    raw_q, q = _convolved(token_ptr, ring_ptr, weight_ptr, q_channel, d, DK, position, C, WIDTH, RING)
+    raw_k, k = _convolved(token_ptr, ring_ptr, weight_ptr, k_channel, d, DK, position, C, WIDTH, RING)
+    raw_v, v = _convolved(token_ptr, ring_ptr, weight_ptr, v_channel, e, DV, position, C, WIDTH, RING)
+    b = tl.load(token_ptr + C + HV * DV + head).to(tl.float32)
+    a = tl.load(token_ptr + C + HV * DV + HV + head).to(tl.float32)
+    z = tl.load(token_ptr + C + head * DV + e, mask=e_ok, other=0.0).to(tl.float32)
+    g = log_decay(a, a_log, dt_bias)
+    place = position % LENGTH
+    tl.store(g_ptr + place, g)
+    place_ptr = ring_ptr + (position % RING) * C
+    tl.store(place_ptr + v_channel, raw_v, mask=e_ok)
+    if head % (HV // HK) == 0:
+        tl.store(k_ptr + place * DK + d, k.to(k_ptr.dtype.element_ty), mask=d_ok)
+        tl.store(place_ptr + q_channel, raw_q, mask=d_ok)
+        tl.store(place_ptr + k_channel, raw_k, mask=d_ok)
+    return q, k, v, z, g, beta_scale / (1.0 + tl.exp(-b))
 
 
 @triton.jit
