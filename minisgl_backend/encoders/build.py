@@ -33,7 +33,7 @@ def build_encoder(
 
     Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
     """
-    ops = select_ops(device, config.hidden_size, dtype, is_mixture=False)
+    ops = select_ops(device, None, dtype)
     methods = WeightMethods(QuantizationConfig(), select_kernels(ops, device), dtype=dtype, device=device)
     single = TensorParallel.single()
     context = LayerContext(device=device, dtype=dtype, ops=ops, tp=single, methods=methods, path=WITHIN[:-1])

@@ -19,9 +19,10 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.number_formats import GGUF_BLOCKS, WEIGHT_FORMATS
 
 
-def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
+def select_ops(device: torch.device, hidden_size: int | None, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for 16 bits on a
-    CPU with AVX2, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
+    CPU with AVX2, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model; hidden_size None:
+    of none that decodes, so that it has no say in how the process's kernels share a multiprocessor."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_backend.encoder_limits import num_parts
+from minisgl_backend.encoders import build
 from minisgl_backend.encoders.base import Encoder
 from minisgl_backend.encoders.build import build_encoder
 from minisgl_backend.models.config import ModelConfig
@@ -110,3 +111,16 @@ def test_names_of_transformers_4_are_read(tmp_path: Path) -> None:
     image = pixels(24, 24)
     expected = expected_vectors("llava", reference, image)
     torch.testing.assert_close(encoder.encode(image, (1, 0, 0)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_leaves_the_decoders_kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small decoders have all kernels of a process share multiprocessors otherwise, which large ones are slower by."""
+    save("qwen3_vl", tmp_path)
+    config, sizes = ModelConfig.load(tmp_path).encoder, list[int | None]()
+    select = build.select_ops
+    monkeypatch.setattr(
+        build, "select_ops", lambda device, size, *more: sizes.append(size) or select(device, size, *more)
+    )
+    assert config is not None
+    build_encoder(config, tmp_path, device=torch.device("cpu"), dtype=torch.float32, model="qwen3_vl")
+    assert sizes == [None]
