@@ -52,6 +52,16 @@ def _backend_names(value: str) -> bool:
     return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
 
 
+def hosts_of(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+
+
+def is_media_domain(name: str) -> bool:
+    """Whether it names a host, all below one (`*.NAME`), or all (`*`)."""
+    labels = name.removeprefix("*.").split(".") if name != "*" else ["any"]
+    return name == name.lower() and all(one.isascii() and one.replace("-", "").isalnum() for one in labels)
+
+
 def images_of_limits(text: str) -> int:
     """A number, or vLLM's limits of media: `{"image": 8}`, `image=8`. Sound and video have none but 0. Raises
     ValueError."""
@@ -185,6 +195,13 @@ class EngineConfig:
         between(1, 100),
         "--limit-mm-per-prompt",
         reads=images_of_limits,
+    )
+    media_domains: str = option(
+        "",
+        "hosts whose images are fetched for requests of Triton's own models and of `LLM` that give their URL; as "
+        "--allowed-media-domains of `minisgl serve`, which sets both",
+        "names in small letters, *.NAME or *, with commas between them",
+        lambda text: all(map(is_media_domain, hosts_of(text))),
     )
     image_workers: int | None = option(
         None, "processes that decode images; unset: half of the processors, at most 4", "1 to 64", between(1, 64)

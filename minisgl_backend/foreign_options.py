@@ -56,7 +56,10 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
         _row("--block-size", "`--page-size`"),
         _row("--limit-mm-per-prompt", 'the same, for images: `{"image": 8}`; or `--max-images 8`'),
         _row("--mm-processor-cache-gb", "`--image-cache-mib`, of decoded images"),
-        _row("--allowed-media-domains", "the same; `*` is all public hosts; without it no URL is fetched"),
+        _row(
+            "--allowed-media-domains",
+            "the same, of `LLM` `media_domains`; `*` is all public hosts; without it no URL is fetched",
+        ),
         _row(
             "--allowed-local-media-path",
             "none: no file of the server is opened for a request; a data URL, or `file_id` of an upload",

@@ -68,7 +68,7 @@ class PromptImages:
             return None
         front = self._seeing(messages)
         taken, sources = take_local_images(messages, asked_of_all(options, None))
-        return _seen(front.of_chat(taken, sources, arguments))
+        return _seen(front.of_chat(taken, front.load(sources), arguments))
 
     def of_prompt(self, prompt: str | list[int], images: Any, options: Any, uuids: Any) -> SeenIds:
         """vLLM's `multi_modal_data`. Raises InvalidRequestError, CapacityError."""

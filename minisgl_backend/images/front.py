@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import EngineConfig, hosts_of
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.images.families import family_of, why_blind
-from minisgl_backend.images.parts import Source
+from minisgl_backend.images.loading import SourceLoader
+from minisgl_backend.images.parts import Source, check_number
 from minisgl_backend.images.placeholders import ImagePrompt, Placeholders, PromptTokenizer
 from minisgl_backend.images.reader import ImageLimits, ImageReader, Measured
 from minisgl_backend.images.segments import SHARED, shared_bytes
@@ -57,17 +58,25 @@ class ImageFront:
         limits: ImageLimits | None = None,
         num_workers: int | None = None,
         cache_bytes: int = 1 << 30,
+        media_domains: Sequence[str] = (),
     ) -> None:
-        """Raises ConfigError if the folder's images are not served."""
+        """media_domains: as `SourceLoader`'s. Raises ConfigError if the folder's images are not served."""
         family = family_of(model_dir)
         if max_image_tokens is not None:
             family = family.limited(max_image_tokens)
         self._placeholders = Placeholders(tokenizer, family)
+        self._loader = SourceLoader(media_domains)
         self._reader = ImageReader(family, limits=limits, num_workers=num_workers, cache_bytes=cache_bytes)
 
     def close(self) -> None:
         """Safe to call twice."""
+        self._loader.close()
         self._reader.close()
+
+    def load(self, sources: Sequence[Source]) -> list[Source]:
+        """The same with the data of their URLs. Raises InvalidRequestError, CapacityError."""
+        check_number(sources, self._reader.limits.num_images)
+        return self._loader.load(sources)
 
     def are_written_in(self, value: Any) -> bool:
         """Whether a text, or a JSON value's texts, hold the name of a token of the family's own: `of_chat` then keeps
@@ -143,6 +152,7 @@ def open_front(
                 limits=ImageLimits(num_images=config.max_images),
                 num_workers=config.image_workers,
                 cache_bytes=_cache_bytes(config.image_cache_mib),
+                media_domains=hosts_of(config.media_domains),
             ),
             "",
         )

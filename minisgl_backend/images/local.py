@@ -57,7 +57,8 @@ def local_sources(given: Any, name: str, asked: Asked | None = None, salts: Any 
 
 def take_local_images(messages: Sequence[Any], asked: Asked | None = None) -> tuple[list[Any], list[Source]]:
     """As `parts.take_images`; parts may also have the image itself: {"type": "image", "image": ...}, {"type":
-    "image_pil", "image_pil": ...}, or an image in place of a URL. Raises InvalidRequestError."""
+    "image_pil", "image_pil": ...}, or an image in place of a URL. Those of URLs are not loaded. Raises
+    InvalidRequestError."""
     sources: list[Source] = []
     found = []
     for number, message in enumerate(messages):
@@ -87,7 +88,6 @@ def _taken(part: Any, name: str, asked: Asked, sources: list[Source]) -> Any:
             return IMAGE
     if take_image(part, name, asked, sources) is None:
         return part
-    sources[-1] = loaded(sources[-1])
     return IMAGE
 
 

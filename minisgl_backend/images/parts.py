@@ -90,7 +90,7 @@ def has_images(messages: Sequence[Any], texts: Sequence[str] = ("text",)) -> boo
 def take_images(
     messages: Sequence[Any], asked: Asked | None = None, name: str = "messages"
 ) -> tuple[list[Any], list[Source]]:
-    """The messages with {"type": "image"} in place of each image, and the images in their order.
+    """The messages with {"type": "image"} in place of each image, and the images in their order, not loaded.
 
     Parts of other kinds stay as they are. Raises InvalidRequestError naming message, part and reason.
     """
@@ -105,7 +105,7 @@ def take_images(
                 kept.append(part if taken is None else IMAGE)
             message = {**message, "content": kept}
         found.append(message)
-    return found, [loaded(source) for source in sources]
+    return found, sources
 
 
 def check_number(sources: Sequence[Source], max_images: int) -> None:

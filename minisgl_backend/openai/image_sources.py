@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.images.fetch import ImageFetcher
+from minisgl_backend.images.loading import is_on_the_web
 from minisgl_backend.images.parts import MAX_FILE_BYTES, Source, check_number, loaded
 from minisgl_backend.openai.batches.files import FileStore
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.image_errors import image_code
 from minisgl_backend.openai.storage import storage_error
 
-_WEB = ("http:", "https:")
 _MAX_BYTES = 64 << 20  # of a request's images by URL and file: as a body with images may have
 _MAX_AT_ONCE = 16  # requests whose images are read
 
@@ -48,7 +48,7 @@ class ImageSources:
 
     async def _read(self, sources: Sequence[Source]) -> list[Source]:
         found = list(sources)
-        web = [number for number, one in enumerate(sources) if one.url.lstrip()[:6].lower().startswith(_WEB)]
+        web = [number for number, one in enumerate(sources) if is_on_the_web(one)]
         if self._fetcher is not None and web:
             urls = [(sources[number].name, sources[number].url.strip()) for number in web]
             for number, data in zip(web, await self._fetcher.fetch_all(urls, _MAX_BYTES), strict=True):

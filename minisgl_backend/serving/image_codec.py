@@ -39,7 +39,7 @@ class ImageCodec:
         listed: list[Any] = []
         if messages and (data or self._may_have_images(messages)):
             listed = listed_messages(messages)
-        if given or data or has_images(listed):
+        if given or data or (listed and has_images(listed)):
             if self._images is None:
                 raise without_eyes(listed, self._settings.why_no_images, given or "image")
         elif not listed:
@@ -50,11 +50,12 @@ class ImageCodec:
         if given:
             if data or has_images(listed):
                 raise InvalidRequestError(f"{given} is given together with images in messages; allowed: one of them")
-            tensors = given_images(fields, asked)
+            tensors = given_images(fields, asked, self._images.load)
             seen = self._of_text_or_ids(fields, tensors)
             tensors.check_sizes([image.upright for image in seen.images])
             return self._checked(seen)
         taken, sources = take_indexed(listed, data) if data else take_images(listed, asked)
+        sources = self._images.load(sources)
         if not sources and not self._images.are_written_in(listed):
             return None
         self._settings.check_bytes("messages", taken)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.images.parts import Asked, Source, base64_data, image_source, loaded
+from minisgl_backend.images.parts import Asked, Source, base64_data, image_source
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.tensors import IMAGES
 
@@ -39,8 +39,11 @@ class GivenImages:
                 )
 
 
-def given_images(fields: Mapping[str, Any], asked: Asked) -> GivenImages:
-    """The images of a request that has some as tensors, none of them decoded. Raises InvalidRequestError."""
+def given_images(
+    fields: Mapping[str, Any], asked: Asked, load: Callable[[Sequence[Source]], list[Source]]
+) -> GivenImages:
+    """The images of a request that has some as tensors, none of them decoded. `load`: reads those of URLs. Raises
+    InvalidRequestError, and what `load` does."""
     names = [name for name in IMAGES if len(fields.get(name, ()))]
     if len(names) > 1:
         raise InvalidRequestError(f"{names[1]} is given together with {names[0]}; allowed: one of them")
@@ -55,12 +58,12 @@ def given_images(fields: Mapping[str, Any], asked: Asked) -> GivenImages:
     if listed is not None and len(listed) != len(items):
         raise InvalidRequestError(f"{_SIZES} has {len(listed)} sizes for {len(items)} images; allowed: one for each")
     make = _of_file if name == "image" else _of_url
-    return GivenImages(name, [make(place, one, asked) for place, one in items], listed)
+    return GivenImages(name, load([make(place, one, asked) for place, one in items]), listed)
 
 
 def _of_url(name: str, url: str | bytes, asked: Asked) -> Source:
     text = url if isinstance(url, str) else url.decode("utf-8", "replace")
-    return loaded(image_source(text, name, asked))
+    return image_source(text, name, asked)
 
 
 def _of_file(name: str, given: str | bytes, asked: Asked) -> Source:

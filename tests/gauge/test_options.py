@@ -25,6 +25,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "encoder_cache_mib": (-1, "none"),
     "max_image_tokens": (0, "all"),
     "max_images": (0, 101, None),
+    "media_domains": ("a b", "A.example", "a,,b", "*.", "http://a", None, 5),
     "image_workers": (0, 65, "all"),
     "image_cache_mib": (-1, None),
     "max_prefill_length": (0, -8, "8k"),

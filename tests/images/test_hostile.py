@@ -13,6 +13,7 @@ import pytest
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images import pool as pools
 from minisgl_backend.images.families.qwen_vl import QwenVL
+from minisgl_backend.images.loading import SourceLoader
 from minisgl_backend.images.parts import Source, data_of_url, take_images
 from minisgl_backend.images.pool import Pool, Worker
 from minisgl_backend.images.processor_files import ProcessorFiles
@@ -218,7 +219,7 @@ GOOD = {"type": "image_url", "image_url": {"url": f"data:;base64,{PNG}"}}
 )
 def test_parts_are_refused_by_name_and_reason(part, said):
     with pytest.raises(InvalidRequestError, match=said):
-        take_images([{"role": "user", "content": [part]}])
+        SourceLoader(()).load(take_images([{"role": "user", "content": [part]}])[1])
 
 
 def test_forms_of_parts_and_their_order():

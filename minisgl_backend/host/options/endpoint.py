@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.config import is_media_domain
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.arguments import tcp_port_or_none, values_of
 from minisgl_backend.option_table import Argument, at_least, check_all, one_of, option, options_of
@@ -29,11 +30,6 @@ def _is_name(text: str) -> bool:
         return bool(text.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _is_media_domain(name: str) -> bool:
-    labels = name.removeprefix("*.").split(".") if name != "*" else ["any"]
-    return name == name.lower() and all(one.isascii() and one.replace("-", "").isalnum() for one in labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +100,7 @@ class EndpointSettings:
         (),
         "hosts whose images are fetched for requests that give their URL; *.NAME: all below it, *: all public ones",
         "names in small letters, *.NAME or *",
-        _is_media_domain,
+        is_media_domain,
         argument=Argument(flag="--allowed-media-domains", metavar="HOST", default="none"),
     )
     max_body_bytes: int = option(16 << 20, "", "1 or more", at_least(1), argument=Argument(metavar="N", reads=int))

@@ -210,6 +210,8 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
         )
         if settings.admin_key in endpoint.api_keys:
             raise ConfigError("--admin-key is one of --api-key; allowed: a key of its own")
+        if endpoint.media_domains:
+            parameters.setdefault("media_domains", ",".join(endpoint.media_domains))
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
     return Arguments(settings, endpoint, parameters)

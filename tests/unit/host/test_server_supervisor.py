@@ -62,6 +62,10 @@ def test_log_level_counts_for_all_lines(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_openai_endpoint_is_on_unless_told_otherwise() -> None:
+    fetching = parse_arguments(["--allowed-media-domains", "a.example", "*.b.example"])
+    assert fetching.endpoint is not None
+    assert fetching.endpoint.media_domains == ("a.example", "*.b.example")
+    assert fetching.engine_parameters["media_domains"] == "a.example,*.b.example"
     endpoint = parse_arguments(["--host", "0.0.0.0", "--grpc-port", "9", "--served-model-name", "a", "b"]).endpoint
     assert endpoint is not None
     assert (endpoint.host, endpoint.port, endpoint.grpc_address) == ("0.0.0.0", 9000, "127.0.0.1:9")

@@ -11,6 +11,7 @@ from PIL import Image
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.images.front import ImageFront
 from minisgl_backend.images.parts import Source
+from minisgl_backend.images.reader import ImageLimits
 from minisgl_backend.images.segments import remove_segment
 from minisgl_backend.images.store import open_pixels
 from minisgl_backend.ipc.wire import Codec
@@ -159,6 +160,34 @@ def test_questions_behind_urls_go_through_the_template(model, codec, name):
         # An id of an image, as tensorrtllm_backend's clients send it, changes nothing.
         extra = {"prompt_table_extra_id": np.array([[7]], dtype=np.uint64)}
         _check(model, *codec.decode({**_tensors(text_input="x", image_url_input=URLS), **extra}))
+
+
+def test_urls_of_allowed_hosts_are_fetched(model, monkeypatch):
+    """By every tensor that has URLs; those of data are no reason to ask anybody."""
+    asked = []
+
+    async def fetch_all(_, urls, max_bytes):
+        asked.extend(urls)
+        assert max_bytes == 64 << 20
+        return [WIDE if url.endswith("wide.png") else TALL for _, url in urls]
+
+    monkeypatch.setattr("minisgl_backend.images.fetch.ImageFetcher.fetch_all", fetch_all)
+    options = {"num_workers": 1, "media_domains": ["a.example"], "limits": ImageLimits(num_images=2)}
+    with contextlib.closing(ImageFront(model.path, model.tokenizer, **options)) as front:
+        codec = _codec(model, front)
+        web = ["https://a.example/wide.png", URLS[1]]
+        for tensors in (
+            {"messages": _chat(_url(web[0]), _url(web[1]))},
+            {"text_input": "x", "image_url_input": web},
+            {"text_input": f"{SLOT}{SLOT}", "image": web},
+            {"llmapi_text_input": "x", "image_url": web},
+        ):
+            _check(model, *codec.decode(_tensors(**tensors)))
+        names = ["messages[0].content[0].image_url.url", "image_url_input[0]", "image[0]", "image_url[0]"]
+        assert asked == [(name, web[0]) for name in names]
+        with pytest.raises(InvalidRequestError, match="is image 3 of 3"):
+            codec.decode(_tensors(text_input="x", image_url_input=[web[0]] * 3))
+        assert len(asked) == 4
 
 
 @pytest.mark.parametrize(
