@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from minisgl_backend.adapters.config import CONFIG_FILE
 from minisgl_backend.config import is_adapter_name
-from minisgl_backend.errors import MinisglError
+from minisgl_backend.errors import ConfigError, MinisglError
 
 TENSOR_FILE = "adapter_model.safetensors"
 TASK_FILE = "task.safetensors"  # in its place, in a folder of what a client of TensorRT-LLM has sent
 TASK_PREFIX = "task-"  # of the names of such folders
 MAX_LISTED = 4096
+MOST_CONFIG_BYTES = 1 << 20
 
 
 class NoAdapter(MinisglError):
@@ -47,6 +49,17 @@ def below(roots: Collection[Path], given: str, files: Sequence[str] = (CONFIG_FI
     raise NoAdapter(f"{given[:200]!r} has no {files[0]}")
 
 
+def check_sizes(folder: Path, most_bytes: int) -> None:
+    """Raises ConfigError where a file of an adapter is larger than any that is right, before it is read."""
+    for name, most in ((CONFIG_FILE, MOST_CONFIG_BYTES), (TENSOR_FILE, most_bytes), (TASK_FILE, most_bytes)):
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            continue  # told when it is read
+        if size > most:
+            raise ConfigError(f"{folder / name} has {size} bytes; allowed: up to {most}")
+
+
 def names_below(root: Path) -> Iterator[str]:
     """Of the first folders of adapters there, as requests name them."""
     try:
@@ -54,8 +67,10 @@ def names_below(root: Path) -> Iterator[str]:
     except OSError:
         return
     for name in entries[:MAX_LISTED]:
-        if is_folder_name(name) and (root / name / CONFIG_FILE).is_file():
-            yield name
+        if is_folder_name(name):
+            with contextlib.suppress(NoAdapter):
+                below((root,), name)
+                yield name
 
 
 def is_folder_name(name: str) -> bool:

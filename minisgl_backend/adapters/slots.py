@@ -21,6 +21,7 @@ from minisgl_backend.weights.method import LinearMethod, LinearSpec
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.parts import WeightPart
 
+_BASE_BYTES = 8 << 30
 _ROWS_AT_ONCE = 8192  # of weights, while they are compared
 # What names begin with where the model was trained within another class than it is served as.
 _WRAPPERS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("", "model."))
@@ -97,6 +98,14 @@ class AdapterSlots:
     @property
     def bytes_per_slot(self) -> int:
         return self._slots[0].nbytes
+
+    @property
+    def most_file_bytes(self) -> int:
+        """Of a file with an adapter as large as a slot, in any number format, and weights of the base beside it."""
+        specs = [(place.layer.method.spec, place.output) for place in self._places.values()]
+        numbers = sum(spec.input_size + spec.outputs[output].size for spec, output in specs)
+        rank = max(self._ranks.values(), default=0)
+        return 8 * numbers * rank + _BASE_BYTES
 
     def load(self, slot: int, adapter: int) -> None:
         """The slot is this adapter's from now on, in stream order."""

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,9 @@ class AdminCommands:
         if not self._is_key(key):
             with self._lock:
                 self.num_refused += 1
-            _LOGGER.warning("a command was refused: its admin key is wrong")
+                count = self.num_refused
+            if not count & (count - 1):  # tries may be many
+                _LOGGER.warning("commands with a wrong admin key, or none, were refused: %d so far", count)
             wrong = "the admin key is wrong" if key else "this needs the admin key"
             answer(CommandResult(status=401, code="unauthorized", message=f"{wrong}; allowed: that of --admin-key"))
             return
@@ -158,10 +160,12 @@ class AdminCommands:
         # Before the cores serve it: one that starts again meanwhile finds it there.
         table = {**loaded, name: LoadedAdapter(folder, digest)}
         self._table.write(table)
-        cores.ask_all(
-            serve,
-            lambda front: ServeAdapter(front=front, id=serve, read=read, name=name, folder=folder, digest=digest),
-            ANSWER_S,
+        _check_answered(
+            cores.ask_all(
+                serve,
+                lambda front: ServeAdapter(front=front, id=serve, read=read, name=name, folder=folder, digest=digest),
+                ANSWER_S,
+            )
         )
         _LOGGER.info("adapter %r was loaded from %s", name, folder)
         return self._result(f"adapter {name!r} is loaded", table)
@@ -174,6 +178,7 @@ class AdminCommands:
         answers = self._client.commands.ask_all(
             number, lambda front: UnloadAdapter(front=front, id=number, name=name), ANSWER_S
         )
+        _check_answered(answers)
         # Cores may have read it for a request, each for itself.
         if name not in loaded and not any(isinstance(answer, Done) for answer in answers):
             raise _Refused(404, "not_found", f"adapter {name!r} is not loaded")
@@ -207,6 +212,13 @@ class AdminCommands:
 
     def _result(self, message: str, table: Mapping[str, LoadedAdapter]) -> CommandResult:
         return CommandResult(status=200, message=message, adapters={name: one.folder for name, one in table.items()})
+
+
+def _check_answered(answers: Sequence[Done | Failed]) -> None:
+    """Raises CapacityError where a core has not done yet what others have. One that is down does it as it starts."""
+    late = [one for one in answers if isinstance(one, Failed) and one.kind == CapacityError.__name__]
+    if late:
+        raise CapacityError(f"{late[0].message}: it has not changed yet, as the others have")
 
 
 def encode(result: CommandResult) -> bytes:

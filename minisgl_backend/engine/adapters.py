@@ -6,6 +6,7 @@ Nothing waits: an adapter is read on every rank while steps go on, and `poll` go
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from minisgl_backend.adapters.config import CONFIG_FILE
 from minisgl_backend.adapters.roots import TASK_FILE, TASK_PREFIX, TENSOR_FILE, NoAdapter, below, is_folder_name
 from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.engine.stages import Adapters
-from minisgl_backend.errors import CapacityError, ConfigError, InvalidRequestError, MinisglError
+from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.ipc.messages import (
     AdapterCommand,
     Done,
@@ -29,6 +30,9 @@ from minisgl_backend.request import Request
 from minisgl_backend.scheduler.adapters import AdapterBook
 
 log = logging.getLogger(__name__)
+
+
+ASK_AGAIN_S = 0.1  # each time takes a collective
 
 
 class Source(NamedTuple):
@@ -45,6 +49,7 @@ class _Reading:
     folder: str
     command: ReadAdapter | None = None  # that asked for it; None: requests that name it
     name: str = ""  # that they name
+    not_before: float = 0.0  # time.monotonic(): when the other ranks are asked again
 
 
 class Admitted(NamedTuple):
@@ -93,6 +98,8 @@ class AdapterLoader:
             else:
                 self._unload(command)
             self._answer(command, Done(id=command.id))
+        except EngineDeadError:
+            raise
         except MinisglError as error:
             self._answer(command, Failed(id=command.id, kind=type(error).__name__, message=str(error)))
 
@@ -146,17 +153,23 @@ class AdapterLoader:
         for number in self.book.take_dropped():
             self.host.drop(number)
         admitted, self._refused = self._refused, []
-        for number in [number for number in self._reading if self.host.is_read(number)]:
-            reading = self._reading.pop(number)
+        now = time.monotonic() if self._reading else 0.0
+        for number, reading in list(self._reading.items()):
+            if reading.not_before > now or not self.host.is_read(number):
+                continue
+            digest, error = b"", None
             try:
-                digest = self.host.keep(number)
-                error = None
+                if (kept := self.host.keep(number)) is None:
+                    reading.not_before = now + ASK_AGAIN_S
+                    continue
+                digest = kept
             except ConfigError as wrong:
                 error = wrong
+            del self._reading[number]
             if reading.command is not None:
-                self._end_command(reading, number, error, b"" if error else digest)
+                self._end_command(reading, number, error, digest)
             else:
-                admitted += self._end_search(reading, number, error, b"" if error else digest)
+                admitted += self._end_search(reading, number, error, digest)
         return admitted
 
     def _end_command(self, reading: _Reading, number: int, error: ConfigError | None, digest: bytes) -> None:

@@ -91,7 +91,7 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Queues the request; `take_rejected` returns it if it cannot be taken."""
         name = request.request_id or f"uid {request.uid}"
-        self._names.update(dict.fromkeys(range(request.uid, request.uid + request.params.n), name))
+        self._names.update(dict.fromkeys(_uids(request), name))
         try:
             if self._adapters is not None and self._adapters.holds(request, self._scheduler.max_waiting):
                 return
@@ -245,9 +245,12 @@ class EngineCore:
             try:
                 if compiled.error is not None:
                     raise compiled.error
+                if self._adapters is not None and self._adapters.holds(compiled.request, self._scheduler.max_waiting):
+                    self._drop_grammars(_uids(compiled.request))  # it begins anew once its adapter is read again
+                    continue
                 self._scheduler.add(compiled.request)
             except MinisglError as error:
-                self._drop_grammars(range(compiled.request.uid, compiled.request.uid + compiled.request.params.n))
+                self._drop_grammars(_uids(compiled.request))
                 self._reject(compiled.request, error)
 
     def _admit_adapted(self, adapters: AdapterLoader) -> None:
@@ -260,7 +263,7 @@ class EngineCore:
                 self._reject(admitted.request, admitted.error)
 
     def _reject(self, request: Request, error: MinisglError) -> None:
-        for uid in range(request.uid, request.uid + request.params.n):
+        for uid in _uids(request):
             self._names.pop(uid, None)
         self._rejected.append(
             Rejected(uid=request.uid, kind=type(error).__name__, message=str(error), count=request.params.n)
@@ -376,6 +379,10 @@ class EngineCore:
     def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         log.error("lost with the engine: %s", _request_list(self._names.values()))
         raise EngineDeadError(reason) from cause
+
+
+def _uids(request: Request) -> range:
+    return range(request.uid, request.uid + request.params.n)
 
 
 def _request_list(names: Iterable[str]) -> str:

@@ -322,7 +322,7 @@ class LeaderAdapters:
     def is_read(self, number: int) -> bool:
         return self._host.is_read(number)
 
-    def keep(self, number: int) -> bytes:
+    def keep(self, number: int) -> bytes | None:
         self._followers.tell(AdapterTask("keep", number))
         return self._host.keep(number)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl_backend.adapters.roots import TASK_FILE
+from minisgl_backend.adapters.roots import TASK_FILE, check_sizes
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.task import read_task
 from minisgl_backend.adapters.tensors import AdapterTensors
@@ -17,7 +17,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
-_FAILED = -1  # in place of a digest, when ranks compare theirs
+_READING, _FAILED = -2, -1  # in place of a digest, when ranks compare theirs
 _DIFFERS = (
     "another rank could not read it, or read another adapter: its log says why; allowed: the same on each machine"
 )
@@ -37,22 +37,27 @@ class AdapterHost:
         self._reading[number] = self._reader.submit(self._read, Path(folder))
 
     def is_read(self, number: int) -> bool:
-        """Whether `keep` would not wait for this rank's reading."""
+        """Whether this rank has read it."""
         return self._reading[number].done()
 
-    def keep(self, number: int) -> bytes:
-        """All ranks have it, or none, and agree about its digest, which is returned. Each rank calls it, between the
-        same steps. Raises ConfigError that says what is wrong."""
-        error, digest = None, b""
-        try:
-            digest, ready = self._reading.pop(number).result()
-        except ConfigError as wrong:
-            error = wrong
-        except Exception as failure:  # no memory, above all
-            log.exception("an adapter cannot be read")
-            error = ConfigError(f"the adapter cannot be read ({type(failure).__name__}: {str(failure)[:200]})")
-        short = int.from_bytes(digest[:7], "big") if error is None else _FAILED
+    def keep(self, number: int) -> bytes | None:
+        """All ranks have it, or none, and agree about its digest, which is returned; None: some still read, and it is
+        to be called again. Each rank calls it, between the same steps. Raises ConfigError that says what is wrong."""
+        error, digest, short = None, b"", _READING
+        if self._reading[number].done():
+            try:
+                digest, ready = self._reading[number].result()
+                short = int.from_bytes(digest[:7], "big")
+            except ConfigError as wrong:
+                error, short = wrong, _FAILED
+            except Exception as failure:  # no memory, above all
+                log.exception("an adapter cannot be read")
+                why = f"the adapter cannot be read ({type(failure).__name__}: {str(failure)[:200]})"
+                error, short = ConfigError(why), _FAILED
         smallest, largest = self._tp.minimum(short), -self._tp.minimum(-short)
+        if smallest == _READING:
+            return None
+        del self._reading[number]
         if error is not None:
             raise error
         if smallest != largest:
@@ -75,6 +80,7 @@ class AdapterHost:
 
     def _read(self, folder: Path) -> tuple[bytes, torch.Tensor]:
         with torch.inference_mode():
+            check_sizes(folder, self._slots.most_file_bytes)
             as_tensors = (folder / TASK_FILE).is_file()
             adapter = read_task(folder, self._slots.size_of) if as_tensors else AdapterTensors.read(folder)
             return adapter.digest, self._slots.ready(adapter)

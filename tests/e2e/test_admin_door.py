@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import requests
 import tritonclient.grpc as triton
@@ -117,6 +118,42 @@ def test_adapters_are_loaded_over_each_door(tmp_path: Path) -> None:
         shutil.rmtree(root / "one")
         assert by_triton(grpc, lora_name="z").strip() == expected["one"], "the host has it"
         assert "minisgl_admin_refused_total" in requests.get(f"{admin.url}/metrics").text
+
+
+def test_what_is_loaded_outlives_an_engine_core(tmp_path: Path) -> None:
+    """Two engine cores have the same adapters, also once one of them has started again."""
+    base, root = tmp_path / "base", tmp_path / "root"
+    save_checkpoint("qwen3-tied-sharded", base)
+    save_words(base)
+    model = reference_model(base)
+    at_start, later = save_for(root / "start", model, "_proj$"), save_for(root / "later", model, "_proj$", seed=2)
+    merged = reference_model(base)
+    merge(merged, later)
+    options = ["--dp", "2", "--adapters", f"old={at_start}", "--adapter-dir", str(root), "--admin-key", KEY]
+    with served(base, tmp_path / "log", *options) as (grpc, api):
+        admin = Admin(grpc, api)
+        assert admin.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "later"})[0] == 200
+        assert admin.post("/v1/unload_lora_adapter", {"lora_name": "old"})[0] == 200
+        cores = [one for one in psutil.process_iter(["cmdline"]) if is_core(one, tmp_path)]
+        assert len(cores) == 2
+        for killed in (None, *cores):
+            if killed is not None:
+                killed.kill()
+                deadline = time.monotonic() + 60
+                while len([one for one in psutil.process_iter(["cmdline"]) if is_core(one, tmp_path)]) < 2:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.2)
+                time.sleep(5)
+            for _ in range(4):
+                assert by_triton(grpc, lora_name="new").strip() == greedy(merged)
+                with pytest.raises(Exception, match="lora_name is 'old', which is not served"):
+                    by_triton(grpc, lora_name="old")
+        assert set(admin.models()) - {"start", "later"} == {"base", "new"}
+
+
+def is_core(process: psutil.Process, folder: Path) -> bool:
+    command = process.info["cmdline"] or []
+    return "minisgl_backend.engine.process" in command and any(str(folder) in one for one in command)
 
 
 def test_a_request_brings_its_adapter_along(tmp_path: Path) -> None:

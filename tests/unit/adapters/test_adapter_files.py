@@ -50,6 +50,9 @@ REFUSED_KEYS: dict[str, Any] = {
     "lora_alpha is 'nan'": {"lora_alpha": math.nan},
     "rank_pattern.q_proj is '-1': not a rank": {"rank_pattern": {"q_proj": -1}},
     r"alpha_pattern is '\(': not a regular expression": {"alpha_pattern": {"(": 4}},
+    r"rank_pattern is '\(a\+\)\+': a pattern that may take long": {"rank_pattern": {"(a+)+": 4}},
+    "alpha_pattern is .*a pattern that may take long": {"alpha_pattern": {".*a.*b.*c.*d": 4}},
+    "rank_pattern is '5000 patterns': too many": {"rank_pattern": {str(number): 4 for number in range(5000)}},
     "use_rslora is 'yes'": {"use_rslora": "yes"},
 }
 HARMLESS: dict[str, Any] = {
