@@ -129,7 +129,18 @@ def test_what_is_loaded_outlives_an_engine_core(tmp_path: Path) -> None:
     at_start, later = save_for(root / "start", model, "_proj$"), save_for(root / "later", model, "_proj$", seed=2)
     merged = reference_model(base)
     merge(merged, later)
-    options = ["--dp", "2", "--adapters", f"old={at_start}", "--adapter-dir", str(root), "--admin-key", KEY]
+    options = [
+        "--served-model-name",
+        "base",
+        "--dp",
+        "2",
+        "--adapters",
+        f"old={at_start}",
+        "--adapter-dir",
+        str(root),
+        "--admin-key",
+        KEY,
+    ]
     with served(base, tmp_path / "log", *options) as (grpc, api):
         admin = Admin(grpc, api)
         assert admin.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "later"})[0] == 200

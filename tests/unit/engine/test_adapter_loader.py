@@ -1,4 +1,4 @@
-"""Adapters that are read while the engine serves: requests wait for them and can leave, and the host's room is bounded."""
+"""Adapters that are read while the engine serves: requests wait for them and can leave, within the host's room."""
 
 from __future__ import annotations
 
