@@ -17,7 +17,7 @@ from typing import NamedTuple
 from minisgl_backend.kernels.launch import next_power_of_2
 
 MAX_EARLY_BATCH = 64  # above this, a kernel that starts early (`pdl`) takes room from the one still running
-WARP_NUMBERS = 2048  # of a tile's keys, at most, for each warp: of wider heads' shorter tiles as many fit at once
+WIDE_HEAD = 256  # numbers: tiles of such keys take twice the room
 # With more query heads per KV head, registers allow fewer programs at once, which read further ahead.
 WIDE_GROUP = 2
 
@@ -178,7 +178,14 @@ def decode_shape(
     """The split of a batch; see `DecodeKey`."""
     key = DecodeKey(batch, num_kv_heads, group, num_sms, can_share)
     shape = split_kv(key).shape(key)
-    return replace(shape, tile=min(shape.tile, max(16, WARP_NUMBERS * shape.num_warps // next_power_of_2(head_dim))))
+    return _of_wide_heads(key, shape) if head_dim >= WIDE_HEAD else shape
+
+
+def _of_wide_heads(key: DecodeKey, shape: DecodeShape) -> DecodeShape:
+    """Instead of a shape for heads of 128, where another was measured to be faster."""
+    if shape.workers:
+        return _shared(key, each=3, tile=32, num_stages=3, registers=168)
+    return replace(shape, num_warps=8, num_stages=3) if shape.early else shape
 
 
 def distinct_batches(

@@ -315,11 +315,11 @@ def test_how_decode_attention_is_cut(
     assert rotation_pays(batch, num_kv_heads) == (batch < 50)
 
 
-def test_wider_heads_have_shorter_tiles() -> None:
-    """As many tiles fit a multiprocessor as of heads of 128; a program of eight warps holds twice as much."""
-    for batch, tile, wide in ((1, 64, 64), (8, 64, 32), (64, 64, 32), (256, 32, 32)):
-        assert decode_shape(batch, 4, 4).tile == tile
-        assert decode_shape(batch, 4, 4, head_dim=256).tile == wide
+def test_wide_heads_are_cut_otherwise() -> None:
+    """Of eight sequences more warps share a tile; of many tiles are shorter, so that three programs fit."""
+    for batch, tile, warps in ((1, 64, 8), (8, 64, 8), (64, 32, 4), (256, 32, 4)):
+        shape = decode_shape(batch, 4, 4, head_dim=256)
+        assert (shape.tile, shape.num_warps, shape.num_stages) == (tile, warps, 3)
         assert decode_shape(batch, 4, 4, head_dim=64) == decode_shape(batch, 4, 4)
 
 
