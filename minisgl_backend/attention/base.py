@@ -23,7 +23,6 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
 from minisgl_backend.attention.needs import MHA, MLA
-from minisgl_backend.kernels.attention.choose import MAX_EARLY_BATCH
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.recurrent.calls import ChunkBatch, WindowBatch
@@ -238,7 +237,7 @@ class DecodeInputs(PagedInputs):
         """These entries, of a model with states."""
         if self.states is None:
             return None
-        pdl = DeviceFacts.of(self.rows.device).dependent_launch and self.batch_size <= MAX_EARLY_BATCH
+        pdl = DeviceFacts.of(self.rows.device).dependent_launch
         return WindowBatch(self.rows, self.kv_lens, *self.states, self.has_drafts, pdl)
 
     @property
