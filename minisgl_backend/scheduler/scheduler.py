@@ -263,7 +263,7 @@ class Scheduler:
 
     def adapter_stats(self) -> dict[str, AdapterStats]:
         """By name."""
-        return self.adapters.stats(self._running.rows.sequences)
+        return self.adapters.stats(self._running.rows.sequences) if self._limits.num_adapter_slots else {}
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """By name; {} without fair shares."""
