@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as grpcclient
 from PIL import Image
@@ -36,7 +38,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory) as found:
+    with running_stack(tmp_path_factory, served_model_names=("demo",)) as found:
         yield found
 
 
@@ -182,6 +184,64 @@ def test_a_places_token_that_is_said_is_text(stack: Stack) -> None:
     assert again["status"] == 200, again
     counted = stack.post("/tokenize", {"messages": [*turns, *messages_of(text)]})["tokens"].count(place)
     assert counted == again["usage"]["prompt_tokens_details"]["image_tokens"]
+
+
+def test_openais_package(stack: Stack) -> None:
+    """Streams, tools' results, and a conversation that goes on by the id of its response."""
+    client = stack.endpoint.client()
+    more: dict[str, Any] = {"model": "demo", "extra_body": {"ignore_eos": True}}
+    messages: Any = messages_of(part_of(URLS[0]), "which?")
+    whole = client.chat.completions.create(messages=messages, max_tokens=6, temperature=0, **more)
+    stream = client.chat.completions.create(messages=messages, max_tokens=6, temperature=0, stream=True, **more)
+    said = whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == said
+    question: Any = [{"type": "input_image", "image_url": URLS[0]}, {"type": "input_text", "text": "which?"}]
+    asked: Any = {"max_output_tokens": 6, "temperature": 0, **more}
+    first = client.responses.create(input=[{"role": "user", "content": question}], **asked)
+    assert first.output_text == said
+    second = client.responses.create(input="and?", previous_response_id=first.id, **asked)
+    turns: Any = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+    again = client.chat.completions.create(messages=turns, max_tokens=6, temperature=0, **more)
+    assert second.output_text == again.choices[0].message.content
+    call: Any = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c", "output": [question[0]]}
+    seen = client.responses.create(input=[{"role": "user", "content": "look"}, call, result], **asked)
+    without = client.responses.create(
+        input=[{"role": "user", "content": "look"}, call, {**result, "output": "nothing"}], **asked
+    )
+    assert seen.usage is not None
+    assert without.usage is not None
+    assert seen.usage.input_tokens > without.usage.input_tokens
+    for content, code in (
+        ([{"type": "input_image", "image_url": "http://127.0.0.1/a.png"}], "invalid_image_url"),
+        ([{"type": "input_image", "image_url": "data:;base64,AAAA"}], "invalid_image_format"),
+        ([{"type": "input_image", "file_id": "file-x"}], "image_file_not_found"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(input=[{"role": "user", "content": content}], **asked)  # type: ignore[list-item]
+        assert (refused.value.code, refused.value.param) == (code, "input")
+
+
+def test_anthropics_package(stack: Stack) -> None:
+    client = anthropic.Anthropic(base_url=stack.endpoint.url, api_key="none", max_retries=0)
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64[0]}}
+    call: Any = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    messages: Any = [
+        {"role": "user", "content": [image, {"type": "text", "text": "which?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [image]}]},
+    ]
+    more: dict[str, Any] = {"model": "demo", "messages": messages}
+    options: dict[str, Any] = {"max_tokens": 6, "extra_body": {"ignore_eos": True, "temperature": 0}}
+    whole = client.messages.create(**more, **options)
+    with client.messages.stream(**more, **options) as stream:
+        text = "".join(stream.text_stream)
+    assert [block.text for block in whole.content if block.type == "text"] == [text]
+    counted = client.messages.count_tokens(**more).input_tokens
+    assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    broken: Any = {**image, "source": {**image["source"], "data": "AAAA"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"source.* is no image that is served"):
+        client.messages.create(**{**more, "messages": [{"role": "user", "content": [broken]}]}, **options)
 
 
 def test_a_benchmark_with_pictures(stack: Stack, tmp_path: Path) -> None:
