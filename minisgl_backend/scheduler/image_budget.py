@@ -72,6 +72,18 @@ class ImageBudget:
                     f"allowed: {self.limits.capacity} bytes, the encoder's cache"
                 )
 
+    def long_chunk(self, sequence: Sequence, start: int, most: int) -> int:
+        """Tokens, `most` at most, that a long step beside decoding rows computes of a prompt from `start` on; 0: no
+        such step is due, or images are not encoded. See `ImageShare`."""
+        behind = [one for one in sequence.contents if one.end > start]
+        if not behind or not all(self.books.is_held(vectors_key(one, sequence.params.cache_salt)) for one in behind):
+            return 0
+        tokens = self.share.long_chunk(min(most, len(sequence.token_ids) - start), start)
+        if tokens <= self.share.prompt_tokens(most, start):
+            return 0
+        self.share.begin_long()
+        return tokens
+
     def whole_spans(self, sequence: Sequence, start: int, end: int) -> int:
         """Where a chunk from `start` ends that may not end inside of an image whose tokens see each other: before the
         image, or behind it where the chunk begins with it."""

@@ -1,5 +1,11 @@
 """Images' share of a step beside decoding rows, in time: a photo of a phone takes most of a second of a GPU, and what
-a step computes of it is waited for by every stream."""
+a step computes of it is waited for by every stream.
+
+Encoding is cut as finely as it takes. A prompt's chunks are not: a step that has one takes twice a decode step, however
+few tokens it has, since it is launched piece by piece, and a GPU attends to 10,000 tokens as long for 100 as for 500.
+So a prompt whose images are encoded is computed in few long steps, one in EVERY at most: of a hundred tokens of a
+stream ninety-nine come as soon as they did.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,9 @@ from minisgl_backend.scheduler.step_estimate import Curve, StepEstimate
 from minisgl_backend.step import StepTimes
 
 BESIDE = 0.5  # of what a step of the decoding rows alone takes: how much longer steps may be
+EVERY = 150  # steps beside decoding rows, of which one may be long
+LONG_S = 0.2  # seconds that it may take
+_MOST_SAVED = 4  # long steps that short ones have made room for
 _LEAST = 32  # prompt tokens that a step has even so
 
 
@@ -22,6 +31,7 @@ class ImageShare:
         # Here what is free counts as that, unlike in the estimate: chunks are short, and the last ones of few tokens.
         self._prompts = Curve(((0, 0.0),) if times is None else times.prompts, 0.0)
         self._token_s = 0.0 if self._estimate is None else max(self._estimate.token_s, self._prompts.steepest)
+        self._short, self._step = _MOST_SAVED * EVERY, 0  # short steps that no long one has followed, and the last step
         self._left: float | None = None  # seconds; None: no limit
         self._is_fresh = True  # nothing is spent yet
 
@@ -31,11 +41,24 @@ class ImageShare:
             return ()
         return tuple((fixed / self._token_s, of_seen / self._token_s) for fixed, of_seen in calls)
 
-    def begin(self, num_decoding: int, *, is_limited: bool) -> None:
+    def begin(self, step: int, num_decoding: int, *, is_limited: bool) -> None:
         """A step in which so many rows decode; `is_limited`: no backlog waits."""
         self._left, self._is_fresh = None, True
+        self._short = min(self._short + step - self._step, _MOST_SAVED * EVERY)
+        self._step = step
         if is_limited and num_decoding and self._estimate is not None:
             self._left = BESIDE * self._estimate.alone(num_decoding, 0)
+
+    def long_chunk(self, most: int, start: int) -> int:
+        """Tokens, `most` at most, of a chunk behind `start` tokens in a long step; 0: none is due."""
+        if self._left is None or self._short < EVERY:
+            return 0
+        return bisect.bisect(range(most), LONG_S, key=lambda count: self._seconds(count + 1, start))
+
+    def begin_long(self) -> None:
+        """This step is one."""
+        self._short -= EVERY
+        self._left = LONG_S
 
     def prompt_tokens(self, budget: int, start: int) -> int:
         """Of `budget`, for a chunk of a prompt that has images, behind `start` tokens that it attends to."""
@@ -60,7 +83,6 @@ class ImageShare:
             self._left = max(0.0, self._left - taken)
 
     def _seconds(self, tokens: int, start: int) -> float:
-        """Of a chunk behind `start` tokens; its own tokens' attention to each other was timed."""
-        assert self._estimate is not None, "only a limited share asks"
-        context = tokens * start * self._context_cost * self._token_s
+        """Of a chunk behind `start` tokens."""
+        context = tokens * (start + tokens / 2) * self._context_cost * self._token_s
         return self._prompts.seconds(tokens) - self._prompts.seconds(0) + context

@@ -199,13 +199,15 @@ class Planner:
         background requests, False: only others, None: all."""
         running = self._running
         if running.images is not None:
-            running.images.share.begin(builder.num_decoding, is_limited=not self._prompts.in_backlog)
+            running.images.share.begin(step, builder.num_decoding, is_limited=not self._prompts.in_backlog)
         for sequence in list(running.prefilling):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # it was preempted for an earlier prompt's pages
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
+            if sequence.contents and running.images is not None and not builder.has_prefill:
+                budget = max(budget, running.images.long_chunk(sequence, start, self._limits.max_prefill_length))
             end = chunk_end(sequence, start, budget, builder, self._limits.chunk_multiple)
             if end == start:
                 return

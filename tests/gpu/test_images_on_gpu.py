@@ -49,13 +49,14 @@ def test_encoders_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
         assert config.encoder is not None
         return build_encoder(config.encoder, tmp_path, device=device, dtype=dtype, model=name)
 
-    exact = built(CPU, torch.float32)
-    for size in FAMILIES[name].sizes:
-        image, grid = pixels(*size), FAMILIES[name].grid(*size)
-        expected = exact.encode(image, grid)
-        for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)):
-            found = built(GPU, dtype).encode(image.to(GPU), grid)
-            assert error(found, expected) < bound, (size, dtype)
+    plain = 1e-3 if name in TOWERS else 1e-4  # convolutions of float32 multiply in TF32, as torch has them
+    for dtype, bound in ((torch.float32, plain), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)):
+        # Transformers' towers of Idefics3 and SmolVLM choose learned positions by numbers of the model's own precision.
+        exact, tried = built(CPU, dtype if name in TOWERS else torch.float32), built(GPU, dtype)
+        for size in FAMILIES[name].sizes:
+            image, grid = pixels(*size), FAMILIES[name].grid(*size)
+            found = tried.encode(image.to(GPU), grid)
+            assert error(found, exact.encode(image, grid)) < bound, (size, dtype)
 
 
 @torch.inference_mode()
@@ -180,7 +181,9 @@ def kernels_of(folder: Path) -> Counter[str]:
             driver.run()
             torch.cuda.synchronize()
     driver.close()
-    return Counter(one.name for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA)
+    names = [one.name for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    # What copies within the card depends on addresses.
+    return Counter("copy" if name.startswith(("Memcpy DtoD", "memcpy")) else name for name in names)
 
 
 def test_text_launches_what_a_text_model_does(tmp_path: Path) -> None:

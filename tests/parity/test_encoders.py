@@ -118,9 +118,12 @@ def test_an_encoder_leaves_the_decoders_kernels_alone(tmp_path: Path, monkeypatc
     save("qwen3_vl", tmp_path)
     config, sizes = ModelConfig.load(tmp_path).encoder, list[int | None]()
     select = build.select_ops
-    monkeypatch.setattr(
-        build, "select_ops", lambda device, size, *more: sizes.append(size) or select(device, size, *more)
-    )
+
+    def noted(device: torch.device, hidden_size: int | None, *more: Any) -> Any:
+        sizes.append(hidden_size)
+        return select(device, hidden_size, *more)
+
+    monkeypatch.setattr(build, "select_ops", noted)
     assert config is not None
     build_encoder(config, tmp_path, device=torch.device("cpu"), dtype=torch.float32, model="qwen3_vl")
     assert sizes == [None]

@@ -17,6 +17,7 @@ from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.encoder_limits import EncoderLimits
 from minisgl_backend.kv.kinds import FULL, Chunked, Sliding
 from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.scheduler import image_share
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.step import StepTimes
 from tests.proposers import KINDS
@@ -115,8 +116,13 @@ ENCODER = EncoderLimits(
     ],
     ids=lambda one: f"page{one.page_size}-{one.encoder.capacity}-{one.cache_type}-{one.cache_kinds}",
 )
-def test_images_are_encoded_before_what_needs_them(bounds: SchedulerLimits, pytestconfig: pytest.Config) -> None:
-    """And once while they are held; what is counted is what the runner has."""
+def test_images_are_encoded_before_what_needs_them(
+    bounds: SchedulerLimits, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once while they are held; what is counted is what the runner has. Every other step may be long."""
+    monkeypatch.setattr(image_share, "EVERY", 2)
+    monkeypatch.setattr(image_share, "LONG_S", 6.0)
+    monkeypatch.setattr(image_share, "_LEAST", 1)
     machine = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": True})
     run_state_machine_as_test(
         machine,
