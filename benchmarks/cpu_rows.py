@@ -88,6 +88,8 @@ def run_row(sides: tuple[Side, Side], args: argparse.Namespace) -> dict[str, Any
             return {"missing": missing}
         found: dict[str, Any] = {}
         for measure in measures(args.answer):
+            if measure.name not in args.measures:
+                continue
             rates: list[list[float]] = [[], []]
             for turn in range(-1, args.rounds):  # the first warms up
                 for of_side, candidate in zip(rates, candidates, strict=True):
@@ -127,16 +129,19 @@ def _file(side: Side, args: argparse.Namespace) -> str:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--measures", default="one,eight,prompt", help="streams at once, and a prompt's tokens")
     parser.add_argument("--answer", type=int, default=24, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "minisgl-cpu", help="for models")
     parser.add_argument("--llama-python", default=sys.executable, help="the Python that has llama_cpp and gguf")
     args = parser.parse_args(arguments)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in ROWS]
-    if unknown:
-        parser.error(f"--only is {unknown[0]!r}; allowed: {', '.join(ROWS)}")
+    for option, allowed in (("only", tuple(ROWS)), ("measures", tuple(one.name for one in measures(2)))):
+        given = getattr(args, option).split(",")
+        unknown = [name for name in given if name not in allowed]
+        if unknown:
+            parser.error(f"--{option} is {unknown[0]!r}; allowed: {', '.join(allowed)}")
+        setattr(args, option, given)
     if args.rounds < 1 or args.threads < 1 or args.answer < 2:
         parser.error("--rounds, --threads: at least 1; --answer: at least 2")
     return args

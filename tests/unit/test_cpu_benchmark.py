@@ -48,7 +48,12 @@ def test_the_fastest_peer_counts() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--only", "q3_k"], "--only is 'q3_k'"), (["--rounds", "0"], "at least 1"), (["--answer", "1"], "at least 2")],
+    [
+        (["--only", "q3_k"], "--only is 'q3_k'"),
+        (["--measures", "two"], "allowed: one"),
+        (["--rounds", "0"], "at least 1"),
+        (["--answer", "1"], "at least 2"),
+    ],
 )
 def test_wrong_arguments_of_rows_are_refused(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
