@@ -60,6 +60,31 @@ void block_outputs_of(const Gemm& p, const Weight* weights, const Quantized* x, 
   finish(p, begin, end, sums);
 }
 
+// Outputs [begin, end) of all rows. numbers: what p.x is in int8.
+void outputs_of(const Gemm& p, const Weight* weights, const Quantized* numbers, long begin, long end) {
+  static thread_local std::vector<float> sums;
+  sums.resize((p.activation ? 2 : 1) * std::min(p.rows, kRows) * kBlock);
+  const long supers = supers_of(p.size);
+  for (; begin < end; begin += kBlock)
+    for (long row = 0; row < p.rows; row += kRows)
+      block_outputs_of(p.from_row(row, std::min(kRows, p.rows - row)), weights, numbers + row * supers, begin,
+                       std::min(end, begin + kBlock), sums.data());
+}
+
+// Outputs of a thread's turn: a thread that other programs slow down takes fewer turns.
+long turn_of(long outputs) {
+  const long share = outputs / (16 * omp_get_max_threads());
+  return (std::max(1L, share) + kPanel - 1) / kPanel * kPanel;
+}
+
+void quantize_rows(const bf16* x, long rows, long size, std::vector<Quantized>& out) {
+  const long supers = supers_of(size);
+  out.resize(rows * supers);
+  Quantized* const numbers = out.data();
+#pragma omp parallel for if (rows * size > kSerial)
+  for (long row = 0; row < rows; row++) quantize(x + row * size, size, numbers + row * supers);
+}
+
 }  // namespace
 
 extern "C" {
@@ -69,32 +94,69 @@ void minisgl_block_linear(const bf16* x, const Weight* weights, const bf16* norm
                           const bf16* residual, int activation, long rows, long size, long outputs, bf16* out) {
   static thread_local std::vector<bf16> normed;
   static thread_local std::vector<Quantized> quantized;
-  const long supers = supers_of(size);
-  quantized.resize(rows * supers);
-  if (norm_weight) normed.resize(rows * size);
-  bf16* const norms = normed.data();
-  Quantized* const numbers = quantized.data();
-#pragma omp parallel for if (rows * size > kSerial)
-  for (long row = 0; row < rows; row++) {
-    const bf16* source = x + row * size;
-    if (norm_weight) {
-      norm_row(source, norm_weight, eps, size, norms + row * size);
-      source = norms + row * size;
-    }
-    quantize(source, size, numbers + row * supers);
+  if (norm_weight) {
+    normed.resize(rows * size);
+    rms_norm(x, norm_weight, eps, rows, size, normed.data());
+    x = normed.data();
   }
-  const Gemm gemm = {norm_weight ? norms : x, nullptr, bias, residual, out, rows, size, outputs, activation};
-  const long share = outputs / (16 * omp_get_max_threads());
-  const long block = (std::max(1L, share) + kPanel - 1) / kPanel * kPanel;
-  in_parts((outputs + block - 1) / block, [&](long item) {
-    static thread_local std::vector<float> sums;
-    sums.resize((activation ? 2 : 1) * std::min(rows, kRows) * kBlock);
-    const long end = std::min(outputs, (item + 1) * block);
-    for (long begin = item * block; begin < end; begin += kBlock)
-      for (long row = 0; row < rows; row += kRows)
-        block_outputs_of(gemm.from_row(row, std::min(kRows, rows - row)), weights, numbers + row * supers, begin,
-                         std::min(end, begin + kBlock), sums.data());
+  quantize_rows(x, rows, size, quantized);
+  const Quantized* const numbers = quantized.data();
+  const Gemm gemm = {x, nullptr, bias, residual, out, rows, size, outputs, activation};
+  const long turn = turn_of(outputs);
+  in_parts((outputs + turn - 1) / turn, [&](long item) {
+    outputs_of(gemm, weights, numbers, item * turn, std::min(outputs, (item + 1) * turn));
   });
+}
+
+// x [tokens, size] -> the weighted sum of the picked experts of each, plus the residual, to out. gate_up and down: an
+// expert's weights, as of `minisgl_block_linear`. ids, weights [tokens, picked].
+void minisgl_block_mixture(const bf16* x, const Weight* const* gate_up, const Weight* const* down, const int64_t* ids,
+                           const float* weights, const bf16* residual, int activation, long experts, long tokens,
+                           long picked, long size, long inner, bf16* out) {
+  const long pairs = tokens * picked;
+  std::vector<long> ends(experts + 1), place(pairs), active;
+  for (long i = 0; i < pairs; i++) ends[ids[i] + 1]++;
+  for (long e = 0; e < experts; e++) {
+    if (ends[e + 1]) active.push_back(e);
+    ends[e + 1] += ends[e];
+  }
+  std::vector<long> next(ends);
+  static thread_local std::vector<bf16> sorted, between, found;
+  static thread_local std::vector<Quantized> first, second;
+  sorted.resize(pairs * size), between.resize(pairs * inner), found.resize(pairs * size);
+  for (long i = 0; i < pairs; i++) {
+    place[i] = next[ids[i]]++;
+    std::copy_n(x + i / picked * size, size, sorted.data() + place[i] * size);
+  }
+  // Each expert's rows lie together.
+  const auto each = [&](const Weight* const* weight, const std::vector<bf16>& from, std::vector<Quantized>& numbers,
+                        long size, long outputs, int activation, std::vector<bf16>& to) {
+    quantize_rows(from.data(), pairs, size, numbers);
+    const bf16* const source = from.data();
+    bf16* const target = to.data();
+    const Quantized* const quantized = numbers.data();
+    const long turn = turn_of(outputs * active.size()), turns = (outputs + turn - 1) / turn;
+    in_parts(turns * active.size(), [&](long item) {
+      const long e = active[item / turns], begin = item % turns * turn, row = ends[e];
+      const Gemm gemm = {source + row * size, nullptr, nullptr, nullptr, target + row * outputs, ends[e + 1] - row, size,
+                         outputs, activation};
+      outputs_of(gemm, weight[e], quantized + row * supers_of(size), begin, std::min(outputs, begin + turn));
+    });
+  };
+  each(gate_up, sorted, first, size, inner, activation, between);
+  each(down, between, second, inner, size, 0, found);
+  const bf16* const sums = found.data();
+  // Token by token, in the order of its choices: not in that of experts.
+#pragma omp parallel for if (pairs * size > kSerial)
+  for (long token = 0; token < tokens; token++) {
+    for (long n = 0; n < size; n += 16) {
+      Floats sum = zeros();
+      for (long i = token * picked; i < (token + 1) * picked; i++)
+        sum = fma(load(sums + place[i] * size + n), all(weights[i]), sum);
+      if (residual) sum = add(sum, load(residual + token * size + n));
+      store(out + token * size + n, sum);
+    }
+  }
 }
 
 // Rows `ids` of a weight in blocks, as numbers: out [count, size].

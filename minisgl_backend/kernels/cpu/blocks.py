@@ -5,16 +5,17 @@ Activations become int8 by groups of 32, as in llama.cpp. A result does not depe
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, CpuOps, multiplied
+from minisgl_backend.kernels.cpu.ops import ACTIVATIONS, CpuOps, multiplied, pointer
 from minisgl_backend.kernels.linear.blocks import BlockWeight
-from minisgl_backend.kernels.linear.call import BARE, GemmCall
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.moe.call import Experts, MixtureCall
 from minisgl_backend.kernels.moe.mixtures import MixtureKernels
-from minisgl_backend.kernels.moe.reference import weighted_sum
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 
@@ -38,18 +39,32 @@ def linear(device: GemmDevice, x: torch.Tensor, weight: BlockWeight, call: GemmC
 def mixture(
     kernels: MixtureKernels, x: torch.Tensor, experts: Experts[list[BlockWeight]], call: MixtureCall
 ) -> torch.Tensor:
-    """See `MixtureCall`: one picked expert after the other, of all its tokens."""
+    """See `MixtureCall`; x in bfloat16."""
     x, (ids, weights) = kernels.picked(x, experts, call)
-    device, (num_tokens, k) = kernels.plain.device, ids.shape
-    picked, order = ids.flatten().sort(stable=True)
-    numbers, counts = picked.unique_consecutive(return_counts=True)
-    tokens = x[order // k]
-    out = torch.empty_like(tokens)
-    places = zip(numbers.tolist(), tokens.split(counts.tolist()), order.split(counts.tolist()), strict=True)
-    for expert, of_expert, place in places:
-        gated = linear(device, of_expert, experts.gate_up[expert], GemmCall(activation=experts.activation))
-        out[place] = linear(device, gated, experts.down[expert], BARE)
-    return weighted_sum(out.view(num_tokens, k, -1).float(), weights, call, x.dtype)
+    ops = kernels.plain.device.ops
+    assert isinstance(ops, CpuOps), "the facts are those of its device"
+    residual = None if call.residual is None else call.residual.contiguous()
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+    out = torch.empty_like(x)
+    ops.library.minisgl_block_mixture(
+        x.data_ptr(),
+        _tables(experts.gate_up),
+        _tables(experts.down),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        pointer(residual),
+        ACTIVATIONS[experts.activation],
+        experts.num_experts,
+        *ids.shape,
+        x.shape[1],
+        experts.intermediate_size,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _tables(weights: list[BlockWeight]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(weights))(*(ctypes.addressof(one.table) for one in weights))
 
 
 def rows_of(device: GemmDevice, weight: BlockWeight, ids: torch.Tensor) -> torch.Tensor:

@@ -111,12 +111,19 @@ struct Int4 {
     Ints zeros;
     Floats scales;
   };
-  static OfPlane of_plane(const Weight& w, long row, long block, int n) {
-    const long low = (block * 8 + n) * w.plane / w.block_size * w.rows + row;
-    const long high = (block * 8 + 4 + n) * w.plane / w.block_size * w.rows + row;
+  // Of a row, where the scales of planes n and 4 + n of all rows begin at `low` and at `high`.
+  static OfPlane of_plane(const Weight& w, long row, long low, long high) {
+    low += row, high += row;
     const int zero = w.zeros ? w.zeros[low] : 8, other = w.zeros ? w.zeros[high] : 8;
     return {alternating(zero * 0x10001, other * 0x10001),
             as_floats(alternating(bits_of(number(w, low)), bits_of(number(w, high))))};
+  }
+  static long scales_of_plane(const Weight& w, long plane) { return plane * w.plane / w.block_size * w.rows; }
+
+  // Groups of a row are far apart: the cache line with those of later rows is fetched.
+  static void prefetch_scale(const Weight& w, long at) {
+    _mm_prefetch((const char*)w.scales + at * (w.scale_bits == 32 ? 4 : 2) + 64, _MM_HINT_T0);
+    if (w.zeros) _mm_prefetch((const char*)w.zeros + at + 64, _MM_HINT_T0);
   }
 
   template <int R, int M>
@@ -134,8 +141,11 @@ struct Int4 {
     OfPlane of_planes[R][4];
     for (long u = 0, block = 0, left = 0; u < units(w); u++, left--) {
       if (left == 0) {
-        for (int r = 0; r < R; r++)
-          for (int n = 0; n < 4; n++) of_planes[r][n] = of_plane(w, rows[r], block, n);
+        for (int n = 0; n < (once ? 1 : 4); n++) {
+          const long low = scales_of_plane(w, block * 8 + n), high = scales_of_plane(w, block * 8 + 4 + n);
+          prefetch_scale(w, low + rows[0]), prefetch_scale(w, high + rows[0]);
+          for (int r = 0; r < R; r++) of_planes[r][n] = of_plane(w, rows[r], low, high);
+        }
         block++, left = w.plane / 16;
       }
       for (int r = 0; r < R; r++) {
@@ -152,7 +162,7 @@ struct Int4 {
           }
         };
         const auto plane = [&](Ints numbers, int n) {
-          const OfPlane& of = of_planes[r][n];
+          const OfPlane& of = of_planes[r][once ? 0 : n];
           const Ints part = sub(numbers, of.zeros);
           for (int m = 0; m < M; m++) sums[m] = dot(sums[m], part, load_ints(xs[m] + u * kUnit + 32 * n));
           if (!once) add_up(of);

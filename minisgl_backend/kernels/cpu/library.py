@@ -47,6 +47,7 @@ _ARGUMENTS = {
     "minisgl_add_norm": (_INT, *[_POINTER] * 3, *[_FLOAT] * 2, *[_LONG] * 2, _POINTER),
     "minisgl_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
     "minisgl_block_linear": (*[_POINTER] * 3, _FLOAT, *[_POINTER] * 2, _INT, *[_LONG] * 3, _POINTER),
+    "minisgl_block_mixture": (*[_POINTER] * 6, _INT, *[_LONG] * 5, _POINTER),
     "minisgl_block_rows": (*[_POINTER] * 2, *[_LONG] * 2, _POINTER),
     "minisgl_rope_store": (_INT, *[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_LONG] * 5),
     "minisgl_decode_attention": (

@@ -200,8 +200,8 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
         "gguf": (
             Candidate(
                 "cpu_blocks",
-                "one picked expert after the other, of blocks as they lie in the file",
-                always,
+                "pairs sorted by expert, all experts at once, blocks as they lie in the file",
+                lambda key, facts: key.activation in CPU_ACTIVATIONS and key.tokens > 0,
                 run="minisgl_backend.kernels.cpu.blocks:mixture",
                 on=on_cpu,
             ),
