@@ -111,7 +111,7 @@ def plan_few(
     logits = linear(x, router, workspace, GemmCall(norm_weight, eps, bias), pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
         x, norm_or_x, normed, scales, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
-        num_warps=8 if num_tokens <= 16 else 16, **pdl_options(pdl),
+        num_warps=8, **pdl_options(pdl),
     )  # fmt: skip
     return result, plan
 
