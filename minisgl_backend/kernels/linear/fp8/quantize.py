@@ -115,7 +115,8 @@ def _launch_quantize(
     num_warps = min(16, max(1, width // 512))
     if size > 8192 or (rows > _FEW_ROWS and size > 1024):
         num_warps = 4 if size <= 8192 else 16
-        width = 256 * num_warps  # 16 bytes of each thread at a time
+        # 16 bytes of each thread at a time; of many rows that are long, 8, which leaves room for a program more.
+        width = (128 if rows > _FEW_ROWS and size > 8192 else 256) * num_warps
     _quantize_kernel[(rows,)](
         x, norm_weight if norm_weight is not None else x, scales if x_scale is None else x_scale, numbers, scales,
         eps, x.stride(0), SIZE=size, WIDTH=width, NORM=norm_weight is not None, GIVEN=x_scale is not None,
