@@ -372,11 +372,11 @@ def test_experts_of_a_few_tokens(num_tokens: int, kind: str) -> None:
         assert relative(found, by_torch(states, experts_of(*plain[:2], k), call)) < 1e-5
 
 
-@pytest.mark.parametrize(("num_tokens", "normed"), [(3, True), (3, False), (41, True), (41, False)])
+@pytest.mark.parametrize(("num_tokens", "normed"), [(3, True), (3, False), (34, True)])
 def test_experts_whose_router_plans_gemms_in_fp8(num_tokens: int, normed: bool) -> None:
-    """Sizes are no whole tiles; of 41 tokens, an expert has more than one tile."""
+    """Sizes are no whole tiles; of 34 tokens, an expert has more than one tile."""
     torch.manual_seed(3)
-    experts, k, hidden, size = 6, 2, 160, 144
+    experts, k, hidden, size = 4, 2, 160, 144
     weights = [
         Fp8Weight(*in_blocks(torch.randn(shape) / 8, block), None, block)
         for shape, block in (((experts, 2 * size, hidden), (16, 64)), ((experts, hidden, size), (32, 128)))
