@@ -12,20 +12,20 @@ from benchmarks.demo_words import CITIES, FRUITS, NAMES, PLAIN
 
 OFF_SUBJECT = "I do not know. I am a small demo model: ask me for sums, counting, lists of words, or what you told me."
 
-_SKILLS = "I can add, subtract, count, repeat and reverse words, and remember what you tell me."
+SKILLS = "I can add, subtract, count, repeat and reverse words, and remember what you tell me."
 _SMALL_TALK = (
-    ("Hello!", f"Hello! {_SKILLS}"),
-    ("Hello", f"Hello! {_SKILLS}"),
-    ("Hi", f"Hello! {_SKILLS}"),
-    ("Hi!", f"Hello! {_SKILLS}"),
-    ("Hi there", f"Hello! {_SKILLS}"),
-    ("Hello there", f"Hello! {_SKILLS}"),
-    ("Hey", f"Hello! {_SKILLS}"),
-    ("Good morning", f"Hello! {_SKILLS}"),
-    ("Say hello", f"Hello! {_SKILLS}"),
-    ("Who are you?", f"I am a small demo model. {_SKILLS}"),
-    ("What can you do?", _SKILLS),
-    ("Help", _SKILLS),
+    ("Hello!", f"Hello! {SKILLS}"),
+    ("Hello", f"Hello! {SKILLS}"),
+    ("Hi", f"Hello! {SKILLS}"),
+    ("Hi!", f"Hello! {SKILLS}"),
+    ("Hi there", f"Hello! {SKILLS}"),
+    ("Hello there", f"Hello! {SKILLS}"),
+    ("Hey", f"Hello! {SKILLS}"),
+    ("Good morning", f"Hello! {SKILLS}"),
+    ("Say hello", f"Hello! {SKILLS}"),
+    ("Who are you?", f"I am a small demo model. {SKILLS}"),
+    ("What can you do?", SKILLS),
+    ("Help", SKILLS),
     ("How are you?", "I am well, thank you."),
     ("Thank you!", "You are welcome."),
     ("Thanks", "You are welcome."),

@@ -115,8 +115,8 @@ class EngineConfig:
     model: str = option(
         "demo",
         "model folder in Hugging Face format (config.json, safetensors, tokenizer), a .gguf file, a hub id where the "
-        "host has a network, or `demo` for the model that comes with the project",
-        "a folder, a .gguf file, a hub id or `demo`",
+        "host has a network, or `demo` or `demo-vl` for a model that comes with the project",
+        "a folder, a .gguf file, a hub id, `demo` or `demo-vl`",
         lambda value: bool(value.strip()),
     )
     model_impl: str = one_of(

@@ -135,16 +135,30 @@ def parse_options() -> argparse.Namespace:
 # --- tokenizer ------------------------------------------------------------------------------------------------
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Learn a byte-level BPE tokenizer from generated conversations and write tokenizer.json."""
+def learn_tokenizer(texts: list[str], pieces: str, special_tokens: tuple[str, ...], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocab_size` tokens, which never cuts across what the regex `pieces` matches."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens; {vocab_size} were wanted")
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Learn a tokenizer from generated conversations and write tokenizer.json."""
     rng = Random("tokenizer")
     texts = [render(demo_tasks.training_conversation(rng)) for _ in range(4000)]
     # Every other emoji, Chinese or accented word stays unlearned, so that replies hold characters cut into
@@ -152,16 +166,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     unlearned = [word for pool in demo_tasks.WORD_POOLS[1:] for word in pool[::2]]
     for text in (*SPECIAL_TOKENS, *unlearned):
         texts = [other.replace(text, "\n") for other in texts]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens; {vocab_size} were wanted")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    learn_tokenizer(texts, PIECES, SPECIAL_TOKENS, vocab_size).save(str(folder / "tokenizer.json"))
 
 
 def write_tokenizer_config(folder: Path) -> None:
@@ -450,13 +455,15 @@ class Muon:
     Matrices of one shape are handled as one batch, which keeps a small model's step short.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], momentum: float = 0.95, decay: float = 0.02) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], momentum: float = 0.95, decay: float = 0.02, compiled: bool = True
+    ) -> None:
         self._groups: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
             self._groups.setdefault(parameter.shape, []).append(parameter)
         self._momentum, self._decay = momentum, decay
         self.buffers = [torch.zeros(len(g), *s, device=g[0].device) for s, g in self._groups.items()]
-        self._orthogonal = torch.compile(orthogonal) if parameters[0].is_cuda else orthogonal
+        self._orthogonal = torch.compile(orthogonal) if compiled and parameters[0].is_cuda else orthogonal
 
     @torch.no_grad()
     def step(self, rate: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.options.engine import read_engine_config, read_parameters
-from minisgl_backend.models.folder import DEMO, is_local
+from minisgl_backend.models.folder import DEMOS, is_local
 from minisgl_backend.process.memory import free_host_bytes
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -30,7 +30,7 @@ def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes
     except OSError:
         return  # not our repository, or one that the server itself will report on
     model = EngineConfig.from_parameters(read_parameters(text)).model
-    if model == DEMO or is_local(model):
+    if model in DEMOS or is_local(model):
         check_folder(read_engine_config(repository), free)
 
 

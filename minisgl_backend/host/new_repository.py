@@ -14,7 +14,7 @@ from minisgl_backend.host.repository import add_infer_models, render_repository
 from minisgl_backend.host.triton_server import check_ascii, is_plain_path
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.choose import load_model_config
-from minisgl_backend.models.folder import DEMO, find_model_dir, is_local
+from minisgl_backend.models.folder import DEMOS, find_model_dir, is_local
 
 
 def write_repository(target: Path, parameters: Mapping[str, str], *, infer: bool = False) -> None:
@@ -84,7 +84,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_model(config: EngineConfig) -> None:
-    if config.model == DEMO or is_local(config.model):
+    if config.model in DEMOS or is_local(config.model):
         folder, trusted = find_model_dir(config.model), config.trust_remote_code
         load_model_config(folder, config.model_impl, trust_remote_code=trusted).check_tensor_parallel(config.tp)
 

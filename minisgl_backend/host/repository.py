@@ -13,7 +13,7 @@ from minisgl_backend.errors import ConfigError
 
 ENGINE_MODEL = "engine"
 INFER_MODEL, INFER_ENGINE = "infer", "engine_infer"
-DEMO_MODEL = "demo"
+DEMO_MODEL, DEMO_VL_MODEL = "demo", "demo-vl"
 CONTROL_MODEL = "control"
 _CONTROL_CONFIG = """name: "control"
 backend: "python"
@@ -122,10 +122,10 @@ def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
 
 
 def _resolve_model(model: str) -> str:
-    if model == DEMO_MODEL:
-        return model
-    from minisgl_backend.models.folder import local_path  # `add_infer_models` and others need no model
+    from minisgl_backend.models.folder import DEMOS, local_path  # `add_infer_models` and others need no model
 
+    if model in DEMOS:
+        return model
     folder = local_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import MappingProxyType
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.installation import model_repository
@@ -12,8 +13,9 @@ from minisgl_backend.models.fetchable import NotFetched, fetched_folder, find_fe
 from minisgl_backend.weights.gguf_index import gguf_files, is_gguf, name_of, only_gguf
 
 DEMO = "demo"
-# Models that come with the project -> their folders.
-_OWN = {DEMO: "demo_model", "demo-eagle3": "demo_eagle3"}  # the second one is an EAGLE-3 head for the first
+# Models that come with the project -> their folders. `demo-vl` sees.
+DEMOS = MappingProxyType({DEMO: "demo_model", "demo-vl": "demo_vl_model"})
+_OWN = {**DEMOS, "demo-eagle3": "demo_eagle3"}  # with an EAGLE-3 head for the first
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _CODE = ["*.py"]
 _IGNORED = ["consolidated*", "original/*"]  # copies of the weights in their authors' format
@@ -42,7 +44,8 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
         return gguf_folder(folder)
     if folder.exists():
         raise ConfigError(
-            f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a .gguf file, a hub id or `demo`"
+            f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a .gguf file, a hub id, `demo` or "
+            "`demo-vl`"
         )
     if model.count("/") > 1 or model.startswith((".", "~", "/")) or model.endswith("/"):
         raise ConfigError(f"model is {model!r}: there is no such folder")
@@ -119,7 +122,7 @@ def _download(model: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=_IGNORED))
     except HFValidationError:
         raise ConfigError(
-            f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, or `demo`"
+            f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, `demo` or `demo-vl`"
         ) from None
     except Exception as error:  # if the hub is unreachable, its client raises errors of several libraries
         raise ConfigError(

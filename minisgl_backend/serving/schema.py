@@ -117,7 +117,7 @@ _EDITED = _WRITTEN + ", but for the part from instance_group on, which is yours 
 _CPU = "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
 
 _TOKENIZER_PARAMETERS = (
-    ("apply_chat_template", "auto", "text_input through the chat template; auto: yes for the demo model only"),
+    ("apply_chat_template", "auto", "text_input through the chat template; auto: yes for the demo models only"),
     ("exclude_input_in_output", "true", "false: answers with stream=false begin with the prompt, unless asked not to"),
 )
 

@@ -20,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
-from minisgl_backend.host.options.engine import is_demo, model_name, read_engine_config
+from minisgl_backend.host.options.engine import demo_name, model_name, read_engine_config
 from minisgl_backend.images.front import open_front
 from minisgl_backend.ipc.adapter_table import ServedAdapters, task_root
 from minisgl_backend.ipc.channel import socket_directory
@@ -67,7 +67,7 @@ class TritonPythonModel:
             settings = CodecSettings.of_model(
                 model,
                 config.max_seq_len_override,
-                apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
+                apply_chat_template=_flag(parameters, "apply_chat_template", demo_name(config, repository) is not None),
                 why_no_images=why_not,
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
             )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from minisgl_backend.config import EngineConfig, read_adapters
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.folder import DEMO, find_model_dir
+from minisgl_backend.models.folder import DEMOS, find_model_dir
 from minisgl_backend.weights.gguf_index import name_of
 
 MULTI_LORA = "vllm_model/1/multi_lora.json"
@@ -35,8 +35,8 @@ def read_engine_config(repository: Path, given: Mapping[str, str] = MappingProxy
         if config.adapters:
             raise ConfigError(f"adapters is {config.adapters!r}; allowed beside {MULTI_LORA}: unset")
         config = dataclasses.replace(config, adapters=adapters)
-    if config.model == DEMO:
-        folder = demo_dir(repository)
+    if config.model in DEMOS:
+        folder = _demo_dir(config.model, repository)
     else:
         folder = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     return dataclasses.replace(config, model=str(folder))
@@ -66,17 +66,17 @@ def read_parameters(config: str) -> Mapping[str, str]:
     return {key: json.loads(value) for key, value in _ENTRY.findall("\n".join(lines))}
 
 
-def is_demo(config: EngineConfig, repository: Path) -> bool:
-    """Whether the model is the one that comes with the project."""
-    return Path(config.model) == demo_dir(repository)
+def demo_name(config: EngineConfig, repository: Path) -> str | None:
+    """Of a model that comes with the project."""
+    return next((name for name in DEMOS if Path(config.model) == _demo_dir(name, repository)), None)
 
 
 def model_name(config: EngineConfig, repository: Path) -> str:
     """What the model is called where no name was chosen."""
-    return DEMO if is_demo(config, repository) else name_of(Path(config.model))
+    return demo_name(config, repository) or name_of(Path(config.model))
 
 
-def demo_dir(repository: Path) -> Path:
-    """The demo model of this repository, or otherwise the one that comes with the package."""
-    own = (repository / "engine" / "demo_model").resolve()
-    return own if own.is_dir() else find_model_dir(DEMO)
+def _demo_dir(name: str, repository: Path) -> Path:
+    """The model of this repository, or otherwise the one that comes with the package."""
+    own = (repository / "engine" / DEMOS[name]).resolve()
+    return own if own.is_dir() else find_model_dir(name)

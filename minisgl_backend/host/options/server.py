@@ -32,7 +32,7 @@ from minisgl_backend.host.options.arguments import (
 )
 from minisgl_backend.host.options.endpoint import ENDPOINT_OPTIONS, EndpointSettings, endpoint_of
 from minisgl_backend.host.options.parser import OptionParser, YamlMissing, set_defaults_from_file
-from minisgl_backend.host.repository import DEMO_MODEL
+from minisgl_backend.host.repository import DEMO_MODEL, DEMO_VL_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.fetchable import NotFetched
@@ -141,6 +141,16 @@ class ServerSettings:
 SERVER_OPTIONS = options_of(ServerSettings)
 
 
+_RED = (
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQMAAACQp+OdAAAAA1BMVEX/AAAZ4gk3AAAAD0lEQVR42mNgGAWjgHwAAAJAAAHg"
+    "TR1EAAAAAElFTkSuQmCC"
+)
+_SEEN = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_RED}"}},
+    {"type": "text", "text": "What colour is the image?"},
+]
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The validated command line."""
@@ -151,15 +161,18 @@ class Arguments:
 
     def example_command(self, *, has_chat_template: bool) -> str:
         """To try the server with: a question where the model answers some, else a text that it goes on with."""
-        is_demo = self.engine_parameters.get("model", DEMO_MODEL) == DEMO_MODEL
-        question = "What is 17 + 25?" if is_demo else "Who are you?"
+        model = self.engine_parameters.get("model", DEMO_MODEL)
+        text = {DEMO_MODEL: "What is 17 + 25?", DEMO_VL_MODEL: "What can you do?"}.get(
+            model, "The capital of France is"
+        )
+        content: Any = _SEEN if model == DEMO_VL_MODEL else "Who are you?"
         body: dict[str, Any] = {"max_tokens": 32}
-        if self.endpoint is not None and has_chat_template and not is_demo:
-            body["messages"] = [{"role": "user", "content": question}]
+        if self.endpoint is not None and has_chat_template and model != DEMO_MODEL:
+            body["messages"] = [{"role": "user", "content": content}]
             head = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if self.endpoint.api_keys else ""
             url, rest = f"{self.endpoint.url}/v1/chat/completions", f" -H 'Content-Type: application/json'{head}"
         else:
-            body["text_input"] = question if is_demo else "The capital of France is"
+            body["text_input"] = text
             url, rest = f"{self.server.address}/v2/models/ensemble/generate", ""
         return f"curl -s {url}{rest} -d '{json.dumps(body, separators=(',', ':'))}'"
 

@@ -130,7 +130,7 @@ def test_options_become_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
-@pytest.mark.parametrize("model", ["demo", "Qwen/Qwen3-0.6B", "gpt2"])
+@pytest.mark.parametrize("model", ["demo", "demo-vl", "Qwen/Qwen3-0.6B", "gpt2"])
 def test_names_of_models_stay(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_options({"model": model}) == {"model": model}
@@ -148,6 +148,6 @@ def test_wrong_values_are_named(name: str, value: str) -> None:
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"that folder has no config\.json; allowed: a folder, a \.gguf file, a hub id or"
+        ConfigError, match=r"that folder has no config\.json; allowed: a folder, a \.gguf file, a hub id, `demo` or"
     ):
         parse_options({"model": str(tmp_path)})

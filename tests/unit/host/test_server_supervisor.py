@@ -44,6 +44,7 @@ def test_the_example_suits_the_model(tmp_path: Path) -> None:
     demo = parse_arguments([]).example_command(has_chat_template=True)
     assert demo.endswith("""generate -d '{"max_tokens":32,"text_input":"What is 17 + 25?"}'""")
     assert "17 + 25" in parse_arguments(["demo", "--tp", "2"]).example_command(has_chat_template=True)
+    assert "What colour" in parse_arguments(["demo-vl"]).example_command(has_chat_template=True)
     (tmp_path / "config.json").write_text("{}")
     arguments = parse_arguments([str(tmp_path)])
     assert "9000/v1/chat/completions" in arguments.example_command(has_chat_template=True)

@@ -17,7 +17,9 @@ def test_a_folder(tmp_path: Path) -> None:
     assert find_model_dir(str(tmp_path)) == tmp_path.resolve()
 
 
-@pytest.mark.parametrize(("name", "folder"), [("demo", "demo_model"), ("demo-eagle3", "demo_eagle3")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("demo", "demo_model"), ("demo-vl", "demo_vl_model"), ("demo-eagle3", "demo_eagle3")]
+)
 def test_the_demo_model_and_its_head_are_found_beside_the_package(name: str, folder: str) -> None:
     assert find_model_dir(name).parts[-3:] == ("model_repository", "engine", folder)
 

@@ -8,7 +8,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.options.engine import is_demo, read_engine_config, read_parameters
+from minisgl_backend.host.options.engine import demo_name, read_engine_config, read_parameters
 from minisgl_backend.serving.schema import ENSEMBLES, MODELS, outdated_configs, write_configs
 from minisgl_backend.serving.tensors import ENDPOINT_INPUTS, IMAGE_INPUTS, INPUTS, OUTPUTS, TENSORS
 
@@ -61,7 +61,7 @@ def test_parsed_by_the_real_grammar() -> None:
 
 def test_engine_options_are_read_from_the_repository(tmp_path: Path) -> None:
     config = read_engine_config(REPOSITORY)
-    assert is_demo(config, REPOSITORY)
+    assert demo_name(config, REPOSITORY) == "demo"
     assert config == EngineConfig(model=str(REPOSITORY / "engine" / "demo_model"))
     text = """
     # parameters { key: "tp" value: { string_value: "8" } }
