@@ -118,6 +118,9 @@ def test_every_engine_option_has_its_flags() -> None:
             if option.allowed == "any text":
                 assert parse_arguments([flag, "?"]).engine_parameters == {option.name: "?"}
                 continue
+            if option.allowed == "a folder":
+                assert parse_arguments([flag, "?"]).engine_parameters == {option.name: str(Path("?").absolute())}
+                continue
             with pytest.raises(ConfigError, match=option.name):
                 parse_arguments([flag, ""] if option.name == "model" else [flag, "?"])
             if option.name == "model":
