@@ -59,6 +59,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Adapters": (
         "adapters",
+        "merge_adapter",
         "max_adapters",
         "adapter_dir",
         "max_lora_rank",

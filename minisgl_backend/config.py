@@ -293,6 +293,13 @@ class EngineConfig:
         f"NAME=FOLDER, more of them after commas; up to {MAX_ADAPTERS}, names of up to {MAX_ADAPTER_NAME} characters",
         lambda value: read_adapters(value) is not None,
     )
+    merge_adapter: str | None = option(
+        None,
+        "folder of one LoRA adapter that becomes a part of the weights while they are read, which have 16 or 32 bits: "
+        "steps cost what the base's do, and DoRA is applied",
+        "a folder as PEFT writes it",
+        lambda value: bool(value.strip()),
+    )
     max_adapters: int | None = option(
         None,
         "slots for adapters on each device; where more are asked for at a time, they take turns; unset: one for each "

@@ -49,6 +49,7 @@ _REFUSED = {
     "use_qalora": _VARIANT,
     "velora_config": _VARIANT,
 }
+_MERGED = frozenset({"use_dora"})  # of those, what is right where the adapter is merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,12 @@ class LoraConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     divides_by_root: bool  # rsLoRA: the scale is alpha / sqrt(rank)
+    has_magnitudes: bool = False  # DoRA
 
     @classmethod
-    def read(cls, folder: Path) -> LoraConfig:
-        """Raises ConfigError naming the file, the key, its value and what is allowed."""
+    def read(cls, folder: Path, *, merged: bool = False) -> LoraConfig:
+        """merged: into the base's weights, which allows DoRA. Raises ConfigError naming the file, the key, its value
+        and what is allowed."""
         path = folder / CONFIG_FILE
         if not path.is_file():
             raise ConfigError(f"{folder} has no {CONFIG_FILE}; an adapter is a folder as PEFT's save_pretrained writes")
@@ -73,8 +76,9 @@ class LoraConfig:
         if (kind := found.get("peft_type")) != "LORA":
             keys.refuse("peft_type", kind, "another kind of adapter", "LORA")
         for key, value in found.items():
-            if key in _REFUSED and value not in (None, False, [], {}):
-                keys.refuse(key, value, _REFUSED[key], "null or false; or merge the adapter into its base with PEFT")
+            if key in _REFUSED and value not in (None, False, [], {}) and not (merged and key in _MERGED):
+                way = "--merge-adapter" if key in _MERGED else "merge the adapter into its base with PEFT"
+                keys.refuse(key, value, _REFUSED[key], f"null or false; or {way}")
         keys.check_others()
         return cls(
             path=path,
@@ -83,6 +87,7 @@ class LoraConfig:
             rank_pattern=keys.pattern("rank_pattern", keys.rank),
             alpha_pattern=keys.pattern("alpha_pattern", keys.number),
             divides_by_root=keys.flag("use_rslora"),
+            has_magnitudes=merged and keys.flag("use_dora"),
         )
 
     def rank_of(self, module: str) -> int:

@@ -10,25 +10,23 @@ import torch
 from torch import nn
 
 from minisgl_backend.adapters.served import ServedAdapter
-from minisgl_backend.adapters.tensors import AdapterTensors, Factors
+from minisgl_backend.adapters.tensors import AdapterTensors, Factors, module_names
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.lora.choose import choose_lora
 from minisgl_backend.kernels.lora.reference import LoraFactors, LoraLayout
-from minisgl_backend.layers.linear import AdaptedLinear
-from minisgl_backend.layers.lora import LoraSite
+from minisgl_backend.layers.embedding import EmbeddingAdapters
+from minisgl_backend.layers.lora import AdaptedWeight, LoraSite
 from minisgl_backend.weights.loader import Read, TensorReads, plan_reads
-from minisgl_backend.weights.method import LinearMethod, LinearSpec
+from minisgl_backend.weights.method import LinearSpec
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.parts import WeightPart
 
 _BASE_BYTES = 8 << 30
 _ROWS_AT_ONCE = 8192  # of weights, while they are compared
-# What names begin with where the model was trained within another class than it is served as.
-_WRAPPERS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("", "model."))
 
 
 class _Place(NamedTuple):
-    layer: AdaptedLinear
+    layer: AdaptedWeight
     output: int  # which of its outputs
 
 
@@ -62,9 +60,9 @@ class AdapterSlots:
         self._places: dict[str, _Place] = {}  # by the outputs' names here
         parts = []
         for layer in model.modules():
-            if not isinstance(layer, AdaptedLinear):
+            if not isinstance(layer, AdaptedWeight):
                 continue
-            for index, (output, rows) in enumerate(layer.method.spec.rows()):
+            for index, (output, rows) in enumerate(layer.lora_spec.rows()):
                 self._places[output.name] = _Place(layer, index)
                 target = torch.empty(rows.stop - rows.start, 1, device="meta")
                 parts.append(output.part("weight", (output.size, 1), target))
@@ -85,7 +83,7 @@ class AdapterSlots:
             self.load(number + 1, number)
         for count in self._kernels.row_counts:  # kernels are compiled now, not in the first step that needs them
             for layer in {layout: layer for layer, layout in self._layouts.items()}.values():
-                self._try(layer, count)
+                layer.try_adapters(torch.ones(count, dtype=torch.int32, device=device))
 
     @property
     def num_slots(self) -> int:
@@ -102,7 +100,7 @@ class AdapterSlots:
     @property
     def most_file_bytes(self) -> int:
         """Of a file with an adapter as large as a slot, in any number format, and weights of the base beside it."""
-        specs = [(place.layer.method.spec, place.output) for place in self._places.values()]
+        specs = [(place.layer.lora_spec, place.output) for place in self._places.values()]
         numbers = sum(spec.input_size + spec.outputs[output].size for spec, output in specs)
         rank = max(self._ranks.values(), default=0)
         return 8 * numbers * rank + _BASE_BYTES
@@ -127,16 +125,16 @@ class AdapterSlots:
                     "allowed: a server that is started with a max_lora_rank as large"
                 )
             rows = read.part.ordered(_outputs(read, factors.b))
-            inputs = _local_inputs(factors.a, place.layer.method.spec)
+            inputs = _local_inputs(factors.a, place.layer.lora_spec)
             factors_of[place.layer].fill(0, place.output, inputs, rows.float() * factors.scale)
         return memory[0]
 
     def size_of(self, module: str) -> tuple[int, int]:
         """Inputs and outputs of a module, by its name in checkpoints. Raises ConfigError."""
-        reads = next((self._reads[name] for name in self._candidates(module) if name in self._reads), None)
+        reads = next((self._reads[name] for name in module_names(self._names, module) if name in self._reads), None)
         if reads is None:
             raise ConfigError(f"{module} is no linear layer that this model computes with adapters")
-        return self._place(reads.reads[0].part).layer.method.spec.input_size, reads.shape[0]
+        return self._place(reads.reads[0].part).layer.lora_spec.input_size, reads.shape[0]
 
     def keep(self, number: int, ready: torch.Tensor) -> None:
         """The host has an adapter more, as `ready` made it."""
@@ -146,35 +144,30 @@ class AdapterSlots:
         """The host has it no more; it is in no slot. An unknown number is ignored."""
         self._adapters.pop(number, None)
 
-    def _try(self, layer: AdaptedLinear, count: int) -> None:
-        """Adds what an adapter makes of so many rows, to nothing."""
-        size_out, size_in = layer.method.spec.shape
-        x, out = self._slots.new_zeros(count, size_in), self._slots.new_zeros(count, size_out)
-        assert layer.lora is not None, "it has room for adapters"
-        layer.lora.add_to(out, x, torch.ones(count, dtype=torch.int32, device=self._slots.device))
-
     def _check_base(self, adapter: AdapterTensors) -> None:
         """Raises ConfigError unless what the adapter has of the base is this model's."""
-        for module, weight in adapter.base.items():
+        for module, stored in adapter.base.items():
             reads = self._find(adapter, module)
-            if tuple(weight.shape) != (reads.shape[0], self._place(reads.reads[0].part).layer.method.spec.input_size):
+            layer = self._place(reads.reads[0].part).layer
+            weight = stored.T if isinstance(layer, EmbeddingAdapters) else stored
+            if tuple(weight.shape) != (reads.shape[0], layer.lora_spec.input_size):
                 raise ConfigError(
                     f"{adapter.folder}: {module}.base_layer.weight has shape {tuple(weight.shape)}; this model's has "
                     f"{reads.shape[0]} outputs: tokens were added when it was trained"
                 )
             for read in reads.reads:
                 layer, output = self._place(read.part)
-                rows = [rows for _, rows in layer.method.spec.rows()][output]
+                rows = [rows for _, rows in layer.lora_spec.rows()][output]
                 theirs = read.part.ordered(_outputs(read, weight))
-                if not _equal(layer.method, rows, _local_inputs(theirs, layer.method.spec)):
+                if not _equal(layer, rows, _local_inputs(theirs, layer.lora_spec)):
                     raise ConfigError(
                         f"{adapter.folder}: {module}.base_layer.weight differs from this model's, as if it had been "
                         "trained beside the adapter; allowed: the base's, or none (save_embedding_layers=False)"
                     )
 
-    def _largest_ranks(self, adapters: Iterable[AdapterTensors], rank: int) -> dict[AdaptedLinear, int]:
+    def _largest_ranks(self, adapters: Iterable[AdapterTensors], rank: int) -> dict[AdaptedWeight, int]:
         """By layer, at least `rank` of each unless that is 0."""
-        ranks: dict[AdaptedLinear, int] = {}
+        ranks: dict[AdaptedWeight, int] = {}
         multiple = self._kernels.rank_multiple
         needs = [(place.layer, len(factors.a)) for one in adapters for place, _, factors in self._placed(one)]
         needs += [(place.layer, rank) for place in self._places.values() if rank]
@@ -182,11 +175,11 @@ class AdapterSlots:
             ranks[layer] = max(ranks.get(layer, 0), -(-size // multiple) * multiple)
         return ranks
 
-    def _layout(self, layer: AdaptedLinear) -> LoraLayout:
-        spec = layer.method.spec
+    def _layout(self, layer: AdaptedWeight) -> LoraLayout:
+        spec = layer.lora_spec
         return LoraLayout(tuple(output.local for output in spec.outputs), spec.local_inputs, self._ranks[layer])
 
-    def _factors(self, memory: torch.Tensor) -> dict[AdaptedLinear, LoraFactors]:
+    def _factors(self, memory: torch.Tensor) -> dict[AdaptedWeight, LoraFactors]:
         """memory: [slots, numbers of a slot]."""
         found, start = {}, 0
         for layer, layout in self._layouts.items():
@@ -210,7 +203,7 @@ class AdapterSlots:
         return self._places[part.name.removesuffix(".weight")]
 
     def _find(self, adapter: AdapterTensors, module: str) -> TensorReads:
-        reads = next((self._reads[name] for name in self._candidates(module) if name in self._reads), None)
+        reads = next((self._reads[name] for name in module_names(self._names, module) if name in self._reads), None)
         if reads is None:
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in self._reads}))
             raise ConfigError(
@@ -221,19 +214,13 @@ class AdapterSlots:
 
     def _read(self, adapter: AdapterTensors, module: str, factors: Factors) -> TensorReads:
         reads = self._find(adapter, module)
-        size_in, size_out = self._place(reads.reads[0].part).layer.method.spec.input_size, reads.shape[0]
+        size_in, size_out = self._place(reads.reads[0].part).layer.lora_spec.input_size, reads.shape[0]
         if (factors.a.shape[1], len(factors.b)) != (size_in, size_out):
             raise ConfigError(
                 f"{adapter.folder}: {module} has lora_A for {factors.a.shape[1]} inputs and lora_B for "
                 f"{len(factors.b)} outputs; this model's has {size_in} and {size_out}: it is of another base"
             )
         return reads
-
-    def _candidates(self, module: str) -> Iterable[str]:
-        yield self._names.here(f"{module}.").removesuffix(".")
-        for theirs, ours in _WRAPPERS:
-            if module.startswith(theirs):
-                yield ours + module.removeprefix(theirs)
 
 
 def _outputs(read: Read, weight: torch.Tensor) -> torch.Tensor:
@@ -242,10 +229,10 @@ def _outputs(read: Read, weight: torch.Tensor) -> torch.Tensor:
     return rows if read.outputs is None else read.outputs.of(rows, 0)
 
 
-def _equal(method: LinearMethod, rows: slice, theirs: torch.Tensor) -> bool:
+def _equal(layer: AdaptedWeight, rows: slice, theirs: torch.Tensor) -> bool:
     """Whether these outputs of a weight are the numbers `theirs`; False for formats that do not tell theirs."""
     try:
-        own = method.dequantized()[rows]
+        own = layer.numbers()[rows]
     except NotImplementedError:
         return False
     parts = zip(own.split(_ROWS_AT_ONCE), theirs.split(_ROWS_AT_ONCE), strict=True)

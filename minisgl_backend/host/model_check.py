@@ -52,6 +52,8 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
         raise ConfigError(
             f"adapter_dir is {config.adapter_dir!r}, which is no folder; allowed: one with adapters' folders"
         )
+    if config.merge_adapter is not None:
+        LoraConfig.read(Path(config.merge_adapter), merged=True)
     if config.runner == "null":
         return
     model.check_tensor_parallel(config.tp)

@@ -39,11 +39,23 @@ def parse_options(given: Mapping[str, str]) -> dict[str, str]:
         values["model"] = _resolve_model(values["model"])
     config = EngineConfig(**values)
     if values.get("adapters"):  # as the model's, from wherever the server is started
-        folders = {name: os.path.abspath(os.path.expanduser(folder)) for name, folder in config.adapter_folders.items()}
+        folders = {name: _adapter(folder) for name, folder in config.adapter_folders.items()}
         values["adapters"] = ",".join(f"{name}={folder}" for name, folder in folders.items())
     if values.get("adapter_dir"):
-        values["adapter_dir"] = os.path.abspath(os.path.expanduser(values["adapter_dir"]))
+        values["adapter_dir"] = _absolute(values["adapter_dir"])
+    if config.merge_adapter is not None:
+        values["merge_adapter"] = _adapter(config.merge_adapter)
     return {name: _parameter_text(value) for name, value in values.items()}
+
+
+def _adapter(folder: str) -> str:
+    from minisgl_backend.models.folder import adapter_path  # as of `_resolve_model`
+
+    return _absolute(adapter_path(folder))
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def render_repository(source: Path, target: Path, parameters: Mapping[str, str], *, link_folders: bool = True) -> None:

@@ -22,7 +22,8 @@ import triton
 KERNELS = frozenset(
     {
         "_vector_kernel", "_sliced_kernel", "_linear_kernel", "decode_kernel", "balanced_decode_kernel",
-        "_rms_norm_kernel", "_activate_mul_kernel", "_rope_store_kernel", "sample_kernel",
+        "_rms_norm_kernel", "_activate_mul_kernel", "_rope_store_kernel", "sample_kernel", "_shrink_few_kernel",
+        "_expand_few_kernel",
     }
 )  # fmt: skip
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -10,9 +10,31 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.layers.linear import AdaptedLinear
+from minisgl_backend.layers.lora import AdaptedWeight
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
+
+
+class EmbeddingAdapters(AdaptedWeight):
+    """The adapters of an embedding, whose inputs are tokens and whose outputs its vectors' numbers."""
+
+    def __init__(self, embedding: Embedding, name: str, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # which is no module within this one
+        output = LinearOutput(name=name, size=hidden_size, start=0, local=hidden_size)
+        self._spec = LinearSpec(outputs=(output,), input_size=vocab_size, local_inputs=vocab_size)
+
+    @property
+    def lora_spec(self) -> LinearSpec:
+        return self._spec
+
+    def try_adapters(self, slots: torch.Tensor) -> None:
+        self._embedding[0](slots, slots)
+
+    def numbers(self) -> torch.Tensor:
+        (embedding,) = self._embedding
+        return embedding.weight.T if embedding.method is None else embedding.method.dequantized().T
 
 
 class Embedding(WeightedLayer):
@@ -33,10 +55,14 @@ class Embedding(WeightedLayer):
         )
         if self.method is None:
             self.weight = layer_context.parameter(vocab_size, hidden_size)
+        self.adapters = EmbeddingAdapters(self, self._name, vocab_size, hidden_size)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids int [num_tokens] -> [num_tokens, hidden_size]."""
+    def forward(self, token_ids: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """token_ids int [num_tokens] -> [num_tokens, hidden_size]. slots: of adapters, int32 [num_tokens]; None: no
+        token has one."""
         vectors = self.rows(token_ids)
+        if slots is not None and (lora := self.adapters.lora) is not None:
+            lora.add_rows(vectors, token_ids, slots)
         return vectors if self._multiplier == 1.0 else vectors.mul_(self._multiplier)
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,30 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.linear.call import GemmCall
-from minisgl_backend.layers.lora import LoraSite
+from minisgl_backend.layers.lora import AdaptedWeight
 from minisgl_backend.layers.norm import Norm, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec
 
 
-class AdaptedLinear(nn.Module):
-    """One linear weight, which may have adapters: the residual stream's field by row is then each token's slot."""
+class AdaptedLinear(AdaptedWeight):
+    """One linear weight."""
 
     method: LinearMethod
-    lora: LoraSite | None = None  # None: no adapter changes this layer
 
-    def adapt(self, lora: LoraSite) -> None:
-        """From now on."""
-        self.lora = lora
+    @property
+    def lora_spec(self) -> LinearSpec:
+        return self.method.spec
+
+    def try_adapters(self, slots: torch.Tensor) -> None:
+        assert self.lora is not None, "it has room for adapters"
+        method = self.method
+        x = self.lora.factors.a.new_zeros(len(slots), method.spec.local_inputs)
+        self.lora.multiply(method, x, slots, GemmCall(bias=method.added_bias))
+
+    def numbers(self) -> torch.Tensor:
+        return self.method.dequantized()
 
 
 class ColumnParallelLinear(AdaptedLinear):
@@ -87,13 +95,11 @@ class ColumnParallelLinear(AdaptedLinear):
         adapters, see `LoraSite`; None: no token has one. feeds: see `GemmCall`; not with slots, since the adapters of
         the weight that it is read its input in 16 bits."""
         method = self.method
-        if slots is not None and self.lora is not None:
-            x = x if norm is None else norm(x)
-            out = method.multiply(x, method.operand, GemmCall(bias=method.added_bias))
-            return self.lora.add_to(out, x, slots, activation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         fed = feeds if slots is None else None
         call = GemmCall(weight, eps, method.added_bias, activation=activation, feeds=fed)
+        if slots is not None and self.lora is not None:
+            return self.lora.multiply(method, x, slots, call, norm)
         return method.multiply(x, method.operand, call)
 
     def empty_outputs(self, num_tokens: int) -> torch.Tensor:
@@ -173,5 +179,7 @@ class RowParallelLinear(AdaptedLinear):
         """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
         rank's partial sum of x @ weight.T. slots: of adapters, as of `ColumnParallelLinear`."""
         method = self.method
-        out = method.multiply(x, method.operand, GemmCall(bias=method.added_bias, residual=added_to))
-        return out if slots is None or self.lora is None else self.lora.add_to(out, x, slots)
+        call = GemmCall(bias=method.added_bias, residual=added_to)
+        if slots is not None and self.lora is not None:
+            return self.lora.multiply(method, x, slots, call)
+        return method.multiply(x, method.operand, call)

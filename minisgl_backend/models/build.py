@@ -20,7 +20,7 @@ from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.load_config import LoadConfig
-from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.files import Checkpoint, Readable
 from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.gguf import log_kept
 from minisgl_backend.weights.kv_scales import is_kv_scale
@@ -135,10 +135,13 @@ def _load(
     left_out = tuple(prefix for prefix in config.tensor_names.left_out if prefix not in others)
     if config.encoder is not None:  # which reads what is left out here
         others, left_out = (*others, *left_out), ()
+    source: Readable = checkpoint
+    if load.merge is not None:
+        source = load.merge(checkpoint, config.tensor_names, config.tie_word_embeddings)
     load_weights(
         weight_parts(model),
         dataclasses.replace(config.tensor_names, left_out=left_out),
-        checkpoint,
+        source,
         load.device,
         load.on_progress,
         model=config.architecture,

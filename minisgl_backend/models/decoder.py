@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         For the others the last layer's mixer only keeps what later tokens see, unless `ctx.aux` requests all: that
         saves most of one layer in a long prompt's prefill.
         """
-        hidden = self.embed_tokens(tokens.token_ids)
+        hidden = self.embed_tokens(tokens.token_ids, tokens.by_row)
         if tokens.given is not None:
             hidden = tokens.given.placed(hidden)
         micro_batches: MicroBatches = (Residual(hidden, self._tp, by_row=tokens.by_row),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.process.progress import Progress, no_progress
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.files import Readable
+from minisgl_backend.weights.names import TensorNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +27,8 @@ class LoadConfig:
     dummy_weights: bool = False  # no files are read but config.json's
     trust_remote_code: bool = False  # of transformers' classes
     on_progress: Progress = no_progress
+    # Of the model's checkpoint, its names, and whether its output projection has the embedding's weight: what is read
+    # in its place, with an adapter merged into it. None: the checkpoint itself.
+    merge: Callable[[Readable, TensorNames, bool], Readable] | None = None
     # `models.mtp_head` loads the first of the checkpoint's layers for drafts: it is not said that it is left out.
     uses_draft_layer: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,16 @@ from minisgl_backend.process.memory import in_words
 from minisgl_backend.weights.gguf_index import INDEX
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
+
+
+class Readable(Protocol):
+    """What is asked of a checkpoint to fill weights: see `Checkpoint`."""
+
+    def names(self) -> set[str]: ...
+
+    def path(self, name: str) -> Path: ...
+
+    def slices(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Any]]: ...
 
 
 class Checkpoint:

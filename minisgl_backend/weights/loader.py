@@ -15,7 +15,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.progress import Progress
-from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.files import Readable
 from minisgl_backend.weights.names import Stored, TensorNames
 from minisgl_backend.weights.parts import StoredRows, WeightPart
 from minisgl_backend.weights.shards import hint_at_prefix, some
@@ -176,7 +176,7 @@ def _append(plan: dict[str, TensorReads], name: str, empty: TensorReads, read: R
 def load_weights(
     parts: Sequence[WeightPart],
     names: TensorNames,
-    checkpoint: Checkpoint,
+    checkpoint: Readable,
     device: torch.device,
     on_progress: Progress,
     *,

@@ -39,6 +39,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "schedule_policy": ("sjf", ""),
     "background_slowdown": (0.9, "twice", float("nan")),
     "adapters": ("a", "a=", "=folder", "a=x,a=y", 5),
+    "merge_adapter": ("", " "),
     "max_adapters": (0, -1, "all"),
     "adapter_dir": ("", " ", 5),
     "max_lora_rank": (0, 513, "all"),

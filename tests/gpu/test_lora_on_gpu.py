@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
+from minisgl_backend.kernels.linear.call import GemmCall
 from minisgl_backend.kernels.lora.reference import LoraFactors, LoraLayout, add_lora
 from tests.adapter_folders import merge, save_for
 from tests.parity.checkpoints import reference_model, save_checkpoint
@@ -26,7 +27,7 @@ SIZES = [((4096, 1024, 1024), 5120, 16), ((5120,), 17408, 16), ((96, 48), 1030, 
 def test_what_is_added_to_a_row_is_right_and_hangs_on_no_other(
     sizes: tuple[int, ...], size_in: int, rank: int, dtype: torch.dtype, rows: int
 ) -> None:
-    from minisgl_backend.kernels.lora.gpu import add_lora_gpu
+    from minisgl_backend.kernels.lora.gpu import TritonLora
 
     torch.manual_seed(rows)
     device, num_slots = torch.device("cuda"), 9
@@ -41,13 +42,92 @@ def test_what_is_added_to_a_row_is_right_and_hangs_on_no_other(
     exact, found = out.double(), out.clone()
     double = dataclasses.replace(factors, a=factors.a.double(), b=factors.b.double())
     add_lora(exact, x.double(), slots, double)
-    add_lora_gpu(found, x, slots, factors)
+    lora = TritonLora(x.device, dtype)
+    lora.add(found, x, slots, factors)
     scale = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[dtype]
     torch.testing.assert_close(found.double(), exact, rtol=scale, atol=scale)
     for row in range(0, rows, max(rows // 16, 1)):
         alone = out[row : row + 1].clone()
-        add_lora_gpu(alone, x[row : row + 1], slots[row : row + 1], factors)
+        lora.add(alone, x[row : row + 1], slots[row : row + 1], factors)
         assert torch.equal(alone[0], found[row])
+
+
+CALLS = {
+    "qkv": ((1024, 256, 256), 5120),
+    "o": ((5120,), 1024),
+    "gate_up": ((1024, 1024), 5120),
+    "down": ((5120,), 3072),
+}
+
+
+def _chain(
+    lora: Any, kernels: Any, weights: dict[str, torch.Tensor], factors: dict[str, LoraFactors], hidden: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The GEMMs of a layer, whatever is between them."""
+    ops = kernels.device.ops
+    norm_weight = torch.linspace(0.5, 1.5, hidden.shape[1], device=hidden.device).to(hidden.dtype)
+
+    def run(name: str, x: torch.Tensor, call: GemmCall) -> torch.Tensor:
+        norm = None if call.norm_weight is None else lambda rows: ops.rms_norm(rows, norm_weight, 1e-6)
+        return lora.linear(kernels.linear, weights[name], x, slots, factors[name], call, norm)
+
+    qkv = run("qkv", hidden, GemmCall(norm_weight, 1e-6))
+    hidden = run("o", qkv[:, :1024].contiguous(), GemmCall(residual=hidden))
+    gated = run("gate_up", hidden, GemmCall(norm_weight, 1e-6, activation="silu"))
+    return run("down", gated.repeat(1, 3), GemmCall(residual=hidden))
+
+
+def _exact(
+    weights: dict[str, torch.Tensor], factors: dict[str, LoraFactors], hidden: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    def run(name: str, x: torch.Tensor) -> torch.Tensor:
+        one = factors[name]
+        out = x @ weights[name].double().T
+        add_lora(out, x, slots, dataclasses.replace(one, a=one.a.double(), b=one.b.double()))
+        return out
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.linspace(0.5, 1.5, x.shape[1], device=x.device)
+        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * weight.to(torch.bfloat16).double()
+
+    hidden = hidden.double()
+    hidden = hidden + run("o", run("qkv", normed(hidden))[:, :1024])
+    gate, up = run("gate_up", normed(hidden)).chunk(2, dim=1)
+    return hidden + run("down", (torch.nn.functional.silu(gate) * up).repeat(1, 3))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64, 80])
+def test_gemms_with_adapters_are_right_and_the_same_when_captured(rows: int) -> None:
+    from minisgl_backend.kernels.linear.kernels import GemmDevice, PlainKernels
+    from minisgl_backend.kernels.lora.gpu import TritonLora
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(rows)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    lora, kernels = TritonLora(device, dtype), PlainKernels(GemmDevice(TritonOps(device), device))
+    weights, factors = {}, {}
+    for name, (sizes, size_in) in CALLS.items():
+        weights[name] = torch.randn(sum(sizes), size_in, device=device).to(dtype) * size_in**-0.5
+        layout = LoraLayout(sizes, size_in, 16)
+        factors[name] = LoraFactors.within(torch.zeros(4, layout.size, dtype=dtype, device=device), layout)
+        factors[name].a.normal_(0, size_in**-0.5)
+        factors[name].b.normal_(0, 0.25)
+        factors[name].a[-1], factors[name].b[-1] = torch.nan, torch.nan
+    hidden = torch.randn(rows, 5120, device=device).to(dtype)
+    slots = (torch.arange(rows, device=device) % 4).int()
+    slots[0] = 1
+    exact = _exact(weights, factors, hidden, slots)
+    found = [_chain(lora, kernels, weights, factors, hidden.clone(), slots)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _chain(lora, kernels, weights, factors, hidden.clone(), slots)
+    for _ in range(3):
+        graph.replay()
+        found.append(captured.clone())
+    for one in found:
+        torch.testing.assert_close(one.double(), exact, rtol=3e-2, atol=6e-2)
+        assert torch.equal(one, found[1]) or one is found[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graph_max_bs": 0}], ids=["graphs", "launched"])

@@ -39,7 +39,9 @@ class PagedModel:
         dtype: torch.dtype = torch.float32,
         model_impl: str = "native",
         quantization: str | None = None,
+        merge: Any = None,
     ) -> None:
+        """merge: see `LoadConfig`."""
         tp = tp or TensorParallel.single()
         config = load_model_config(folder, model_impl)
         self.device = torch.device(device)
@@ -50,7 +52,9 @@ class PagedModel:
             ),
             tp_size=tp.size,
         )
-        load = LoadConfig(dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=quantization)
+        load = LoadConfig(
+            dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=quantization, merge=merge
+        )
         if model_impl == "transformers":
             self.model: Any = build_fallback(config, folder, load)
         else:
@@ -129,7 +133,9 @@ class PagedModel:
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
-        logits = self.model.logits(self.model(change(ModelInput(input_ids, flat_positions)), ctx)).cpu()
+        given = change(ModelInput(input_ids, flat_positions))
+        adapters = given.by_row if given.by_row is None or last is None else given.by_row[last]
+        logits = self.model.logits(self.model(given, ctx), adapters).cpu()
         parts = zip(new, logits.split([1] * len(new) if last_only else counts), strict=True)
         return {row: part if last_only else part[again[row] :] for row, part in parts}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import pytest
 import torch
 
 from minisgl_backend.adapters import slots as slots_module
+from minisgl_backend.adapters.merge import MergedCheckpoint
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.tensors import AdapterTensors
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.lora.choose import LoraKernels
-from minisgl_backend.kernels.lora.reference import LoraFactors, add_lora
-from minisgl_backend.kernels.torch_ops import activate_mul
+from minisgl_backend.kernels.lora.reference import LoraFactors, LoraKernels
 from tests.adapter_folders import factors, merge, save_adapter, save_for
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
@@ -47,6 +47,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 0.5},
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "rank_pattern": {"embed_tokens": 7}},
+    "embedding-rslora": {"base": "llama", "target_modules": ["embed_tokens"], "use_rslora": True},
+    "scaled-embedding": {"base": "gemma3", "target_modules": ["embed_tokens", "v_proj"]},
+    "multiplied-embedding": {"base": "granite", "target_modules": ["embed_tokens", "lm_head"]},
+    "output-projection": {"base": "llama", "target_modules": ["lm_head", "o_proj"]},
+    "tied-output-projection": {"target_modules": ["lm_head"]},
+    "short-convolutions": {"base": "lfm2", "target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]},
+    "states": {"base": "qwen3_5", "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]},
+    "latents": {"base": "deepseek_v3", "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
 }
 
 
@@ -83,22 +92,77 @@ def test_rows_of_a_mixed_batch_are_those_of_merged_weights(name: str, tmp_path: 
         torch.testing.assert_close(found[row], alone, rtol=1e-5, atol=1e-5)
 
 
+MERGED: dict[str, dict[str, Any]] = {
+    "plain": {"rank_pattern": {"down_proj": 7}},
+    "dora": {"use_dora": True},
+    "rsdora-with-patterns": {"use_dora": True, "use_rslora": True, "alpha_pattern": {"q_proj": 3}},
+    "fused": {"base": "phi3", "use_dora": True},
+    "untied": {"base": "llama", "target_modules": ["embed_tokens", "lm_head", "k_proj"]},
+    "latents": {"base": "deepseek_v3", "target_modules": ["kv_b_proj", "q_a_proj", "o_proj"], "use_dora": True},
+    "states": {"base": "qwen3_5", "target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "down_proj"]},
+}
+
+
+def peft_model(folder: Path, base: str = "qwen3-tied-sharded", **options: Any) -> Any:
+    """A checkpoint in folder/base with an adapter by PEFT in folder/adapter, neither of them trivial; the model of
+    transformers with it."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    save_checkpoint(base, folder / "base")
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
+    model = peft.get_peft_model(reference_model(folder / "base"), peft.LoraConfig(**options)).eval()
+    torch.manual_seed(len(str(options)))
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
+        elif "lora_" in name:
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+@torch.no_grad()
+def assert_as(found: torch.Tensor, model: Any, prompt: list[int]) -> None:
+    torch.testing.assert_close(found, model(torch.tensor([prompt])).logits[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_of_peft(variant: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    save_checkpoint("qwen3-tied-sharded", tmp_path / "base")
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **VARIANTS[variant]}
-    model = peft.get_peft_model(reference_model(tmp_path / "base"), peft.LoraConfig(**options)).eval()
-    torch.manual_seed(len(variant))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0, 0.3)
-    model.save_pretrained(tmp_path / "adapter")
+    model = peft_model(tmp_path, **VARIANTS[variant])
     paged = PagedModel(tmp_path / "base", page_size=4)
     with_adapters(paged, [tmp_path / "adapter"])
-    with torch.no_grad():
-        expected = model(torch.tensor([PROMPTS[2]])).logits[0]
-    torch.testing.assert_close(logits(paged, {0: PROMPTS[2]}, [1])[0], expected, rtol=1e-4, atol=1e-4)
+    assert_as(logits(paged, {0: PROMPTS[2]}, [1])[0], model, PROMPTS[2])
+
+
+@pytest.mark.parametrize("variant", MERGED)
+def test_a_merged_adapter_is_pefts(variant: str, tmp_path: Path) -> None:
+    model = peft_model(tmp_path, **MERGED[variant])
+    adapter = AdapterTensors.read(tmp_path / "adapter", merged=True)
+    paged = PagedModel(tmp_path / "base", page_size=4, merge=partial(MergedCheckpoint, adapter))
+    assert_as(paged.step({0: PROMPTS[2]}, {})[0], model, PROMPTS[2])
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    save_checkpoint("qwen3-tied-sharded", tmp_path / "base")
+    embedding = {
+        "model.embed_tokens.lora_embedding_A": torch.ones(4, 9),
+        "model.embed_tokens.lora_embedding_B": torch.ones(8, 4),
+    }
+    q = "model.layers.0.self_attn.q_proj"
+    wrong = {
+        "is also the output projection's weight": embedding,
+        "the checkpoint has no lm_head.weight": factors("lm_head"),
+        r"the checkpoint has no model\.layers\.9\.mlp\.up_proj.weight": factors("model.layers.9.mlp.up_proj"),
+        "the adapter's has 6 outputs and 8 inputs": factors(q),
+        "lora_magnitude_vector; allowed: one of each": {**factors(q), f"{q}.lora_magnitude_vector": torch.ones(6)},
+    }
+    for words, tensors in wrong.items():
+        folder = save_adapter(tmp_path / "adapter", tensors)
+        with pytest.raises(ConfigError, match=words):
+            PagedModel(
+                tmp_path / "base",
+                page_size=4,
+                merge=partial(MergedCheckpoint, AdapterTensors.read(folder, merged=True)),
+            )
 
 
 def test_a_slot_is_filled_anew_and_unused_ones_are_not_read(tmp_path: Path) -> None:
@@ -121,12 +185,14 @@ def test_kernels_are_launched_once_for_each_layout_at_the_start(
 ) -> None:
     launched: list[tuple[int, int, tuple[int, ...]]] = []
 
-    def noted(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factors: LoraFactors) -> None:
-        launched.append((*x.shape, factors.ends))
-        add_lora(out, x, slots, factors)
+    class Noting(LoraKernels):
+        rank_multiple, row_counts = 16, (1, 512)
 
-    kernels = LoraKernels(noted, activate_mul, 16, torch.float32, (1, 512))
-    monkeypatch.setattr(slots_module, "choose_lora", lambda device, dtype: kernels)
+        def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, factors: LoraFactors) -> None:
+            launched.append((*x.shape, factors.ends))
+            super().add(out, x, slots, factors)
+
+    monkeypatch.setattr(slots_module, "choose_lora", lambda device, dtype: Noting())
     save_checkpoint("llama", tmp_path / "base")
     adapter = save_for(tmp_path / "adapter", reference_model(tmp_path / "base"), PROJECTIONS)
     with_adapters(PagedModel(tmp_path / "base", page_size=4), [adapter])
@@ -162,7 +228,7 @@ def test_modules_of_another_base_are_refused(tmp_path: Path) -> None:
         "is of another base": factors("model.layers.0.self_attn.q_proj"),
         r"layers\.99\.self_attn\.q_proj is no linear layer": factors("model.layers.99.self_attn.q_proj"),
         r"model\.visual\.blocks\.0\.attn\.qkv is no linear layer": factors("model.visual.blocks.0.attn.qkv"),
-        "allowed: down_proj, gate_proj, k_proj": factors("model.layers.0.mlp.gate"),
+        "allowed: down_proj, embed_tokens, gate_proj": factors("model.layers.0.mlp.gate"),
     }
     for words, tensors in wrong.items():
         with pytest.raises(ConfigError, match=words):

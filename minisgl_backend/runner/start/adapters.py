@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from minisgl_backend.adapters.merge import MergedCheckpoint
 from minisgl_backend.adapters.slots import AdapterSlots
 from minisgl_backend.adapters.tensors import AdapterTensors
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import adapter_path
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.files import Readable
+from minisgl_backend.weights.names import TensorNames
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +30,7 @@ def load_adapters(
     folders, num_slots = runtime.config.adapter_folders, runtime.config.num_adapter_slots
     if not num_slots:
         return None
-    read = {folder: AdapterTensors.read(Path(folder)) for folder in {*folders.values()}}
+    read = {folder: AdapterTensors.read(Path(adapter_path(folder))) for folder in {*folders.values()}}
     _check_alike(read, tp)
     adapters = {name: read[folder] for name, folder in folders.items()}
     dtype, rank = getattr(torch, runtime.dtype), runtime.config.adapter_rank
@@ -33,6 +38,18 @@ def load_adapters(
     size = slots.bytes_per_slot / 2**20
     log.info("%d adapters, %d slots of %.1f MiB: %s", len(adapters), num_slots, size, ", ".join(adapters))
     return slots
+
+
+def read_merged(
+    runtime: RuntimeConfig, tp: TensorParallel
+) -> Callable[[Readable, TensorNames, bool], MergedCheckpoint] | None:
+    """See `LoadConfig.merge`; None: the options name no adapter to be merged. Raises ConfigError."""
+    folder = runtime.config.merge_adapter
+    if folder is None:
+        return None
+    adapter = AdapterTensors.read(Path(adapter_path(folder)), merged=True)
+    _check_alike({folder: adapter}, tp)
+    return partial(MergedCheckpoint, adapter)
 
 
 def _check_alike(read: Mapping[str, AdapterTensors], tp: TensorParallel) -> None:

@@ -25,7 +25,7 @@ from minisgl_backend.runner.proposers.context import ProposerContext
 from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_state import RowState
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.start.adapters import load_adapters
+from minisgl_backend.runner.start.adapters import load_adapters, read_merged
 from minisgl_backend.runner.start.draft import proposer_class, target_spec
 from minisgl_backend.runner.start.encoder import make_vectors
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
@@ -141,7 +141,8 @@ class Parts:
 def load_parts(start: Start) -> Parts:
     """Builds them in their order, which follows memory use: weights first."""
     runtime, device = start.runtime, start.device
-    model = load_attribute(BUILDERS[start.model.implementation])(start.model, runtime.model_dir, start.load)
+    load = replace(start.load, merge=read_merged(runtime, start.tp))
+    model = load_attribute(BUILDERS[start.model.implementation])(start.model, runtime.model_dir, load)
     adapters = load_adapters(runtime, start.model, model, device, start.tp)
     spec = target_spec(runtime, start.model, device)
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec, runtime.decode_by_batch)

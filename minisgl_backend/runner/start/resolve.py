@@ -57,14 +57,14 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     _check_quantization(config.quantization, model, device)
-    if config.num_adapter_slots and model.implementation != "native":
-        name = next(
-            name for name in ("adapters", "adapter_dir", "max_lora_rank", "max_adapter_tasks") if getattr(config, name)
-        )
+    names = ("adapters", "adapter_dir", "max_lora_rank", "max_adapter_tasks", "merge_adapter")
+    if model.implementation != "native" and (name := next((name for name in names if getattr(config, name)), None)):
         raise ConfigError(
             f"{name} is {getattr(config, name)!r}; allowed for {model.architecture}, which runs on transformers' code: "
             "none"
         )
+    if config.merge_adapter is not None and config.dummy_weights:
+        raise ConfigError(f"merge_adapter is {config.merge_adapter!r}; allowed with dummy_weights: none")
     dtype, on_gpu = _dtype(config, model, device), device.kind == "cuda"
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     needs = attention_needs(

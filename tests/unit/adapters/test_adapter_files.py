@@ -64,7 +64,6 @@ HARMLESS: dict[str, Any] = {
 
 REFUSED_TENSORS: dict[str, dict[str, torch.Tensor]] = {
     "lora_magnitude_vector is magnitudes of DoRA": {f"{Q}.lora_magnitude_vector": torch.ones(6)},
-    "an adapter of the embedding": {"model.embed_tokens.lora_embedding_A": torch.ones(4, 9)},
     "bias is a bias of the adapter": {f"{Q}.lora_B.bias": torch.ones(6)},
     "trained embeddings of some tokens": {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 8)},
     "a whole module, trained beside the adapter": {"score.modules_to_save.weight": torch.ones(2, 8)},

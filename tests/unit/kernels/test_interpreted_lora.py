@@ -31,12 +31,13 @@ def test_kernels_add_what_torch_adds(
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernels compiled")
     pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
-    from minisgl_backend.kernels.lora.gpu import add_lora_gpu
+    from minisgl_backend.kernels.lora.gpu import TritonLora
 
     factors, x, out, slots = case(sizes, size_in, rank, rows, dtype)
     exact, found = out.float(), out.clone()
     add_lora(exact, x.float(), slots, dataclasses.replace(factors, a=factors.a.float(), b=factors.b.float()))
-    add_lora_gpu(found, x, slots, factors)
+    lora = TritonLora(x.device, dtype)
+    lora.add(found, x, slots, factors)
     torch.testing.assert_close(found.float(), exact, rtol=2e-3, atol=2e-3 if dtype is torch.float16 else 1e-4)
     assert torch.equal(found[slots == 0], out[slots == 0])
 

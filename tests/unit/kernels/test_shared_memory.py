@@ -21,20 +21,20 @@ from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
 from minisgl_backend.kernels.attention import latent_decode, latent_prefill, latent_store
-from minisgl_backend.kernels.linear.plain import small_rows as small_linear
+from minisgl_backend.kernels.linear.plain import small_rows as small_linear, vector
 from minisgl_backend.kernels.recurrent import chunk as delta_chunk, fold as delta_fold, window as delta_window
 from minisgl_backend.kernels.recurrent.window_drafts import drafts_kernel
 from minisgl_backend.kv.state_config import StateConfig
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
             "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr", "q_rope_ptr", "latent_ptr", "cache_ptr", "mixed_ptr",
-            "solved_ptr", "scores_ptr", "conv_ptr", "tail_k_ptr", "tail_conv_ptr"}
+            "solved_ptr", "scores_ptr", "b_ptr", "conv_ptr", "tail_k_ptr", "tail_conv_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
           "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr", "positions_ptr", "slots_ptr", "blocks_ptr", "lens_ptr",
-          "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr",
+          "first_ranks_ptr", "slot_ptr", "border_ptr", "sources_ptr", "targets_ptr", "starts_ptr", "borders_ptr",
           "shifts_ptr"}
-FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr", "states_ptr", "tail_u_ptr",
-          "tail_g_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
+FLOATS = {"hidden_ptr", "partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr", "states_ptr",
+          "tail_u_ptr", "tail_g_ptr", "a_log_ptr", "dt_bias_ptr", "vectors_ptr", "decays_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
     def kind(name):
@@ -90,8 +90,9 @@ def capped(capability, limit, head_dim):
                CAUSAL=True, **common),
         *(shared(decode_attention.decode_kernel, capability, "bf16", 4, 3, ROTATE=rotate, **common, **decode)
           for rotate in (False, True)),
-        *(shared(small_linear._vector_kernel, capability, "bf16", 4, 1, ROWS=1, ROWS_PADDED=1, ACTIVATION=name, **small)
-          for name in ("gelu", "gelu_tanh")),
+        *(shared(vector._vector_kernel, capability, "bf16", 4, 1, ROWS=1, ROWS_PADDED=1, ACTIVATION=name, RANK=rank,
+                 ALL_RANKS=2 * rank, RANK_PARTS=rank // 4, RANK_PARTS_PADDED=rank // 4, **small)
+          for name, rank in (("gelu", 0), ("gelu_tanh", 0), ("gelu", 16))),
     )
 
 def stored(capability, limit, fp8):

@@ -5,10 +5,10 @@ or three kernels: the norm before the GEMM, the activation or the residual addit
 pass: y = (x * w_norm) @ W / rms(x), and the loop that reads x also adds up the squares. In float16 the norm comes first
 and `_linear_kernel` reads x twice, since x * w_norm could overflow.
 
-There are three kernels. `_vector_kernel`, for one row (and two rows of large models), multiplies in registers and keeps
-whole weight rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are
-in flight at once, and each of its warps multiplies another slice of the inputs with tensor cores. `_linear_kernel`
-streams weights through tensor cores.
+There are three kernels. `_vector_kernel` (vector.py), for one row (and two rows of large models), multiplies in
+registers and keeps whole weight rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all
+weights of a program are in flight at once, and each of its warps multiplies another slice of the inputs with tensor
+cores. `_linear_kernel` streams weights through tensor cores.
 GEMMs whose output is too narrow to fill the device are split along the input dimension (split-K), and the program that
 arrives last adds the partial sums in order, so that results do not depend on timing.
 
@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.launch import cdiv, next_power_of_2, pdl_options
+from minisgl_backend.kernels.launch import cdiv, next_power_of_2
 from minisgl_backend.kernels.linear.call import BARE, GemmCall
 from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.kernels import GemmDevice
 from minisgl_backend.kernels.linear.plain.tiling import LinearShape, linear_shape, long_shape
+from minisgl_backend.kernels.linear.plain.vector import launch, vector_linear
 from minisgl_backend.kernels.linear.workspace import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import shared_memory
 
@@ -63,39 +63,19 @@ def linear(
 ) -> torch.Tensor:
     """See `GemmCall`: x [rows <= 64, size_in] and weight [size_out, size_in] are contiguous; residual is left as it
     is, and `out` is written to where it has one row."""
-    norm_weight, eps, bias, residual, activation, out, _ = call
-    gated = activation is not None
+    eps, gated = call.eps, call.activation is not None
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = shape or linear_shape(rows, size_out, size_in, gated, shared=shared_memory(x.device))
-    if out is None or rows > 1:  # programs write contiguous rows
-        out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    arguments = (
-        x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
-        residual if residual is not None else x, out,
-    )  # fmt: skip
-    flags: dict[str, object] = {
-        "NORM": norm_weight is not None,
-        "BIAS": bias is not None,
-        "RESIDUAL": residual is not None,
-        "GATED": gated,
-        "ACTIVATION": activation,
-        "num_warps": shape.num_warps,
-        "num_stages": shape.num_stages,
-        **pdl_options(pdl),
-    }
     if shape.vector:
-        _vector_kernel[(cdiv(size_out, shape.tile_out),)](
-            *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,
-            ROWS_PADDED=next_power_of_2(rows), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
-        )  # fmt: skip
-        return out
+        return vector_linear(x, weight, call, shape, pdl)
+    arguments, flags, out = launch(x, weight, call, shape, pdl)
     if shape.slices > 1:
         if size_in > shape.slices * shape.tile_in * shape.split:
             raise ValueError(f"{size_in} inputs are more than {shape} holds")
         _sliced_kernel[(cdiv(size_out, shape.tile_out), shape.split)](
             *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
-            NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
+            NORM_FIRST=call.norm_weight is not None and x.dtype == torch.float16,
             SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(LEAST_ROWS, next_power_of_2(rows)),
             TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, SLICES=shape.slices, **flags,
         )  # fmt: skip
@@ -105,69 +85,12 @@ def linear(
     split = cdiv(size_in, part)
     _linear_kernel[(cdiv(size_out, shape.tile_out), split)](
         *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
-        NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
+        NORM_FIRST=call.norm_weight is not None and x.dtype == torch.float16,
         SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=max(16, next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
         EARLY=min(shape.early, part // shape.tile_in), **flags,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _vector_kernel(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
-    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr,
-    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-    o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
-    o_ok = o < SIZE_OUT
-    k = tl.arange(0, TILE_IN)
-    r = tl.arange(0, ROWS_PADDED)
-    address = r[None, :] * SIZE_OUT + o[:, None]
-    out_ok = (r[None, :] < ROWS) & o_ok[:, None]
-    weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
-    acc = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
-    acc_up = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
-    squares = tl.zeros([ROWS_PADDED], tl.float32)
-    for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
-        i = step * TILE_IN + k
-        i_ok = i < SIZE_IN
-        w_ok = o_ok[:, None] & i_ok[None, :]
-        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0)
-        if GATED:
-            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0)
-        if NORM:
-            norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-        if PDL and step == 0:
-            # Weights never change, so their first tile is loaded before the previous kernel has finished.
-            tl_cuda.gdc_wait()
-        if RESIDUAL and step == 0:  # loaded together with x, not after the sums
-            added = tl.load(residual_ptr + address, mask=out_ok, other=0.0).to(tl.float32)
-        for row in tl.static_range(0, ROWS):
-            x = tl.load(x_ptr + row * x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
-            if NORM:
-                squares = tl.where(r == row, squares + tl.sum(x * x, 0), squares)
-                x = x * norm
-            product = tl.sum(w.to(tl.float32) * x[None, :], 1)
-            acc = tl.where(r[None, :] == row, acc + product[:, None], acc)
-            if GATED:
-                product_up = tl.sum(w_up.to(tl.float32) * x[None, :], 1)
-                acc_up = tl.where(r[None, :] == row, acc_up + product_up[:, None], acc_up)
-    if NORM:
-        scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
-        acc = acc * scale[None, :]
-        acc_up = acc_up * scale[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-    if RESIDUAL:
-        acc += added
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 @triton.jit(do_not_specialize=["rows"])
