@@ -235,12 +235,16 @@ class RowPacker:
             if row is not None:
                 return row
 
+    def messages(self) -> list[dict[str, str]]:
+        """The next conversation."""
+        return demo_tasks.training_conversation(self._rng)
+
     def _empty(self) -> np.ndarray:
         return np.zeros((4, self._row_tokens), np.int32)
 
     def _conversation(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and weights (thousandths) of one conversation."""
-        text = render(demo_tasks.training_conversation(self._rng))
+        text = render(self.messages())
         ids = np.array(self._tokenizer.encode(text).ids, np.int32)
         weight = np.zeros(len(ids), np.int32)
         starts = np.flatnonzero(ids == self._start)

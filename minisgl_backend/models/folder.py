@@ -16,6 +16,8 @@ DEMO = "demo"
 # Models that come with the project -> their folders. `demo-vl` sees.
 DEMOS = MappingProxyType({DEMO: "demo_model", "demo-vl": "demo_vl_model"})
 _OWN = {**DEMOS, "demo-eagle3": "demo_eagle3"}  # with an EAGLE-3 head for the first
+# LoRA adapters for the first one that come with the project -> their folders.
+_OWN_ADAPTERS = {"demo-json": "demo_adapter_json", "demo-pirate": "demo_adapter_pirate"}
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _CODE = ["*.py"]
 _IGNORED = ["consolidated*", "original/*"]  # copies of the weights in their authors' format
@@ -61,6 +63,12 @@ def local_path(model: str) -> Path:
     if not path.exists():
         path = fetched_folder(model) or path
     return only_gguf(path) or path
+
+
+def adapter_path(folder: str) -> str:
+    """Where the folder of an adapter is, as an option has it: a path, or a name of those that come with the project."""
+    own = _OWN_ADAPTERS.get(folder)
+    return folder if own is None else str(model_repository() / "engine" / own)
 
 
 def is_local(model: str) -> bool:
