@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from minisgl_backend import LLM
@@ -50,13 +51,17 @@ def save_random_adapter(folder: Path, config: dict[str, Any], rank: int, seed: i
     for layer in range(config["num_hidden_layers"]):
         for name, (size_in, size_out) in sizes.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{module}.lora_A.weight"] = dice.standard_normal((rank, size_in), np.float32) * 0.02
-            tensors[f"{module}.lora_B.weight"] = dice.standard_normal((size_out, rank), np.float32) * 0.02
+            tensors[f"{module}.lora_A.weight"] = _noise(dice, rank, size_in)
+            tensors[f"{module}.lora_B.weight"] = _noise(dice, size_out, rank)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     said = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": "all-linear"}
     (folder / "adapter_config.json").write_text(json.dumps(said))
     return folder
+
+
+def _noise(dice: np.random.Generator, rows: int, columns: int) -> npt.NDArray[np.float16]:
+    return (dice.standard_normal((rows, columns), np.float32) * 0.02).astype(np.float16)
 
 
 def measure(llm: LLM, names: list[str], seconds: float) -> Load:
