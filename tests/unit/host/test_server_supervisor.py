@@ -115,8 +115,9 @@ def test_keys_come_from_the_command_line_or_the_environment() -> None:
 def test_every_engine_option_has_its_flags() -> None:
     for option in OPTIONS.values():
         for flag in option.flags:
-            if option.allowed == "any text":
-                assert parse_arguments([flag, "?"]).engine_parameters == {option.name: "?"}
+            if option.allowed in ("any text", "a folder"):
+                found = parse_arguments([flag, "?"]).engine_parameters
+                assert found == {option.name: str(Path("?").absolute()) if option.allowed == "a folder" else "?"}
                 continue
             if option.allowed == "a folder":
                 assert parse_arguments([flag, "?"]).engine_parameters == {option.name: str(Path("?").absolute())}
