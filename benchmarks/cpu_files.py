@@ -17,7 +17,8 @@ from benchmarks.model_shapes import SHAPES
 SHAPE, EXPERTS = "qwen3-0.6b", "qwen3-0.6b-8-experts"
 PLAIN = ("bf16", "f16", "f32")
 QUANTIZED: Mapping[str, int] = MappingProxyType({"q4_0": 2, "q8_0": 7, "q4_k_m": 15})  # ftypes of llama.h
-TYPES = (*PLAIN, *QUANTIZED)
+WIDE = "-wide"  # behind one of QUANTIZED: embeddings and LM head in bf16, as checkpoints in AWQ and GPTQ have them
+_BF16 = 30  # as ggml counts types
 
 
 class MissingPackage(Exception):
@@ -25,7 +26,7 @@ class MissingPackage(Exception):
 
 
 def gguf_file(folder: Path, shape: str, type: str) -> Path:
-    """`shape`: a key of SHAPES, Qwen3 with or without experts; `type`: of TYPES."""
+    """`shape`: a key of SHAPES, Qwen3 with or without experts; `type`: of PLAIN, or of QUANTIZED, also with WIDE."""
     path = folder / f"{shape}-{type}.gguf"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,18 +34,20 @@ def gguf_file(folder: Path, shape: str, type: str) -> Path:
         if type in PLAIN:
             _write(partial, SHAPES[shape], type)
         else:
-            _quantize(gguf_file(folder, shape, "bf16"), partial, QUANTIZED[type])
+            _quantize(gguf_file(folder, shape, "bf16"), partial, type)
         partial.rename(path)
     return path
 
 
-def _quantize(source: Path, target: Path, ftype: int) -> None:
+def _quantize(source: Path, target: Path, type: str) -> None:
     try:
         import llama_cpp
     except ImportError as error:
         raise MissingPackage(f"pip install llama-cpp-python ({error})") from None
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = ftype
+    params.ftype = QUANTIZED[type.removesuffix(WIDE)]
+    if type.endswith(WIDE):
+        params.token_embedding_type = params.output_tensor_type = _BF16
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) != 0:
         raise RuntimeError(f"llama.cpp does not quantize {source}")
 

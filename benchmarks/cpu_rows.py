@@ -2,7 +2,8 @@
 
 `python -m benchmarks.cpu_rows --llama-python PYTHON` (which has llama_cpp and gguf) prints tokens a second and ratios:
 files that llama.cpp writes beside llama.cpp itself, and other formats, and a mixture of 8 experts, beside this
-project's own GGUF type of as many bits. Both of a row are loaded at once and measured in turn; figures are medians.
+project's own GGUF type of as many bits, with embeddings in 16 bits where theirs are. Both of a row are loaded at once
+and measured in turn; figures are medians.
 `ATEN_CPU_CAPABILITY=avx2`, and a llama.cpp compiled for it, measures what a processor without AVX-512 gets.
 """
 
@@ -21,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.cpu import OWN, PEER, Candidate, Rate, processor
-from benchmarks.cpu_files import EXPERTS, SHAPE
+from benchmarks.cpu_files import EXPERTS, SHAPE, WIDE
 from benchmarks.cpu_systems import MAX_STREAMS
 
 
@@ -49,10 +50,10 @@ ROWS: Mapping[str, tuple[Side, Side]] = MappingProxyType(
         "q4_0": _beside_llama_cpp("q4_0"),
         "q4_k_m": _beside_llama_cpp("q4_k_m"),
         "bf16": _beside_llama_cpp("bf16"),
-        "awq": _beside_file("q4_0", shape=f"{SHAPE}-awq"),
-        "gptq": _beside_file("q4_0", shape=f"{SHAPE}-gptq"),
-        "int8": _beside_file("q8_0", shape=f"{SHAPE}-int8"),
-        "fp8": _beside_file("q8_0", shape=f"{SHAPE}-fp8"),
+        "awq": _beside_file("q4_0" + WIDE, shape=f"{SHAPE}-awq"),
+        "gptq": _beside_file("q4_0" + WIDE, shape=f"{SHAPE}-gptq"),
+        "int8": _beside_file("q8_0" + WIDE, shape=f"{SHAPE}-int8"),
+        "fp8": _beside_file("q8_0" + WIDE, shape=f"{SHAPE}-fp8"),
         "float16": _beside_file("bf16", dtype="float16"),
         "experts-bf16": _beside_file("bf16", shape=EXPERTS),
         "experts-q4_k_m": _beside_file("q4_k_m", type="q4_k_m", shape=EXPERTS),

@@ -33,7 +33,7 @@ from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestE
 from minisgl_backend.foreign_options import explain_unknown_argument
 from minisgl_backend.ipc.messages import ReadAdapter, ServeAdapter, UnloadAdapter
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
-from minisgl_backend.process.resources import set_torch_defaults
+from minisgl_backend.process.resources import give_back_memory, set_torch_defaults
 from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
 from minisgl_backend.step import StepStats
 from minisgl_backend.text import scoring
@@ -77,6 +77,7 @@ class LLM:
         self._model_dir = model_dir
         self._next_uid = 0
         self._uid_lock = threading.Lock()
+        give_back_memory()
 
     def __enter__(self) -> LLM:
         return self

@@ -29,6 +29,7 @@ from minisgl_backend.ipc.messages import (
     front_of,
 )
 from minisgl_backend.process.liveness import Heartbeat
+from minisgl_backend.process.resources import give_back_memory
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.step import StepStats
@@ -81,6 +82,7 @@ class CoreServer:
         """Serves until `stop`. Raises EngineDeadError when the core can no longer compute."""
         gc.collect()
         gc.freeze()
+        give_back_memory()
         gc.disable()  # garbage is collected in `_housekeep`, not during a step
         busy = False
         while not self._stopped:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from minisgl_backend.kv.layout import ONE, KVScales, LayerKV, PageLayout
+from minisgl_backend.kv.zeros import zeros
 
 
 class LayerPlace(NamedTuple):
@@ -46,18 +45,6 @@ def _parts(layers: Iterable[LayerPlace], page_size: int) -> dict[int, tuple[int,
     return {layer.part: layer.sizes(page_size) for layer in layers}
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """uint8; on a CPU memory that the system gives, as zeros, where it is first written: that of a pool's pages may
-    never be. It is this process's own: shared memory is limited and counted otherwise."""
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-    try:
-        memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"can't allocate memory: {math.prod(shape)} bytes") from error
-    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
-
-
 class KVPool:
     """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns.
 
@@ -83,7 +70,7 @@ class KVPool:
         for sizes in set(parts.values()):
             alike = [part for part, of_part in parts.items() if of_part == sizes]
             # Zeros, not garbage, which may hold NaN: kernels of other packages may read a last page whole.
-            memory = _zeros((len(alike), num_pages + 1, sum(sizes)), device)
+            memory = zeros((len(alike), num_pages + 1, sum(sizes)), torch.uint8, device)
             for part, of_part in zip(alike, memory, strict=True):
                 tensors = of_part.flatten().split([(num_pages + 1) * size for size in sizes])
                 self._tensors[part] = [tensor.view(num_pages + 1, -1) for tensor in tensors]

@@ -13,7 +13,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.host.openai_endpoint import SETTINGS_VARIABLE
 from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.app import create_app
-from minisgl_backend.process.resources import raise_file_limit
+from minisgl_backend.process.resources import give_back_memory, raise_file_limit
 from minisgl_backend.process.spawn import TIED, begin_child
 
 _KEEP_ALIVE_SECONDS = 75  # longer than proxies use, so that these never send to a connection that is just closing
@@ -27,6 +27,7 @@ def main() -> None:
     settings = EndpointSettings.from_json(os.environ.pop(SETTINGS_VARIABLE))
     app = create_app(settings)
     gc.collect()
+    give_back_memory()
     gc.freeze()  # what has been loaded is permanent and need not be scanned again
     config = uvicorn.Config(
         app,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -73,6 +74,13 @@ def set_torch_defaults() -> None:
     """Sets them for this process. No effect once torch is loaded, since it reads the variables then."""
     if "torch" not in sys.modules:
         os.environ.update(torch_defaults(os.environ))
+
+
+def give_back_memory() -> None:
+    """Gives the system what is free in this process's heap. A tokenizer of 262,144 words leaves 200 MiB of it behind
+    that nothing else will fill. Without effect where the C library is not glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def raise_file_limit() -> None:

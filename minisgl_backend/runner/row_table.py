@@ -11,6 +11,7 @@ import torch
 
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.kv.groups import CacheGroup, ColumnLayout
+from minisgl_backend.kv.zeros import zeros
 
 
 class RowTable:
@@ -40,10 +41,10 @@ class RowTable:
         self.num_groups = num_groups = columns.num_groups
         self.max_pages_per_row = columns.kernel_pages_for(max_seq_len, page_size)
         shape = (num_groups, self.max_rows, self.max_pages_per_row)
-        self._pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._pages = zeros(shape, torch.int32, device)
         self.page_table = self._pages[0]
         self.page_tables = tuple(self._pages) if num_groups > 1 else ()
-        self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
+        self.tokens = zeros((self.max_rows, max_seq_len + 1), torch.int32, device)
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self._kernels, self._scatter = _kernels(device), scatter_on(device)
 

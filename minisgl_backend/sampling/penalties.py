@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.kernels.sampling.layout import FREQUENCY, IN_PROMPT, MOST_ANSWERED, PRESENCE, REPETITION
+from minisgl_backend.kv.zeros import zeros
 
 
 class PenaltyCounts:
@@ -16,7 +17,7 @@ class PenaltyCounts:
     counts: torch.Tensor  # int16 [max_rows, vocab_size], see sampling.layout.IN_PROMPT
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.counts = torch.zeros(max_rows, vocab_size, dtype=torch.int16, device=device)
+        self.counts = zeros((max_rows, vocab_size), torch.int16, device)
 
     def reset(self, row: int, tokens: torch.Tensor, prompt_len: int) -> None:
         """Counts a row anew. `tokens` int32 [num_tokens]: its prompt, and what it had generated before a preemption."""

@@ -86,9 +86,10 @@ def test_a_row_is_one_shape_in_files_that_are_there(tmp_path: Path, monkeypatch:
     args = cpu_rows.parse_arguments(["--folder", str(tmp_path)])
     found = cpu_rows.run_row(cpu_rows.ROWS["q4_0"], args)
     assert {name: one["ratio"] for name, one in found.items()} == {"one": 1.5, "eight": 1.5, "prompt": 1.5}
+    (tmp_path / "qwen3-0.6b-q4_0-wide.gguf").touch()
     cpu_rows.run_row(cpu_rows.ROWS["awq"], args)
-    file = "qwen3-0.6b-q4_0.gguf"
-    assert asked == [("own", file), ("llama.cpp", file), ("own", "qwen3-0.6b-awq"), ("own", file)]
+    file, wide = "qwen3-0.6b-q4_0.gguf", "qwen3-0.6b-q4_0-wide.gguf"
+    assert asked == [("own", file), ("llama.cpp", file), ("own", "qwen3-0.6b-awq"), ("own", wide)]
 
 
 def test_what_is_not_installed_is_said(tmp_path: Path) -> None:
