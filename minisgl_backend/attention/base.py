@@ -185,6 +185,7 @@ class PrefillInputs(PagedInputs):
     causal: bool = True  # False: a query sees all kv_lens tokens, those behind it, too; a window bounds those before it
     # Where some tokens see later ones: the queries in pieces (`attention.pieces`), which together are all of them.
     pieces: tuple[Any, ...] = ()
+    whole_windowless: bool = False  # layers without a window have no pieces: all tokens are causal there
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of every token its row and the tokens up to it; int32 [num_tokens] each, on the device."""

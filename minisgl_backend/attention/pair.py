@@ -66,7 +66,8 @@ class AttentionPair:
 
     def _plan_prefill(self, backend: AttentionBackend, inputs: PrefillInputs) -> Plan:
         inputs = inputs.of(backend.group.cache_group)
-        return plan_pieces(backend, inputs) if inputs.pieces else backend.plan_prefill(inputs)
+        in_pieces = inputs.pieces and not (inputs.whole_windowless and backend.group.window is None)
+        return plan_pieces(backend, inputs) if in_pieces else backend.plan_prefill(inputs)
 
     def _tokens(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> TokenPages | None:
         """Of a decode part alone, which may be captured, its own tensors."""

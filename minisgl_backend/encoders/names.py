@@ -14,6 +14,7 @@ NAMES = TensorNames(
             ("vision_tower", "vision_model.", "vision_tower."),
             ("vision_tower", "", "vision_tower."),
             ("multi_modal_projector", "", "projector."),
+            ("embed_vision", "", "embed_vision."),  # Gemma 4's
             ("vision_model", "", "vision_tower."),  # Idefics3's
             ("connector", "", "projector."),
         )

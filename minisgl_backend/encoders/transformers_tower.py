@@ -74,8 +74,18 @@ def _patches(model: Any, tiles: torch.Tensor, grid: Grid) -> Any:
     return model.get_image_features(pixel_values=patches, image_grid_thw=grids).pooler_output
 
 
+def _positioned(model: Any, tiles: torch.Tensor, grid: Grid) -> Any:
+    """Gemma 4's, of one tile: patches row by row, with their columns and rows."""
+    _, rows, columns = grid
+    side = model.config.vision_config.patch_size
+    patches = tiles.view(3, rows, side, columns, side).permute(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
+    places = torch.cartesian_prod(*(torch.arange(size, device=tiles.device) for size in (rows, columns)))
+    return model.get_image_features(pixel_values=patches, image_position_ids=places.flip(1)[None]).pooler_output
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "gemma4": Family("Gemma4Model", "language_model", _positioned),
         "glm46v": Family("Glm46VModel", "language_model", _patches),
         "glm4v": Family("Glm4vModel", "language_model", _patches),
         "glm4v_moe": Family("Glm4vMoeModel", "language_model", _patches),
@@ -145,7 +155,7 @@ class _Tower(WeightedLayer):
     def weight_parts(self) -> list[WeightPart]:
         return [
             WeightPart(name=NAMES.here(name), shape=tuple(parameter.shape), target=parameter)
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.model.state_dict(keep_vars=True).items()  # also buffers that are kept
         ]
 
     def fill_with_noise(self, generator: torch.Generator) -> None:

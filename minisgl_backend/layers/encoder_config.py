@@ -32,7 +32,8 @@ class EncoderConfig(ABC):
     patch_size: int  # pixels
     merge: int = 1  # a vector stands for so many patches by as many
     planes: tuple[int, ...] = ()  # decoder layers behind which a further vector of each token is added
-    bidirectional: bool = False  # the decoder lets an image's tokens see each other
+    # In which of the decoder's layers an image's tokens see each other: none, those with a window, or all.
+    bidirectional: Literal["none", "windows", "all"] = "none"
     window: int | None = None  # patches along a side of the windows that attention stays in; None: the whole image
     full_layers: tuple[int, ...] = ()  # see the whole image even so
     plane_layers: tuple[int, ...] = ()  # whose outputs become the planes

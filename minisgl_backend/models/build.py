@@ -84,7 +84,7 @@ def attention_needs(
             soft_cap=any(kind.soft_cap is not None for kind in kinds),
             sinks=any(kind.sinks for kind in kinds),
             chunks=any(kind.chunk is not None for kind in kinds),
-            not_causal=config.encoder is not None and config.encoder.bidirectional,
+            not_causal=config.encoder is not None and config.encoder.bidirectional != "none",
         ),
         latents=config.latents,
     )

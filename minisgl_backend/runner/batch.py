@@ -383,10 +383,12 @@ class BatchBuilder:
 
     def _prefill_inputs(self, plan: StepPlan, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
         inputs = prefill_inputs(self._table, prefill, arrays)
-        if self._vectors is None or not self._vectors.bidirectional:
+        if self._vectors is None or self._vectors.bidirectional == "none":
             return inputs
         spans = self._vectors.rows.spans(plan)
-        return replace(inputs, pieces=cut(inputs, spans)) if any(spans) else inputs
+        if not any(spans):
+            return inputs
+        return replace(inputs, pieces=cut(inputs, spans), whole_windowless=self._vectors.bidirectional == "windows")
 
     def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
         missing = size - len(rows)

@@ -42,8 +42,8 @@ class Vectors:
         return sum(vectors.nbytes for vectors in self._held.values())
 
     @property
-    def bidirectional(self) -> bool:
-        """Whether an image's tokens see each other in the decoder."""
+    def bidirectional(self) -> str:
+        """In which of the decoder's layers an image's tokens see each other: as `EncoderConfig`."""
         return self._encoder.config.bidirectional
 
     @property

@@ -183,7 +183,7 @@ def reference(name: str, model: Any, prompt: Prompt, max_tokens: int = 5) -> Sai
         ids = torch.tensor([tokens])
         types = torch.zeros_like(ids)
         types[0, :length] = (ids[0, :length] == PLACEHOLDER).int()
-        extra = {"mm_token_type_ids": types} if name.startswith(("qwen", "glm")) else {}
+        extra = {"mm_token_type_ids": types} if name.startswith(("qwen", "glm", "gemma4")) else {}
         if name == "gemma3":
             extra = {"token_type_ids": types}
         found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more, **extra)

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minisgl_backend import LLM
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.images.families import why_blind
 from minisgl_backend.models.choose import load_model_config
 from tests.parity.checkpoints import save_tokenizer
 from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type, small_config
@@ -123,6 +124,20 @@ def test_a_prefix_of_all_tensors_is_hinted_at(tmp_path: Path) -> None:
         ConfigError, match=r"lacks \d+ tensors that PhiForCausalLM .*; it has \d+ of them under 'module.'"
     ):
         PagedModel(tmp_path, page_size=16, model_impl="transformers")
+
+
+def test_images_are_refused_by_name_where_transformers_code_runs(tmp_path: Path) -> None:
+    """Gemma 4's other sizes, of whose family an image could be prepared."""
+    text = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+    text |= {"vocab_size": 64, "vocab_size_per_layer_input": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma4Config(text_config=text, vision_config={"num_hidden_layers": 1}, audio_config=None)
+    config.architectures = ["Gemma4ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": false}')
+    model = load_model_config(str(tmp_path), "auto")
+    assert (model.implementation, model.encoder) == ("transformers", None)
+    assert why_blind(tmp_path, model.why_no_images) == "it runs through transformers' own code, which gets text alone"
 
 
 def test_the_text_part_of_a_vision_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ def test_chunks_end_anywhere(case: Case, length: int) -> None:
         assert_same(engine.ask(engine.request(case.prompt))[0], case.said)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "gemma4", "mistral3", "qwen3_5"])
 def test_captured_passes_have_places_for_images(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded, whole and in chunks, beside rows that decode, and of text behind those of images."""
     case, sizes = make_case(name, tmp_path), []

@@ -100,6 +100,27 @@ TOWERS: dict[str, Family] = {  # transformers' own, around decoders of other fam
         sizes=((3, 16, 16), (5, 16, 16)),
         tiled={3: ((3, 11, 32), 34), 5: ((5, 40, 40), 46)},
     ),
+    "gemma4": Family(  # an image sees itself in layers with a window alone
+        "Gemma4ForConditionalGeneration",
+        {
+            **_SIGLIP,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+            "standardize": True,
+        },
+        {
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+            **{"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "use_bidirectional_attention": "vision",
+        },
+        {"audio_config": None},
+        merge=3,
+        sizes=((36, 36), (24, 48), (12, 12)),
+        mean_std=((0.0,) * 3, (1.0,) * 3),
+    ),
     "internvl": Family(
         "InternVLForConditionalGeneration",
         {**_SQUARE, "image_size": [24, 24], "patch_size": [4, 4]},
@@ -247,8 +268,22 @@ def _anyres_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
     return {**_tiled_inputs(family, image), "image_sizes": torch.tensor([family.grid(*image.shape[:3])[1:]])}
 
 
+def _positioned_inputs(family: Family, image: torch.Tensor) -> dict[str, Any]:
+    side, (_, rows, columns) = family.patch, family.grid(image.shape[1], image.shape[2])
+    one = _normalised(family, image)[0].view(3, rows, side, columns, side)
+    places = torch.tensor([[[column, row] for row in range(rows) for column in range(columns)]])
+    patches = one.permute(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
+    missing = 81 - rows * columns  # up to the patches of the largest, as transformers' processor does it
+    pad = torch.nn.functional.pad
+    return {
+        "pixel_values": pad(patches, (0, 0, 0, missing)),
+        "image_position_ids": pad(places, (0, 0, 0, missing), value=-1),
+    }
+
+
 _INPUTS: dict[str, Callable[[Family, torch.Tensor], dict[str, Any]]] = {
     "granite_vision": _anyres_inputs,
+    "gemma4": _positioned_inputs,
     "mistral3": _sized_inputs,
     "llava_of_pixtral": _sized_inputs,
     "idefics3": _tiled_inputs,

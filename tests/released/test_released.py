@@ -168,6 +168,8 @@ def test_gemma_4_31b_is_native_but_for_its_format() -> None:
     read = ModelConfig.from_dicts({**config, "quantization_config": None}, {})
     assert (read.num_layers, read.max_position, read.unknown_keys) == (60, 262144, ())
     assert {(one.mixer.head_dim, one.mixer.window) for one in read.layers} == {(256, 1024), (512, None)}
+    assert read.encoder is not None, read.why_no_images
+    assert (read.encoder.merge, read.encoder.bidirectional, read.encoder.width) == (3, "windows", 5376)
 
 
 @pytest.mark.parametrize("name", [name for name, row in SOURCES.items() if "tokenizer" in row])

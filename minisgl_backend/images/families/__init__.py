@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.images.families.gemma import Gemma3
+from minisgl_backend.images.families.gemma4 import Gemma4
 from minisgl_backend.images.families.idefics import Idefics3
 from minisgl_backend.images.families.internvl import InternVL
 from minisgl_backend.images.families.llava import Llava, LlavaNext
@@ -16,6 +17,7 @@ from minisgl_backend.images.family import Family
 from minisgl_backend.images.processor_files import read_processor
 
 FAMILIES: Mapping[str, type[Family]] = {
+    "gemma4": Gemma4,
     "gemma3": Gemma3,
     "glm46v": Glm4V,
     "glm4v": Glm4V,

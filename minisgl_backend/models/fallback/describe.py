@@ -79,6 +79,9 @@ def describe_source(
         bos_token_id=next(iter(token_ids("config.json: bos_token_id", config_json.get("bos_token_id"))), None),
         generation=GenerationDefaults.read(generation),
         tensor_names=TensorNames(prefixes=_TEXT_PREFIXES if source.is_part else ()),
+        why_no_images="it runs through transformers' own code, which gets text alone"
+        if config_json.get("vision_config")
+        else "",
     )
     described.check()
     return described

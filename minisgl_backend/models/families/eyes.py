@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -48,6 +49,7 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "idefics3_vision": {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
         "smolvlm_vision": {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
         "internvl_vision": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
+        "gemma4_vision": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "patch_size": 16},
         "pixtral": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 16},
         "glm4v_vision": {
             # Its intermediate_size is that of the merger.
@@ -56,9 +58,10 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-_WHOLE = ("pixtral", "glm4v_vision")  # an image of any size is one tile
+_WHOLE = ("gemma4_vision", "pixtral", "glm4v_vision")  # an image of any size is one tile
 _TOWER_OF: Mapping[Any, str] = MappingProxyType(  # whatever type vision_config names
     {
+        "gemma4": "gemma4_vision",
         "glm46v": "glm4v_vision",
         "glm4v": "glm4v_vision",
         "glm4v_moe": "glm4v_vision",
@@ -135,7 +138,7 @@ def gemma3_vision(config: Keys, decoder: DecoderConfig) -> SiglipConfig:
         activation=keys.choice("hidden_act", _ACTIVATIONS),
         eps=keys.number("layer_norm_eps", 1e-6),
         num_positions=side**2,
-        bidirectional=True,
+        bidirectional="all",
     )
 
 
@@ -192,6 +195,18 @@ def tower(config: Keys, decoder: DecoderConfig) -> TowerConfig:
         merge=keys.integer("spatial_merge_size", 1),
         # Granite multiplies what it gets in place of embeddings, too.
         scale=decoder.embedding_multiplier if text.get("model_type") == "granite" else 1.0,
+    )
+
+
+def gemma4_vision(config: Keys, decoder: DecoderConfig) -> TowerConfig:
+    """Of Gemma 4. An image's tokens see each other in layers with a window, where the text's config says so."""
+    sees = Keys(config.mapping("text_config")).get("use_bidirectional_attention") == "vision"
+    found = tower(config, decoder)
+    return replace(
+        found,
+        values={**found.values, "audio_config": None},
+        merge=Keys(config.mapping("vision_config")).integer("pooling_kernel_size", 3),
+        bidirectional="windows" if sees else "none",
     )
 
 

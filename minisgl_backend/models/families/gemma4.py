@@ -13,6 +13,7 @@ from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.layers.mixer_config import RopeConfig, ValueNormAttentionConfig
 from minisgl_backend.models.families.base import FULL, SLIDING, DecoderConfig, Family, Keys, TensorNames, refuse
 from minisgl_backend.models.families.common import check_window, decoder, every, layer_types, mlp, norm, window
+from minisgl_backend.models.families.eyes import gemma4_vision
 from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def _check_kind(keys: Keys) -> None:
     keys.choice("num_kv_shared_layers", (0,))
     keys.choice("enable_moe_block", (False,))
     keys.choice("attention_bias", (False,))
-    keys.choice("use_bidirectional_attention", (None, "vision"))  # for images, which are not served
+    keys.choice("use_bidirectional_attention", (None, "vision"))  # among the tokens of an image
     keys.without_effect("vocab_size_per_layer_input", "use_double_wide_mlp")
     keys.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
 
@@ -123,6 +124,7 @@ MULTIMODAL_FAMILY = replace(
     FAMILY,
     model_type="gemma4",
     text_config="text_config",
+    encoder=gemma4_vision,
     tensor_names=TensorNames(
         prefixes=(("model.language_model.", "model."),), left_out=tuple(f"model.{name}." for name in _ENCODERS)
     ),

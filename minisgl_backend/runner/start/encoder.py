@@ -89,7 +89,7 @@ def encoder_limits(runtime: RuntimeConfig, config: ModelConfig) -> EncoderLimits
         full_layers=encoder.full_layers,
         plane_layers=encoder.plane_layers,
         num_ranks=runtime.config.tp,
-        bidirectional=encoder.bidirectional,
+        bidirectional=encoder.bidirectional != "none",
     )
 
 

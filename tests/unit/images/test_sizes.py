@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -93,6 +95,7 @@ _IDEFICS_NAMES = {
     "image_token": "<image>",
 }
 _GEMMA = {"full_image_sequence": "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n"}
+_GEMMA_4 = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
 _PAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4}
 _PAN["pan_and_scan_min_ratio_to_activate"] = 1.2
 QWEN_LARGE = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2}
@@ -116,6 +119,8 @@ CASES = {
     "gemma3 in crops": Case(
         "gemma3", Gemma3ImageProcessorPil, {"size": {"height": 896, "width": 896}}, Gemma3Processor, _GEMMA, call=_PAN
     ),
+    "gemma4": Case("gemma4", Gemma4ImageProcessorPil, {}, Gemma4Processor, _GEMMA_4),
+    "gemma4 of 1120": Case("gemma4", Gemma4ImageProcessorPil, {"max_soft_tokens": 1120}, Gemma4Processor, _GEMMA_4),
     "mistral3": Case(
         "mistral3",
         PixtralImageProcessorPil,
@@ -271,6 +276,11 @@ def _tiles(case, found, pixels, size):
         patches = pixels.reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)
         assert (patches[:, :, :, :, :, 0] == patches[:, :, :, :, :, 1]).all()
         return patches[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(1, rows * patch, columns * patch, 3)
+    if "image_position_ids" in found:
+        columns, rows = (int(one) + 1 for one in np.asarray(found["image_position_ids"])[0].max(0))
+        assert size.grid == (1, rows, columns)
+        patches = pixels[0, : rows * columns].reshape(rows, columns, 16, 16, 3)
+        return patches.swapaxes(1, 2).reshape(1, rows * 16, columns * 16, 3)
     return pixels.transpose(0, 2, 3, 1)
 
 
@@ -391,8 +401,8 @@ def test_other_models_are_refused_with_the_list(tmp_path):
     ("config", "said"),
     [
         (
-            {"model_type": "gemma4", "vision_config": {"hidden_size": 8}},
-            "not served with model_type 'gemma4'.*qwen3_vl",
+            {"model_type": "aya_vision", "vision_config": {"hidden_size": 8}},
+            "not served with model_type 'aya_vision'.*qwen3_vl",
         ),
         ({"model_type": "llama"}, "^$"),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "has no preprocessor_config.json"),
