@@ -141,6 +141,32 @@ def test_a_merged_adapter_is_pefts(variant: str, tmp_path: Path) -> None:
     assert_as(paged.step({0: PROMPTS[2]}, {})[0], model, PROMPTS[2])
 
 
+def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
+    save_checkpoint("qwen2_moe", tmp_path / "base")
+    base = reference_model(tmp_path / "base")
+    tensors: dict[str, torch.Tensor] = {}
+    for prefix, experts in base.named_modules():
+        if not prefix.endswith("mlp.experts"):
+            continue
+        size = experts.down_proj.shape[2]
+        for expert in range(0, len(experts.down_proj), 2):
+            for name, into in {
+                "gate_proj": experts.gate_up_proj.data[expert, :size],
+                "up_proj": experts.gate_up_proj.data[expert, size:],
+                "down_proj": experts.down_proj.data[expert],
+            }.items():
+                given = factors(f"{prefix}.{expert}.{name}", into.shape[1], len(into))
+                a, b = given.values()
+                into += 2 * (b @ a)
+                tensors |= given
+    folder = save_adapter(tmp_path / "adapter", tensors)
+    with pytest.raises(ConfigError, match=r"of a mixture's experts, whose adapters are merged alone"):
+        AdapterTensors.read(folder)
+    merge_into = partial(MergedCheckpoint, AdapterTensors.read(folder, merged=True))
+    paged = PagedModel(tmp_path / "base", page_size=4, merge=merge_into)
+    assert_as(paged.step({0: PROMPTS[2]}, {})[0], base, PROMPTS[2])
+
+
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     save_checkpoint("qwen3-tied-sharded", tmp_path / "base")
     embedding = {
