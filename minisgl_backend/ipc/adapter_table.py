@@ -16,6 +16,7 @@ from minisgl_backend.adapters.roots import names_below
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import CapacityError
 
+LIST_AGAIN_S = 10.0  # an entry may have become an adapter
 LOCK_S = 60.0  # for which a change waits for another one at most
 
 
@@ -101,6 +102,8 @@ class ServedAdapters:
 
     def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
         self._config, self._table, self._states = config, AdapterTable(socket_dir), AdapterStates(socket_dir)
+        self._listed: dict[str, str] = {}
+        self._listed_at = (0, -LIST_AGAIN_S)  # when the folder was changed, and looked at
 
     def states(self) -> dict[str, str]:
         """By name; others are on the disk alone."""
@@ -110,6 +113,16 @@ class ServedAdapters:
         """By name."""
         table, root = self._table.read(), self._config.adapter_dir
         found = self._config.adapter_folders if table is None else {name: one.folder for name, one in table.items()}
-        if root is None:
-            return found
-        return {name: str(Path(root, name)) for name in names_below(Path(root))} | found
+        return found if root is None else self._below(Path(root)) | found
+
+    def _below(self, root: Path) -> dict[str, str]:
+        """Looked for again once an entry of the folder has come or gone, and after a while."""
+        try:
+            changed = root.stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        now = time.monotonic()
+        if changed != self._listed_at[0] or now > self._listed_at[1] + LIST_AGAIN_S:
+            self._listed = {name: str(root / name) for name in names_below(root)}
+            self._listed_at = changed, now
+        return self._listed

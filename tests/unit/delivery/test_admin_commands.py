@@ -15,6 +15,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.admin_commands import MOST_COMMANDS, AdminCommands, CommandResult, encode
 from minisgl_backend.delivery.core_commands import CoreCommands
 from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.ipc import adapter_table
 from minisgl_backend.ipc.adapter_table import AdapterTable, ServedAdapters
 from minisgl_backend.ipc.messages import Done, DropAdapter, Failed, ReadAdapter, ServeAdapter, UnloadAdapter
 
@@ -171,6 +172,17 @@ def test_a_core_that_ends_is_not_waited_for(door: Door) -> None:
     ended.join()
     assert (found.status, door.served()) == (503, {"old"})
     assert UnloadAdapter not in door.kinds()
+
+
+def test_a_folder_of_many_adapters_is_not_listed_for_each_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, listed = ServedAdapters(door.config, door.sockets), []
+    monkeypatch.setattr(adapter_table, "names_below", lambda root: listed.append(root) or ["one"])
+    for _ in range(3):
+        assert set(served.folders()) == {"old", "one"}
+    assert len(listed) == 1
+    (door.root / "three").mkdir()
+    served.folders()
+    assert len(listed) == 2
 
 
 def test_commands_that_wait_are_bounded(door: Door) -> None:
