@@ -70,10 +70,6 @@ class AdapterHost:
         self._reading.pop(number, None)
         self._slots.drop(number)
 
-    def close(self) -> None:
-        """Ends the thread once it has read what it reads."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
-
     def _open_device(self) -> None:
         if self._slots.device.type == "cuda":
             torch.cuda.set_device(self._slots.device)
