@@ -1,5 +1,5 @@
 // Pictures of questions, in the browser's database: chats name them by their ids, and so stay small.
-const STORE = "pictures", MAX_CHARACTERS = 256_000_000, UNUSED_MS = 86_400_000;
+const STORE = "pictures", MAX_CHARACTERS = 256_000_000, UNUSED_MS = 3_600_000;
 const held = new Map();  // data URLs by id, where the browser keeps none
 let opening = null;
 
