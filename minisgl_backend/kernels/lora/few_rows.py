@@ -37,11 +37,12 @@ def shrink(
     all_ranks, (part, num_parts) = factors.a.shape[1], parts_of(size_in)
     hidden = torch.empty(num_rows, all_ranks, dtype=torch.float32, device=x.device)
     partial = torch.empty(num_parts, num_rows, all_ranks, dtype=torch.float32, device=x.device)
-    _shrink_few_kernel[(_most_groups(num_rows, factors), num_parts, all_ranks // RANK_MULTIPLE)](
+    groups = _most_groups(num_rows, factors)
+    _shrink_few_kernel[(groups, num_parts, all_ranks // RANK_MULTIPLE)](
         x, factors.a, slots, partial, hidden, counters, num_rows, x.stride(0), factors.a.stride(0),
         SIZE_IN=size_in, ALL_RANKS=all_ranks, PART=part, PARTS=num_parts, TILE_IN=_TILE_IN // x.dtype.itemsize,
-        MOST=FEW_ROWS, ROWS=TILE_ROWS, RANK_BLOCK=RANK_MULTIPLE, PRECISION=precision(x), num_warps=4,
-        **pdl_options(pdl),
+        MOST=FEW_ROWS, ROWS=TILE_ROWS, RANK_BLOCK=RANK_MULTIPLE, PRECISION=precision(x),
+        GROUPED=groups < num_rows, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return hidden
 
@@ -80,11 +81,12 @@ def expand(
     tiles, result = len(factors.tiles), out
     if activation is not None:
         tiles, result = tiles // 2, torch.empty_like(out[:, : out.shape[1] // 2])
-    _expand_few_kernel[(_most_groups(num_rows, factors), tiles)](
+    groups = _most_groups(num_rows, factors)
+    _expand_few_kernel[(groups, tiles)](
         hidden, factors.b, slots, out, result, factors.tiles, num_rows, out.stride(0), result.stride(0),
         factors.b.stride(0), SIZE=factors.ends[0], ALL_RANKS=all_ranks, RANK=factors.rank, MOST=FEW_ROWS,
         ROWS=TILE_ROWS, RANK_BLOCK=rank_block(factors.rank), TILE_OUT=factors.tile_out, ACTIVATION=activation,
-        PRECISION=precision(out), num_warps=4, **pdl_options(pdl),
+        PRECISION=precision(out), GROUPED=groups < num_rows, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return result
 
@@ -95,18 +97,28 @@ def _most_groups(num_rows: int, factors: LoraFactors) -> int:
 
 
 @triton.jit
-def _rows_of_group(slots_ptr, num_rows, MOST: tl.constexpr, ROWS: tl.constexpr):
-    """The slot of this program's group, its rows, and which of these there are; the slot is -1 where there are fewer
-    groups. A group begins with the first of each ROWS rows of a slot. MOST: rows of a step."""
-    r = tl.arange(0, MOST)
+def _rows_of_group(slots_ptr, num_rows, MOST: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr):
+    """The slot of this program's group, its rows, and which of these there are; the slot is -1 where it has none.
+
+    A group begins with the first of each ROWS rows of a slot. GROUPED: programs are numbered as groups are, else as the
+    rows that groups begin with, which is found sooner. MOST: rows of a step."""
+    r, number = tl.arange(0, MOST), tl.program_id(0)
     slots = tl.load(slots_ptr + r, mask=r < num_rows, other=-1)
-    same = (slots[:, None] == slots[None, :]) & (r[None, :] < r[:, None])
-    earlier = tl.sum(same.to(tl.int32), 1)
-    begins = (earlier % ROWS == 0) & (slots >= 0)
-    mine = begins & (tl.cumsum(begins.to(tl.int32), 0) == tl.program_id(0) + 1)
-    slot = tl.max(tl.where(mine, slots, -1), 0)
-    place = earlier - tl.max(tl.where(mine, earlier, 0), 0)
+    if GROUPED:
+        before = (slots[:, None] == slots[None, :]) & (r[None, :] < r[:, None])
+        earlier = tl.sum(before.to(tl.int32), 1)
+        begins = (earlier % ROWS == 0) & (slots >= 0)
+        mine = begins & (tl.cumsum(begins.to(tl.int32), 0) == number + 1)
+        slot = tl.max(tl.where(mine, slots, -1), 0)
+        place = earlier - tl.max(tl.where(mine, earlier, 0), 0)
+    else:
+        slot = tl.max(tl.where(r == number, slots, -1), 0)
+        same = (slots == slot).to(tl.int32)
+        skipped = tl.sum(tl.where(r < number, same, 0), 0)
+        place = tl.cumsum(same, 0) - 1 - skipped
     hit = (place[None, :] == tl.arange(0, ROWS)[:, None]) & (slots[None, :] == slot)
+    if not GROUPED:
+        slot = tl.where(skipped % ROWS == 0, slot, -1)
     return slot, tl.sum(tl.where(hit, r[None, :], 0), 1), tl.sum(hit.to(tl.int32), 1) > 0
 
 
@@ -131,11 +143,12 @@ def sum_parts(
 def _shrink_few_kernel(
     x_ptr, a_ptr, slots_ptr, partial_ptr, hidden_ptr, counters_ptr, num_rows, x_stride, a_stride,
     SIZE_IN: tl.constexpr, ALL_RANKS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE_IN: tl.constexpr,
-    MOST: tl.constexpr, ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    slot, rows, mine = _rows_of_group(slots_ptr, num_rows, MOST, ROWS)
+    slot, rows, mine = _rows_of_group(slots_ptr, num_rows, MOST, ROWS, GROUPED)
     part, rank = tl.program_id(1), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     a_rows = a_ptr + (slot - 1).to(tl.int64) * a_stride + rank[None, :] * SIZE_IN
     inputs = tl.where(slot > 0, SIZE_IN, 0)
@@ -207,12 +220,12 @@ def _expand_few_kernel(
     hidden_ptr, b_ptr, slots_ptr, out_ptr, result_ptr, tiles_ptr, num_rows, out_stride, result_stride, b_stride,
     SIZE: tl.constexpr, ALL_RANKS: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     RANK_BLOCK: tl.constexpr, TILE_OUT: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SIZE: of the first output, the gate where there is an activation."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    slot, rows, mine = _rows_of_group(slots_ptr, num_rows, MOST, ROWS)
+    slot, rows, mine = _rows_of_group(slots_ptr, num_rows, MOST, ROWS, GROUPED)
     if PDL:
         tl_cuda.gdc_wait()
     GATED: tl.constexpr = ACTIVATION is not None

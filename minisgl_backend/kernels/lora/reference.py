@@ -13,7 +13,6 @@ from minisgl_backend.kernels import torch_ops
 from minisgl_backend.kernels.linear.call import GemmCall
 
 _ALIGNMENT = 64  # numbers, of what a slot has of each weight
-TILE_OUT = 128  # outputs that one program of a GPU adds to
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,15 @@ class LoraFactors:
     # int32 [num_tiles, 3]: tiles of up to `tile_out` rows of b: the first one, the one behind it, and their output.
     tiles: torch.Tensor
     first_ranks: torch.Tensor  # int32 [size of all outputs]: where the ranks of each begin
-    tile_out: int = TILE_OUT
+    tile_out: int
 
     @classmethod
     def within(cls, memory: torch.Tensor, layout: LoraLayout) -> LoraFactors:
         """memory: [num_slots, layout.size]; rows may be apart."""
         rank, ends, tiles = layout.rank, tuple(accumulate(layout.sizes)), []
+        tile = 256 if rank <= 16 else 128 if rank <= 32 else 64  # whose B a program has in registers
         for output, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            tiles += [(row, min(row + TILE_OUT, end), output) for row in range(start, end, TILE_OUT)]
+            tiles += [(row, min(row + tile, end), output) for row in range(start, end, tile)]
         ranks = len(layout.sizes) * rank
         first_ranks = torch.arange(0, ranks, rank, dtype=torch.int32).repeat_interleave(torch.tensor(layout.sizes))
         of_a = ranks * layout.size_in
@@ -63,6 +63,7 @@ class LoraFactors:
             rank=rank,
             tiles=torch.tensor(tiles, dtype=torch.int32, device=memory.device),
             first_ranks=first_ranks.to(memory.device),
+            tile_out=tile,
         )
 
     def fill(self, index: int, output: int, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ from minisgl_backend.kernels import carveout, triton_ops  # noqa: E402
 from minisgl_backend.kernels import elementwise as fused  # noqa: E402
 from minisgl_backend.kernels.attention import decode as decode_attention  # noqa: E402
 from minisgl_backend.kernels.linear.plain import small_rows as small_linear  # noqa: E402
+from minisgl_backend.kernels.linear.plain import vector  # noqa: E402
+from minisgl_backend.kernels.lora import few_rows  # noqa: E402
 from minisgl_backend.kernels.sampling import launch as sampling  # noqa: E402
 from minisgl_backend.kernels.select import select_ops  # noqa: E402
 from minisgl_backend.kernels.torch_ops import TorchOps  # noqa: E402
@@ -34,7 +36,7 @@ def test_kernels_of_a_decode_step_are_loaded_with_the_largest_share(monkeypatch:
 
 
 def test_these_kernels_are_there() -> None:
-    modules = (decode_attention, fused, sampling, small_linear)
+    modules = (decode_attention, few_rows, fused, sampling, small_linear, vector)
     assert all(any(hasattr(module, name) for module in modules) for name in carveout.KERNELS)
 
 
