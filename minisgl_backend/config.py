@@ -297,7 +297,7 @@ class EngineConfig:
         None,
         "folder of one LoRA adapter that becomes a part of the weights while they are read, which have 16 or 32 bits: "
         "steps cost what the base's do, and DoRA is applied",
-        "a folder as PEFT writes it",
+        "a folder",
         lambda value: bool(value.strip()),
     )
     max_adapters: int | None = option(

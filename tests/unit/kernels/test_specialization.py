@@ -35,7 +35,7 @@ CONSTANT = {
     "counts_stride": "the vocabulary", "counters_stride": "rows, at most", "prefixes_stride": "tokens, at most",
     "states_stride": "a layer's slots", "conv_stride": "a layer's slots", "k_stride": "a layer's tails",
     "u_stride": "a layer's tails", "g_stride": "a layer's tails", "ring_stride": "a layer's tails",
-    "a_stride": "an adapter's slot", "b_stride": "an adapter's slot",
+    "result_stride": "a row of activations", "a_stride": "an adapter's slot", "b_stride": "an adapter's slot",
     "max_rules": "rules of a row, at most", "source_stride": "what another rank may send at once",
 }
 # Numbers that Triton does not specialise.
