@@ -17,8 +17,8 @@ from minisgl_backend.images.family import Family
 from minisgl_backend.images.processor_files import read_processor
 
 FAMILIES: Mapping[str, type[Family]] = {
-    "gemma4": Gemma4,
     "gemma3": Gemma3,
+    "gemma4": Gemma4,
     "glm46v": Glm4V,
     "glm4v": Glm4V,
     "glm4v_moe": Glm4V,
