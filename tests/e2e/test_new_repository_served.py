@@ -78,7 +78,7 @@ def assert_llmapi_works(server: Server) -> None:
     assert 0 < answer["arrival_time_ns"] <= answer["first_token_time_ns"] <= answer["last_token_time_ns"]
     for field, message in (
         ("lora_name", "lora_name is 'x', which is not served; allowed: none, as adapters are off"),
-        ("image_url", "image_url is not served: send images as `image`"),
+        ("image_url", "image_url is no text; allowed: text, as this model has no image encoder"),
     ):
         status, answer = server.generate("llmapi", text_input="x", **{field: "x"})
         assert status == 400, answer
