@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from minisgl_backend.host.options.endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
@@ -53,12 +53,8 @@ class ServedModel:
 
     async def resolve(self, name: str | None) -> str:
         """The model name for answers. Raises ApiError for another model's name."""
-        names = await self.names()
-        if name is None or name in names or await self._adapter(name):
-            return name or names[0]
-        allowed = ", ".join((*names, *await self._adapters()))
-        message = f"model is {name[:200]!r}, which is not served here; allowed: {allowed}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        await self._adapter(name)
+        return name or (await self.names())[0]
 
     async def cards(self) -> list[dict[str, Any]]:
         """The entries of /v1/models."""
@@ -80,12 +76,14 @@ class ServedModel:
         ]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """That of a name which `resolve` knows."""
+        """Raises ApiError for another model's name."""
         adapter, cards = await self._adapter(name), await self.cards()
-        return next(card for card in cards if card["id"] in (name, adapter))
+        found = next((card for card in cards if card["id"] in (name, adapter)), None)
+        return found or await self._refuse(name)
 
     async def adapter_fields(self, body: Named) -> dict[str, str]:
-        """The field of a request whose model is an adapter, once `resolve` has passed."""
+        """The field of a request whose model is an adapter. Raises ApiError for another model's name: the adapter may
+        have been unloaded since `resolve` passed, and the model without it would give another answer."""
         adapter = await self._adapter(body.model) or body.lora_path
         return {"lora_name": adapter} if adapter else {}
 
@@ -98,7 +96,7 @@ class ServedModel:
 
     async def _adapter(self, name: str | None) -> str:
         """The adapter that a model's name stands for: its own, or behind the model's (`base:adapter`, as in SGLang).
-        "": the model itself, or none that is served."""
+        "": the model itself. Raises ApiError for another model's name."""
         names = await self.names()
         if name is None or name in names:
             return ""
@@ -109,7 +107,12 @@ class ServedModel:
                 return name
             if behind in adapters and base in names:
                 return behind
-        return ""
+        return await self._refuse(name)
+
+    async def _refuse(self, name: str) -> NoReturn:
+        allowed = ", ".join((*await self.names(), *await self._adapters()))
+        message = f"model is {name[:200]!r}, which is not served here; allowed: {allowed}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer_format(
         self,

@@ -63,6 +63,23 @@ def test_an_adapter_is_a_model_with_a_parent() -> None:
     assert found == [("base", "base", None), ("sql", "/adapters/sql", "base"), ("base:v2", "/adapters/v2", "base")]
 
 
+def test_an_adapter_that_is_unloaded_meanwhile_is_not_answered_by_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = Server("base")
+    server.adapters = {"sql": "/adapters/sql"}
+    model = ServedModel(server, EndpointSettings(port=0))
+    monkeypatch.setattr(model_module, "_INFO_SECONDS", 0.0)
+    monkeypatch.setattr(model_module, "_UNKNOWN_SECONDS", 0.0)
+    for name in ("sql", "base:sql"):
+        server.adapters = {"sql": "/adapters/sql"}
+        assert resolve(model, name) == name
+        server.adapters = {}
+        body = ChatRequest.model_construct(model=name)
+        for late in (model.adapter_fields(body), model.options(body), model.card(name)):
+            with pytest.raises(ApiError, match=f"model is '{name}', which is not served here; allowed: base") as error:
+                asyncio.run(late)
+            assert error.value.status == 404
+
+
 def test_a_server_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Server("one")
     model = ServedModel(server, EndpointSettings(port=0))
