@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minisgl_backend.adapters.patterns import ALLOWED, LONGEST_PATTERN, is_quick
 from minisgl_backend.config import MAX_RANK
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.json_files import read_json
@@ -28,9 +29,7 @@ _INFORMATIVE = frozenset(
 _APPLIED = frozenset("alpha_pattern init_lora_weights lora_alpha peft_type r rank_pattern use_rslora".split())
 # Initialisations that leave the base's weights as they are; others take a part of them into the adapter.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# Of rank_pattern and alpha_pattern, whose keys are regular expressions.
-_MOST_PATTERNS, _LONGEST_PATTERN, _MOST_REPEATS = 4096, 4096, 3
-_REPEATS, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+_MOST_PATTERNS = 4096  # of rank_pattern and alpha_pattern
 _VARIANT = "it computes something else than B(A x)"
 _REFUSED = {
     "alora_invocation_tokens": "the adapter acts from these tokens on alone, and what is computed before is the base's",
@@ -165,13 +164,7 @@ class _Keys:
             try:
                 re.compile(rf"(.*\.)?({one})$")
             except (re.error, RecursionError, OverflowError) as error:
-                self.refuse(key, one, f"not a regular expression ({error})", "modules' names")
-            # Others may take for ever, while nothing else of the process runs.
-            if len(one) > _LONGEST_PATTERN or len(_REPEATS.findall(one)) > _MOST_REPEATS or _REPEATED_GROUP.search(one):
-                self.refuse(
-                    key,
-                    one,
-                    "a pattern that may take long",
-                    f"up to {_LONGEST_PATTERN} characters, {_MOST_REPEATS} repetitions (* + {{}}), and none of a group",
-                )
+                self.refuse(key, one, f"not a regular expression ({error})", ALLOWED)
+            if not is_quick(one):
+                self.refuse(key, one, "a pattern that may take long", f"{ALLOWED}; {LONGEST_PATTERN} characters")
         return {one: read(f"{key}.{one}", number) for one, number in value.items()}

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_backend.adapters.config import LoraConfig
+from minisgl_backend.adapters.patterns import LONGEST_NAME, LONGEST_NUMBER, is_bounded
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.parts import PLAIN_DTYPES
@@ -107,6 +108,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(str(path), framework="pt") as file:
             for stored in file.keys():  # noqa: SIM118  (the handle is no dict)
+                if not is_bounded(stored):
+                    raise ConfigError(
+                        f"{path}: {stored[:100]!r}... is the name of a tensor; allowed: up to {LONGEST_NAME} "
+                        f"printable characters, and numbers of {LONGEST_NUMBER} digits"
+                    )
                 tensor = file.get_tensor(stored)
                 if tensor.dtype not in PLAIN_DTYPES:
                     raise ConfigError(

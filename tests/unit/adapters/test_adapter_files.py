@@ -52,6 +52,7 @@ REFUSED_KEYS: dict[str, Any] = {
     r"alpha_pattern is '\(': not a regular expression": {"alpha_pattern": {"(": 4}},
     r"rank_pattern is '\(a\+\)\+': a pattern that may take long": {"rank_pattern": {"(a+)+": 4}},
     "alpha_pattern is .*a pattern that may take long": {"alpha_pattern": {".*a.*b.*c.*d": 4}},
+    "rank_pattern is .*may take long; allowed: modules' names": {"rank_pattern": {".?" * 40 + "!": 4}},
     "rank_pattern is '5000 patterns': too many": {"rank_pattern": {str(number): 4 for number in range(5000)}},
     "use_rslora is 'yes'": {"use_rslora": "yes"},
 }
@@ -100,6 +101,39 @@ def test_keys_about_training_are_not_read(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_applied_is_refused(words: str, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     save_adapter(tmp_path, tensors)
     with pytest.raises(ConfigError, match=words):
+        AdapterTensors.read(tmp_path)
+
+
+SLOW = (
+    ".?" * 30 + "!", "a?" * 30 + "a" * 30, ".*.*.*!", ".*.*!", "(a|a)" * 30 + "!", "(a|aa)" * 30, "(a|a|a)(a|a|a)" * 3,
+    "(a*)*", "(a|b)*", "(a|b)+", "(a|b){9}", "((a|b))", "[ab]*", "x{2}", r"\w+", ".+", ".*?", r"\d+\d+\d+", r"(\d+|a)",
+    "(?=a)", r"(a)\1", "(a|)", ".*a.*b", "(" + "|".join("a" * size for size in range(1, 300)) + ")", "a" * 4097,
+)  # fmt: skip
+QUICK = {
+    "model.layers.0.self_attn.q_proj": True, r"^model\.layers\.0\.self_attn\.q_proj$": True, r".*\.q_proj": True,
+    r"layers\.(0|1|10|11)\.self_attn\.(q_proj|k_proj)": True, r"layers.\d+.self_attn.q_proj": True,
+    r"layers\.[0-9]+\.(?:self_attn|mlp)\..*": True, "q_proj|k_proj": True, r"layers\.([0-9]+)\..*_proj": True,
+    r"layers\.[0-3]\.self_attn\.[qkv]_proj": True, r"model\.layers\.1\d\..*": False, "k_proj": False, ".*attn.*": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", SLOW, ids=range(len(SLOW)))
+def test_a_pattern_that_may_take_long_is_refused(pattern: str, tmp_path: Path) -> None:
+    save_adapter(tmp_path, factors(Q), alpha_pattern={pattern: 4})
+    with pytest.raises(ConfigError, match=r"alpha_pattern is '.*'?: .*; allowed: .*"):
+        LoraConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize(("pattern", "is_its"), QUICK.items(), ids=QUICK)
+def test_patterns_as_adapters_have_them(pattern: str, is_its: bool, tmp_path: Path) -> None:
+    save_adapter(tmp_path, factors(Q), rank_pattern={pattern: 16})
+    assert LoraConfig.read(tmp_path).rank_of(Q) == (16 if is_its else 4)
+
+
+@pytest.mark.parametrize("name", ["a." * 256 + "q_proj", "layers." + "1" * 9], ids=["long", "digits"])
+def test_a_name_that_patterns_would_search_for_long(name: str, tmp_path: Path) -> None:
+    save_adapter(tmp_path, factors(name))
+    with pytest.raises(ConfigError, match="is the name of a tensor; allowed: up to 512 printable"):
         AdapterTensors.read(tmp_path)
 
 
