@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from minisgl_backend.adapters.config import LoraConfig
 from minisgl_backend.adapters.roots import TASK_FILE
@@ -19,9 +19,12 @@ from minisgl_backend.errors import ConfigError
 def read_task(folder: Path, size_of: Callable[[str], tuple[int, int]]) -> AdapterTensors:
     """size_of: inputs and outputs of a module of the model. Raises ConfigError, with the client's names alone."""
     try:
-        found = load_file(folder / TASK_FILE)
-    except (SafetensorError, OSError) as error:
+        content = (folder / TASK_FILE).read_bytes()
+        found = load(content)
+    except SafetensorError as error:
         raise ConfigError(f"lora_weights cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"lora_weights cannot be read: {error.strerror}") from None
     weights, rows = found["lora_weights"], found["lora_config"].tolist()
     by_module: dict[str, Factors] = {}
     for row, (number, layer, rank) in zip(weights, rows, strict=True):
@@ -42,6 +45,5 @@ def read_task(folder: Path, size_of: Callable[[str], tuple[int, int]]) -> Adapte
     config = LoraConfig(
         path=folder / TASK_FILE, rank=1, alpha=1.0, rank_pattern={}, alpha_pattern={}, divides_by_root=False
     )
-    content = (folder / TASK_FILE).read_bytes()
     digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES, person=b"minisgl task").digest()
     return AdapterTensors(folder, config, by_module, digest, base={})

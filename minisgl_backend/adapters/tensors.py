@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,23 +107,32 @@ class AdapterTensors:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a copy in memory: the file may be written again, and one that is mapped and cut off kills the process."""
     try:
-        with safe_open(str(path), framework="pt") as file:
-            for stored in file.keys():  # noqa: SIM118  (the handle is no dict)
-                if not is_bounded(stored):
-                    raise ConfigError(
-                        f"{path}: {stored[:100]!r}... is the name of a tensor; allowed: up to {LONGEST_NAME} "
-                        f"printable characters, and numbers of {LONGEST_NUMBER} digits"
-                    )
-                tensor = file.get_tensor(stored)
-                if tensor.dtype not in PLAIN_DTYPES:
-                    raise ConfigError(
-                        f"{path}: {stored} has the number format {str(tensor.dtype).removeprefix('torch.')}; allowed: "
-                        f"{', '.join(str(one).removeprefix('torch.') for one in PLAIN_DTYPES)}"
-                    )
-                yield stored.removeprefix(_PREFIX), tensor
+        with open(os.memfd_create("adapter", os.MFD_CLOEXEC), "r+b") as copy:
+            with path.open("rb") as original:
+                shutil.copyfileobj(original, copy)
+            copy.flush()
+            yield from _stored(path, f"/proc/self/fd/{copy.fileno()}")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _stored(path: Path, copy: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(copy, framework="pt") as file:
+        for stored in file.keys():  # noqa: SIM118  (the handle is no dict)
+            if not is_bounded(stored):
+                raise ConfigError(
+                    f"{path}: {stored[:100]!r}... is the name of a tensor; allowed: up to {LONGEST_NAME} "
+                    f"printable characters, and numbers of {LONGEST_NUMBER} digits"
+                )
+            tensor = file.get_tensor(stored)
+            if tensor.dtype not in PLAIN_DTYPES:
+                raise ConfigError(
+                    f"{path}: {stored} has the number format {str(tensor.dtype).removeprefix('torch.')}; allowed: "
+                    f"{', '.join(str(one).removeprefix('torch.') for one in PLAIN_DTYPES)}"
+                )
+            yield stored.removeprefix(_PREFIX), tensor
 
 
 def _why_refused(name: str, merged: bool) -> str | None:

@@ -149,6 +149,17 @@ def test_files_that_are_not_there_or_not_read(tmp_path: Path) -> None:
         AdapterTensors.read(tmp_path)
 
 
+def test_a_file_that_is_overwritten_stays_what_was_read(tmp_path: Path) -> None:
+    tensors = factors(Q, 4096, 512)
+    file = save_adapter(tmp_path, tensors) / "adapter_model.safetensors"
+    read = AdapterTensors.read(tmp_path)
+    size = file.stat().st_size
+    with file.open("r+b") as stored:  # the same file, as `cp` writes it
+        stored.write(bytes(size))
+    torch.testing.assert_close(read.by_module[Q].a, tensors[f"{Q}.lora_A.weight"])
+    torch.testing.assert_close(read.by_module[Q].b, tensors[f"{Q}.lora_B.weight"])
+
+
 def test_scales_by_rank_pattern_and_rslora(tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"q_proj": 16}, "alpha_pattern": {r"layers\.1\..*": 32}}
     save_adapter(tmp_path, factors(Q), **patterns)
