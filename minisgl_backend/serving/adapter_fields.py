@@ -109,14 +109,16 @@ class AdapterFields:
             name = self._named(name, path)
         task, sent = fields.get("lora_task_id"), [fields.get(name) for name in ("lora_weights", "lora_config")]
         weights, config = (None if one is None or not one.size else one for one in sent)
-        if not task and weights is None:
+        if not task and weights is None and config is None:
             if fields.get("lora_id") and name is None:
                 raise InvalidRequestError(
                     "lora_id stands alone; allowed: with lora_name or lora_path, which say which it is"
                 )
             return name
-        if task is None:
-            raise InvalidRequestError("lora_weights come without an id; allowed: with lora_task_id")
+        if not task:  # 0 alone is what some clients send for none
+            raise InvalidRequestError(
+                f"lora_task_id is {'unset' if task is None else 0} with lora_weights or lora_config; allowed: 1 or more"
+            )
         if name is not None:
             raise InvalidRequestError("lora_name and lora_task_id are both given; allowed: one of them")
         if self._tasks is None:
