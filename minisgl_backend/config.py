@@ -476,6 +476,11 @@ class EngineConfig:
             raise ConfigError(f"dp is {self.dp}; allowed with nodes {self.nodes}: 1")
         if self.rendezvous is None:
             raise ConfigError(f"rendezvous is unset; allowed with nodes {self.nodes}: HOST:PORT, an address of node 0")
+        if self.max_adapter_tasks:
+            raise ConfigError(
+                f"max_adapter_tasks is {self.max_adapter_tasks}; allowed with nodes {self.nodes}: 0, since what a "
+                "request brings along is kept on node 0 alone"
+            )
 
     def _check_speculation(self) -> None:
         try:

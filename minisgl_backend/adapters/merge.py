@@ -22,19 +22,19 @@ class MergedCheckpoint:
     def __init__(self, adapter: AdapterTensors, checkpoint: Readable, names: TensorNames, is_tied: bool) -> None:
         """is_tied: the output projection has the embedding's weight. Raises ConfigError for a module of which the
         checkpoint has no weight."""
-        self._checkpoint, self._folder = checkpoint, adapter.folder
+        self._checkpoint, self._folder = checkpoint, adapter.source
         found = checkpoint.names()
         self._factors: dict[str, Factors] = {}
         for module, factors in adapter.by_module.items():
             if factors.of_embedding and is_tied:
                 raise ConfigError(
-                    f"{adapter.folder}: {module} is also the output projection's weight, which the adapter leaves as "
+                    f"{adapter.source}: {module} is also the output projection's weight, which the adapter leaves as "
                     "it is; allowed with tied embeddings: --adapters"
                 )
             name = next((f"{one}.weight" for one in module_names(names, module) if f"{one}.weight" in found), None)
             if name is None:
                 raise ConfigError(
-                    f"{adapter.folder}: the checkpoint has no {module}.weight that the adapter could be merged into; "
+                    f"{adapter.source}: the checkpoint has no {module}.weight that the adapter could be merged into; "
                     "allowed: modules whose weights it has in 16 or 32 bits"
                 )
             self._factors[name] = factors

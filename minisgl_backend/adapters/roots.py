@@ -57,7 +57,8 @@ def check_sizes(folder: Path, most_bytes: int) -> None:
         except OSError:
             continue  # told when it is read
         if size > most:
-            raise ConfigError(f"{folder / name} has {size} bytes; allowed: up to {most}")
+            shown = "lora_weights" if name == TASK_FILE else folder / name
+            raise ConfigError(f"{shown} has {size} bytes; allowed: up to {most}")
 
 
 def names_below(root: Path) -> Iterator[str]:

@@ -121,7 +121,7 @@ class AdapterSlots:
             if len(factors.a) > room:
                 name = read.part.name.removesuffix(".weight")
                 raise ConfigError(
-                    f"{adapter.folder} has rank {len(factors.a)} for {name}; there is room for {room or 'none'}; "
+                    f"{adapter.source} has rank {len(factors.a)} for {name}; there is room for {room or 'none'}; "
                     "allowed: a server that is started with a max_lora_rank as large"
                 )
             rows = read.part.ordered(_outputs(read, factors.b))
@@ -152,7 +152,7 @@ class AdapterSlots:
             weight = stored.T if isinstance(layer, EmbeddingAdapters) else stored
             if tuple(weight.shape) != (reads.shape[0], layer.lora_spec.input_size):
                 raise ConfigError(
-                    f"{adapter.folder}: {module}.base_layer.weight has shape {tuple(weight.shape)}; this model's has "
+                    f"{adapter.source}: {module}.base_layer.weight has shape {tuple(weight.shape)}; this model's has "
                     f"{reads.shape[0]} outputs: tokens were added when it was trained"
                 )
             for read in reads.reads:
@@ -161,7 +161,7 @@ class AdapterSlots:
                 theirs = read.part.ordered(_outputs(read, weight))
                 if not _equal(layer, rows, _local_inputs(theirs, layer.lora_spec)):
                     raise ConfigError(
-                        f"{adapter.folder}: {module}.base_layer.weight differs from this model's, as if it had been "
+                        f"{adapter.source}: {module}.base_layer.weight differs from this model's, as if it had been "
                         "trained beside the adapter; allowed: the base's, or none (save_embedding_layers=False)"
                     )
 
@@ -195,7 +195,7 @@ class AdapterSlots:
                 place = self._place(read.part)
                 if (other := found.setdefault(place, module)) != module:
                     raise ConfigError(
-                        f"{adapter.folder}: {other} and {module} are the same module here; allowed: one of them"
+                        f"{adapter.source}: {other} and {module} are the same module here; allowed: one of them"
                     )
                 yield _Placed(place, read, factors)
 
@@ -207,7 +207,7 @@ class AdapterSlots:
         if reads is None:
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in self._reads}))
             raise ConfigError(
-                f"{adapter.folder}: {module} is no linear layer that this model computes with adapters; allowed: "
+                f"{adapter.source}: {module} is no linear layer that this model computes with adapters; allowed: "
                 f"{leaves} of its layers"
             )
         return reads
@@ -217,7 +217,7 @@ class AdapterSlots:
         size_in, size_out = self._place(reads.reads[0].part).layer.lora_spec.input_size, reads.shape[0]
         if (factors.a.shape[1], len(factors.b)) != (size_in, size_out):
             raise ConfigError(
-                f"{adapter.folder}: {module} has lora_A for {factors.a.shape[1]} inputs and lora_B for "
+                f"{adapter.source}: {module} has lora_A for {factors.a.shape[1]} inputs and lora_B for "
                 f"{len(factors.b)} outputs; this model's has {size_in} and {size_out}: it is of another base"
             )
         return reads

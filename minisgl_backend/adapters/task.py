@@ -46,4 +46,4 @@ def read_task(folder: Path, size_of: Callable[[str], tuple[int, int]]) -> Adapte
         path=folder / TASK_FILE, rank=1, alpha=1.0, rank_pattern={}, alpha_pattern={}, divides_by_root=False
     )
     digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES, person=b"minisgl task").digest()
-    return AdapterTensors(folder, config, by_module, digest, base={})
+    return AdapterTensors("lora_weights", config, by_module, digest, base={})

@@ -64,7 +64,7 @@ class Factors(NamedTuple):
 class AdapterTensors:
     """One adapter on the CPU, checked by itself; not yet against a model."""
 
-    folder: Path
+    source: str  # as errors call it: its folder, but not of what a client has sent, whose folder is the server's
     config: LoraConfig
     by_module: Mapping[str, Factors]  # by names at training time
     digest: bytes  # of all that decides what it adds, DIGEST_BYTES
@@ -99,7 +99,7 @@ class AdapterTensors:
         if not found:
             raise ConfigError(f"{path} has no tensors; allowed: lora_A and lora_B of one module or more")
         by_module = {module: _factors(path, config, module, factors) for module, factors in found.items()}
-        return cls(folder, config, by_module, _digest(by_module), base)
+        return cls(str(folder), config, by_module, _digest(by_module), base)
 
     @property
     def largest_rank(self) -> int:

@@ -22,7 +22,6 @@ from minisgl_backend.ipc.adapter_table import AdapterTable, ServedAdapters
 from minisgl_backend.serving.fields import shown
 
 MOST_LAYERS = 1024
-MOST_TASK_BYTES = 1 << 30
 LOCK_S = 10.0
 NO_TASKS = "name an adapter of the server by lora_name, or start it with max_adapter_tasks"
 
@@ -31,8 +30,10 @@ class AdapterTasks:
     """Adapters that clients of TensorRT-LLM have sent, as folders that the engine cores read: the latest ones that were
     asked for. Folders are named by what is in them, so that an id never stands for two adapters at a time."""
 
-    def __init__(self, root: Path, most: int) -> None:
-        self._root, self._ids, self._most = root, root / "ids", most
+    def __init__(self, root: Path, most: int, most_bytes: int) -> None:
+        """most: ids that are kept; most_bytes: of the tensors of one, which are hashed and written while other
+        requests wait."""
+        self._root, self._ids, self._most, self._most_bytes = root, root / "ids", most, most_bytes
         self._lock = AdapterTable(root)
 
     def name_of(self, task: int, weights: npt.NDArray[Any] | None, config: npt.NDArray[Any] | None) -> str:
@@ -45,7 +46,7 @@ class AdapterTasks:
             self._ids.mkdir(parents=True, exist_ok=True, mode=0o700)
             if weights is None or config is None:
                 return self._known(task)
-            content = save(_checked(weights, config))
+            content = save(_checked(weights, config, self._most_bytes))
             with self._lock.changing(LOCK_S):
                 return self._keep(task, content)
         except OSError as error:
@@ -138,7 +139,7 @@ class AdapterFields:
         return found[0]
 
 
-def _checked(weights: npt.NDArray[Any], config: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+def _checked(weights: npt.NDArray[Any], config: npt.NDArray[Any], most_bytes: int) -> dict[str, npt.NDArray[Any]]:
     """Both by name, as float16 [modules, numbers] and int32 [modules, 3]. Raises InvalidRequestError."""
     weights, config = weights.reshape(-1, weights.shape[-1]), config.reshape(-1, config.shape[-1])
     if config.shape[1] != 3 or len(config) != len(weights):
@@ -146,8 +147,11 @@ def _checked(weights: npt.NDArray[Any], config: npt.NDArray[Any]) -> dict[str, n
             f"lora_config has shape {list(config.shape)} and lora_weights {list(weights.shape)}; allowed: [modules, 3] "
             "(module, layer, rank) and [modules, numbers]"
         )
-    if weights.nbytes > MOST_TASK_BYTES:
-        raise InvalidRequestError(f"lora_weights has {weights.nbytes} bytes; allowed: up to {MOST_TASK_BYTES}")
+    if (size := 2 * weights.size) > most_bytes or len(config) > MOST_LAYERS * len(TASK_MODULES):
+        raise InvalidRequestError(
+            f"lora_weights has {size} bytes in {len(config)} rows; allowed: up to {most_bytes} bytes, as of all "
+            f"modules at max_lora_rank, in up to {MOST_LAYERS * len(TASK_MODULES)} rows"
+        )
     for module, layer, rank in config.tolist():
         if module not in TASK_MODULES or not 0 <= layer < MOST_LAYERS or not 1 <= rank <= MAX_RANK:
             raise InvalidRequestError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.adapters.task_modules import most_task_bytes
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
@@ -79,7 +80,9 @@ class TritonPythonModel:
         directory = socket_directory(repository)
         self._adapters = ServedAdapters(config, directory)
         most = config.max_adapter_tasks
-        fields = AdapterFields(self._adapters, AdapterTasks(task_root(directory), most) if most else None)
+        most_bytes = most_task_bytes(model, config.adapter_rank)
+        tasks = AdapterTasks(task_root(directory), most, most_bytes) if most else None
+        fields = AdapterFields(self._adapters, tasks)
         self._codec = RequestCodec(tokenizer, settings, pooling, images, borders, fields)
         # Requests with images wait for their decoding there; those without never do.
         self._threads = ThreadPoolExecutor(IMAGE_REQUESTS, thread_name_prefix="images") if images is not None else None

@@ -239,7 +239,7 @@ def test_an_adapter_as_tensors(served: Served, tmp_path: Path) -> None:
             layer, leaf = re.search(r"layers\.(\d+)\..*\.(\w+)\.lora_A", name).groups()  # type: ignore[union-attr]
             config.append((numbers[leaf], int(layer), len(a)))
     weights = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).numpy()
-    tasks = AdapterTasks(tmp_path, 2)
+    tasks = AdapterTasks(tmp_path, 2, most_bytes=1 << 24)
     name = tasks.name_of(7, weights[None], np.array([config], np.int32))
     assert tasks.name_of(7, None, None) == name
     with served.llm(adapters="", max_lora_rank=8) as llm:
@@ -258,6 +258,10 @@ def test_an_adapter_as_tensors(served: Served, tmp_path: Path) -> None:
             name = tasks.name_of(wrong[1] + 100, weights[:1], given)
             with pytest.raises(ConfigError, match=words):
                 llm.load_adapter("y", tmp_path / name)
+        wide = np.pad(weights[:1], ((0, 0), (0, 1 << 14)))
+        name = tasks.name_of(9, wide, np.array([(1, 0, 64)], np.int32))
+        with pytest.raises(ConfigError, match=r"^lora_weights has rank 64 for .*; there is room for 8"):
+            llm.load_adapter("y", tmp_path / name)  # without the server's path
 
 
 def test_adapters_of_a_folder_are_found_by_name(served: Served, tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
         (["--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1"], "nodes is 2; allowed with tp 1: a number that"),
         ([*SEVERAL, "--dp", "2", "--node-rank", "0", "--rendezvous", "a:1"], "dp is 2; allowed with nodes 2: 1"),
         ([*SEVERAL, "--node-rank", "0"], "rendezvous is unset; allowed with nodes 2: HOST:PORT"),
+        (
+            [*SEVERAL, "--node-rank", "0", "--rendezvous", "a:1", "--max-adapter-tasks", "2"],
+            "max_adapter_tasks is 2; allowed with nodes 2: 0, since",
+        ),
         ([*SEVERAL, "--node-rank", "0", "--rendezvous", "node0"], "rendezvous is 'node0'; allowed: HOST:PORT"),
         ([*SEVERAL, "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank is 2; allowed with nodes 2: 0 to 1"),
         (["--node-rank", "1"], "--node-rank is 1; allowed with nodes 1: 0, or more with --nodes above 1"),

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backend.adapters.task_modules import most_task_bytes
 from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.serving.adapter_fields import AdapterFields, AdapterTasks
 
+DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
 WEIGHTS, CONFIG = np.ones((1, 6), np.float16), np.array([[1, 0, 2]], np.int32)
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> AdapterTasks:
-    return AdapterTasks(tmp_path / "tasks", 2)
+    return AdapterTasks(tmp_path / "tasks", 2, most_bytes=128)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,8 @@ def test_what_a_request_brings_along_is_kept_while_it_is_asked_for(tasks: Adapte
         (WEIGHTS, np.array([[1, -1, 2]], np.int32), "layer -1"),
         (WEIGHTS, np.array([[1, 0, 513]], np.int32), "rank 513"),
         (WEIGHTS, np.array([[1, 0, 0]], np.int32), "rank 0"),
+        (np.ones((1, 65), np.float16), CONFIG, "lora_weights has 130 bytes in 1 rows; allowed: up to 128 bytes, as of"),
+        (np.ones((9000, 1), np.float16), np.tile(CONFIG, (9000, 1)), "in 9000 rows; allowed: .* up to 8192 rows"),
     ],
 )
 def test_tensors_that_are_no_adapter(tasks: AdapterTasks, weights: Any, config: Any, words: str) -> None:
@@ -94,7 +99,15 @@ def test_tensors_that_are_no_adapter(tasks: AdapterTasks, weights: Any, config: 
         tasks.name_of(1, weights, config)
 
 
+def test_tensors_may_be_as_large_as_all_modules_are() -> None:
+    model = ModelConfig.load(DEMO)
+    size, widest = model.hidden_size, max(layer.mlp.intermediate_size for layer in model.layers)
+    right = 2 * 7 * model.num_layers * 16 * (size + widest)
+    assert right <= most_task_bytes(model, 16) < 3 * right
+    assert most_task_bytes(model, 512 << 20) == 1 << 30
+
+
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CapacityError, match="lora_weights cannot be kept"):
-        AdapterTasks(tmp_path / "file", 2).name_of(1, WEIGHTS, CONFIG)
+        AdapterTasks(tmp_path / "file", 2, 128).name_of(1, WEIGHTS, CONFIG)
