@@ -109,10 +109,11 @@ def option(
     check: Callable[[Any], bool] = anything,
     *flags: str,
     internal: bool = False,
+    secret: bool = False,
     argument: Argument | None = None,
     reads: Callable[[str], Any] | None = None,
 ) -> Any:
-    """A field of a table; see `Option`. `flags`: further spellings beside the field's name."""
+    """A field of a table; see `Option`. `flags`: further spellings beside the field's name; `secret`: repr hides it."""
     row = {
         "help": help,
         "allowed": allowed,
@@ -122,7 +123,7 @@ def option(
         "argument": argument,
         "reads": reads,
     }
-    return field(default=default, metadata=row)
+    return field(default=default, metadata=row, repr=not secret)
 
 
 def one_of(

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from minisgl_backend.environment import ADMIN_KEY
 from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
@@ -41,10 +42,13 @@ def start_child(
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, set so that a child finds the same package and shares the CPU with other programs."""
+    """This process's environment, set so that a child finds the same package and shares the CPU with other programs.
+    The admin key is not in it: only the engine's front compares it, which tritonserver starts.
+    """
     root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, **torch_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    kept = {name: value for name, value in os.environ.items() if name != ADMIN_KEY}
+    return {**kept, **torch_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def begin_child(name: str, log_level: str, *, tied: bool) -> None:

@@ -65,6 +65,7 @@ class EndpointSettings:
     api_keys: tuple[str, ...] = option(
         (),
         "keys that clients need one of; also MINISGL_API_KEY",
+        secret=True,
         argument=Argument(flag="--api-key", metavar="KEY", default="none"),
     )
     tenants: str = one_of(

@@ -120,6 +120,7 @@ class ServerSettings:
         None,
         "who knows it may load and unload adapters below --adapter-dir; also MINISGL_ADMIN_KEY; unset: nobody, and "
         "there are neither routes nor a model for it",
+        secret=True,
         argument=Argument(metavar="KEY", reads=_admin_key, default="none"),
     )
     infer: bool = option(False, INFER_HELP, argument=Argument())  # adds the model `infer`

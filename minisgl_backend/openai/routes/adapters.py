@@ -1,6 +1,8 @@
 """The routes of vLLM and SGLang that load and unload adapters: for whoever has the admin key, which an API key is not.
 
-The key travels with the command and is compared where that is carried out, so that no process but that one knows it.
+The key travels with the command and is compared where that is carried out, in the process of Triton's model `engine`.
+The supervisor knows it, and tritonserver and its Python models have it in their environments. Engine cores, their
+followers, grammar compilers and the endpoint's processes start without it; the latter see what a client sends.
 """
 
 from __future__ import annotations

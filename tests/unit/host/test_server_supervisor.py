@@ -112,6 +112,13 @@ def test_keys_come_from_the_command_line_or_the_environment() -> None:
     assert api_keys_of(None, {}) == ()
 
 
+def test_keys_are_shown_in_no_message() -> None:
+    arguments = parse_arguments(["--admin-key", "most-secret", "--api-key", "secret-too"])
+    assert arguments.endpoint is not None
+    assert (arguments.server.admin_key, arguments.endpoint.api_keys) == ("most-secret", ("secret-too",))
+    assert "secret" not in repr(arguments)
+
+
 def test_every_engine_option_has_its_flags() -> None:
     for option in OPTIONS.values():
         for flag in option.flags:

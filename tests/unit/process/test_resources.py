@@ -71,9 +71,11 @@ print(os.environ["OMP_WAIT_POLICY"])
 def test_children_get_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "says_environment.py").write_text(
         "import os, pathlib, sys\n"
-        "pathlib.Path(sys.argv[1]).write_text(os.environ['OMP_WAIT_POLICY'] + os.environ['OMP_NUM_THREADS'])\n"
+        "keys = 'OMP_WAIT_POLICY', 'OMP_NUM_THREADS', 'MINISGL_ADMIN_KEY'\n"
+        "pathlib.Path(sys.argv[1]).write_text(''.join(os.environ.get(key, '') for key in keys))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MINISGL_ADMIN_KEY", "secret")  # which they get not
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     child = start_child("says_environment", [str(tmp_path / "said")], fds=(), tied=False)
