@@ -152,14 +152,14 @@ class AdminCommands:
             answers = self._all_done(read, lambda front: ReadAdapter(front=front, id=read, folder=folder), READ_S)
             if len({answer.result for answer in answers}) > 1:
                 raise _Refused(409, "refused", f"{folder} has changed while it was read; try again")
-        except MinisglError:
+            digest = answers[0].result
+            # Before the cores serve it: one that starts again meanwhile finds it there.
+            table = {**loaded, name: LoadedAdapter(folder, digest)}
+            self._table.write(table)
+        except (MinisglError, OSError):
             drop = cores.new_id()
             cores.ask_all(drop, lambda front: DropAdapter(front=front, id=drop, read=read), ANSWER_S)
             raise
-        digest = answers[0].result
-        # Before the cores serve it: one that starts again meanwhile finds it there.
-        table = {**loaded, name: LoadedAdapter(folder, digest)}
-        self._table.write(table)
         _check_answered(
             cores.ask_all(
                 serve,

@@ -149,6 +149,17 @@ def test_a_load_that_one_core_fails_changes_nothing(door: Door, answer: Any, sta
     assert door.served() == {"old"}
 
 
+def test_a_load_that_cannot_be_noted_leaves_nothing_in_the_cores(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(table: AdapterTable, content: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AdapterTable, "write", full)
+    assert door.load().status == 500
+    for core in (0, 1):
+        assert door.kinds(core) == [ReadAdapter, DropAdapter]
+    assert door.served() == {"old"}
+
+
 def test_a_core_that_starts_meanwhile_finds_it(door: Door) -> None:
     """It is told before any core serves it."""
 
