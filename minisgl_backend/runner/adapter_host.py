@@ -67,7 +67,8 @@ class AdapterHost:
 
     def drop(self, number: int) -> None:
         """The host needs it no more; also one that is being read."""
-        self._reading.pop(number, None)
+        if (reading := self._reading.pop(number, None)) is not None:
+            reading.cancel()  # it may not have begun
         self._slots.drop(number)
 
     def _open_device(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,22 @@ def test_what_is_dropped_while_it_is_read_is_not_kept(folder: str) -> None:
     while host.keep(8) is None:
         pass
     assert set(slots.kept) == {8}
+
+
+def test_what_is_dropped_before_its_turn_is_not_read(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, go, read_ones = Slots(), threading.Event(), []
+
+    def ready(adapter: Any) -> Any:
+        assert go.wait(10)
+        read_ones.append(adapter)
+        return adapter.digest
+
+    monkeypatch.setattr(slots, "ready", ready)
+    host = AdapterHost(slots, TwoRanks())  # type: ignore[arg-type]
+    for number in (1, 2, 3):
+        host.begin(number, folder)
+    host.drop(2)
+    go.set()
+    while host.keep(1) is None or not host.is_read(3):
+        pass
+    assert len(read_ones) == 2
