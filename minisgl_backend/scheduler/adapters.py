@@ -96,10 +96,17 @@ class AdapterBook:
     def remove_idle(self) -> str | None:
         """Removes the one without sequences that was asked for longest ago, and returns its name; None: all have
         some."""
-        name = next((name for name, one in self._by_name.items() if not self._sequences[one.number]), None)
-        if name is not None:
+        if (name := self._idle()) is not None:
             self.remove(name)
         return name
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether `remove_idle` has one to remove."""
+        return self._idle() is not None
+
+    def _idle(self) -> str | None:
+        return next((name for name, one in self._by_name.items() if not self._sequences[one.number]), None)
 
     def stats(self, rows: Sequence[Answer | None]) -> dict[str, AdapterStats]:
         """By name. rows: the sequences that have one."""
