@@ -14,20 +14,19 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.adapters import Source
+from minisgl_backend.engine.adapters_before import loaded_before
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.ipc.adapter_table import AdapterTable, task_root
+from minisgl_backend.ipc.adapter_table import task_root
 from minisgl_backend.ipc.channel import CoreChannel
 from minisgl_backend.ipc.messages import StartReport
 from minisgl_backend.process.liveness import Heartbeat, Sign
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         log_to_stderr(name, environment.log_level)
         heartbeat = Heartbeat(environment.hang_s)
         heartbeat.start(lambda sign: _tell(options.status_fd, sign, config.tp))
-        config, sources = _loaded_adapters(config, options.socket_dir)
+        config, sources = loaded_before(config, options.socket_dir)
         engine = build_engine(
             config,
             environment,
@@ -100,16 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
     if kv_events is not None:
         kv_events.close()
     return 0
-
-
-def _loaded_adapters(config: EngineConfig, socket_dir: Path) -> tuple[EngineConfig, dict[str, Source]]:
-    """What a core of this server had loaded before: those of the options that still are, and where the others lie."""
-    if (table := AdapterTable(socket_dir).read()) is None:
-        return config, {}
-    at_start = config.adapter_folders
-    kept = [name for name, one in table.items() if at_start.get(name) == one.folder]
-    sources = {name: Source(one.folder, bytes.fromhex(one.digest)) for name, one in table.items() if name not in kept}
-    return replace(config, adapters=",".join(f"{name}={at_start[name]}" for name in kept)), sources
 
 
 def _kv_events(config: EngineConfig, page_size: int, dp_rank: int) -> KVEventPublisher | None:
