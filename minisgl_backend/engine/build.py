@@ -32,7 +32,7 @@ from minisgl_backend.grammar.manager import GrammarManager
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.models.folder import adapter_path, find_model_dir
 from minisgl_backend.process.liveness import Heartbeat
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -164,7 +164,8 @@ def _adapter_loader(
         return None
     root = None if config.adapter_dir is None else Path(config.adapter_dir)
     book = scheduler.adapters
-    own = {name: Source(folder, book.find(name).digest) for name, folder in config.adapter_folders.items()}
+    folders = {name: adapter_path(folder) for name, folder in config.adapter_folders.items()}
+    own = {name: Source(folder, book.find(name).digest) for name, folder in folders.items()}
     return AdapterLoader(host, book, config.most_loaded_adapters, root, task_root, {**sources, **own})
 
 
