@@ -73,7 +73,7 @@ class Gemma4(Family):
     def _changes(self, name: str, value: Any) -> dict[str, Any] | None:
         if name != "max_soft_tokens":
             return None
-        if isinstance(value, bool) or value not in BUDGETS:
+        if type(value) is not int or value not in BUDGETS:
             raise InvalidRequestError(f"mm_processor_kwargs.{name} is {value!r:.60}; allowed: {_ALLOWED}")
         return {"tokens": min(value, self.tokens)}
 

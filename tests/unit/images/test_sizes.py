@@ -366,6 +366,9 @@ def test_extreme_ratios_are_refused(name, width, height, tmp_path):
         ("internvl", {"max_dynamic_patch": 0}, "a whole number from 1"),
         ("mistral3", {"size": {"longest_edge": -1}}, "a whole number from 1"),
         ("llava", {"size": 3}, "none, with this model"),
+        ("gemma4 of 1120", {"max_soft_tokens": 70.0}, "max_soft_tokens is 70.0; allowed: 70, 140"),
+        ("gemma4 of 1120", {"max_soft_tokens": True}, "max_soft_tokens is True; allowed: 70, 140"),
+        ("gemma4 of 1120", {"max_soft_tokens": [70]}, "allowed: 70, 140"),
     ],
 )
 def test_options_that_are_not_served_are_refused_by_name(name, options, said, tmp_path):
