@@ -103,8 +103,9 @@ class TransformerConfig(EncoderConfig):
 
     def timed_shapes(self) -> list[tuple[int, int, int, int]]:
         """Of images that are timed at start, of so many parts that attention takes most of a call."""
-        rows, patch = 32 // self.merge * self.merge, self.patch_size
-        return [(1, rows * patch, count * self.part_patches // 32 * patch, 3) for count in (16, 32)]
+        blocks, side = 32 // self.merge, self.merge * self.patch_size  # pixels of a block that a vector stands for
+        columns = [count * self.part_patches // 32 // self.merge for count in (16, 32)]
+        return [(1, blocks * side, count * side, 3) for count in columns]
 
     def begin_operations(self) -> int:
         """Its embedding, and the first layer's queries, keys and values."""

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from minisgl_backend.encoder_limits import EncoderLimits
+from minisgl_backend.layers.encoder_config import TransformerConfig
 from minisgl_backend.request import Content
 from minisgl_backend.scheduler.encoder_costs import EncoderCosts
 
@@ -55,3 +56,15 @@ def test_costs_are_those_of_timed_calls() -> None:
     assert costs.most(LARGE, 1, 2.2) == (2, pytest.approx(1.5 + 4 * 0.15))
     assert costs.most(LARGE, 6, 1 + 5.5) == (1, pytest.approx(1 + 5.5)), "a layer that sees the whole image"
     assert costs.of_one(SMALL, 1) == pytest.approx(0.6 * (1 + 6 * 0.1)), "as much of a part as it is"
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3])
+def test_images_that_are_timed_are_whole_blocks(merge: int) -> None:
+    config = TransformerConfig(
+        out_size=8, hidden_size=16, num_layers=2, patch_size=14, merge=merge, intermediate_size=16, num_heads=2,
+        activation="gelu",
+    )  # fmt: skip
+    for count, (tiles, *sides, channels) in zip((16, 32), config.timed_shapes(), strict=True):
+        assert (tiles, channels) == (1, 3)
+        assert all(side % (14 * merge) == 0 for side in sides)
+        assert sides[0] * sides[1] / 14**2 == pytest.approx(count * config.part_patches, rel=0.1)
