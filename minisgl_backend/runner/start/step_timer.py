@@ -18,6 +18,8 @@ from minisgl_backend.step import StepPlan, StepTimes
 from minisgl_backend.tensor_parallel import TensorParallel
 
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
+MOST_ROUNDS = 9  # while no two fastest agree
+AGREE = 1.5  # times the fastest, that the second may take
 TIMED_ROWS = (1, 32)
 ENCODER_CALLS = 4  # timed together: a host launches the next one's kernels while a GPU computes
 CONTEXT = 128  # tokens of each row that decodes
@@ -52,9 +54,9 @@ class StepTimer:
     def times(self) -> StepTimes:
         """Of the prompts that have been timed, and of rows."""
         sizes = sorted({min(size, self._max_running) for size in TIMED_ROWS})
-        rows = tuple((size, self._time_rows(size)) for size in sizes)
-        prompts = ((0, rows[0][1]), *sorted(self._prompts.items()))
-        return StepTimes(prompts=prompts, rows=rows, encoder=self._time_encoder())
+        rows = [(size, self._time_rows(size)) for size in sizes]
+        prompts = [(0, rows[0][1]), *sorted(self._prompts.items())]
+        return StepTimes(prompts=_rising(prompts), rows=_rising(rows), encoder=self._time_encoder())
 
     @torch.inference_mode()
     def _time_encoder(self) -> tuple[tuple[float, float], ...]:
@@ -81,19 +83,29 @@ class StepTimer:
         return self._fastest(lambda: self._runner.execute(self._runner.prepare(plan)).wait())
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Seconds of ROUNDS, on all ranks: they must agree on what comes next."""
-        best = float("inf")
-        for _ in range(ROUNDS):
+        """Seconds of ROUNDS or more, on all ranks: they must agree on what comes next."""
+        taken: list[float] = []
+        while len(taken) < MOST_ROUNDS:
             self._synchronize()
             started = time.perf_counter()
             call()
             self._synchronize()
-            best = min(best, time.perf_counter() - started)
-        return self._tp.minimum(round(1e6 * best)) / 1e6
+            taken.append(time.perf_counter() - started)
+            if len(taken) >= ROUNDS:
+                best, second, *_ = sorted(taken)
+                if self._tp.minimum(int(second <= AGREE * best)):
+                    break
+        return self._tp.minimum(round(1e6 * min(taken))) / 1e6
 
     def _synchronize(self) -> None:
         if self._runtime.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _rising(times: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Of ascending numbers: none takes longer than a larger one. What lies above was disturbed, which only adds."""
+    lowest = np.minimum.accumulate([seconds for _, seconds in reversed(times)])[::-1].tolist()
+    return tuple((number, seconds) for (number, _), seconds in zip(times, lowest, strict=True))
 
 
 def _repeated(call: Callable[[], None]) -> None:
