@@ -127,12 +127,13 @@ class Admitter:
         match = kv.match(sequence.cache_ids(usable), sequence.salt)
         cached = match.num_pages * self._limits.page_size
         end = chunk_end(sequence, cached, budget, builder, self._limits.chunk_multiple)
-        if sequence.contents and running.images is not None:
-            end = running.images.whole_spans(sequence, cached, end)
+        images = running.images_ahead(sequence, cached)
+        if images is not None:
+            end = images.whole_spans(sequence, cached, end)
         if not running.num_active:  # nothing else runs: start if it fits at all
             end = min(end, kv.max_tokens_at_start(match, len(tokens)))
-            if sequence.contents and running.images is not None:
-                end = running.images.before_spans(sequence, cached, end)
+            if images is not None:
+                end = images.before_spans(sequence, cached, end)
             new_pages = kv.pages_to_take(match, len(tokens), end)
         else:
             new_pages = kv.pages_to_start(match, len(tokens), end)
@@ -150,9 +151,9 @@ class Admitter:
                 running.images.note_start(sequence)
             self.state_misses += max(match.known_pages - match.num_pages, 0) * self._limits.page_size
         spent = 0
-        if sequence.contents and running.images is not None:
+        if images is not None:
             row = running.rows.next_free
-            end, spent = running.images.reach(sequence, row, cached, end, budget, builder, step)
+            end, spent = images.reach(sequence, row, cached, end, budget, builder, step)
         running.start(sequence, match, end, self.num_admissions, builder)
         if self._shares is not None:
             self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)

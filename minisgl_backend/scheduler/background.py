@@ -10,11 +10,8 @@ then. Steps with prompts of others have none either: first tokens come first.
 from __future__ import annotations
 
 import sys
-from collections import deque
 
-from minisgl_backend.arrays import BoolArray
-from minisgl_backend.scheduler.step_estimate import StepEstimate, StepLoad
-from minisgl_backend.step import StepPlan, StepTimes
+from minisgl_backend.scheduler.step_estimate import StepEstimate
 
 UNLIMITED = sys.maxsize
 PASSED_OVER = 8  # steps with prompts of others, after which one has background tokens all the same
@@ -25,15 +22,13 @@ LEFT_OUT_FIRST, LEFT_OUT = 4, 32
 class BackgroundShare:
     """Of each step beside other requests."""
 
-    def __init__(self, slowdown: float, times: StepTimes | None) -> None:
-        """`slowdown`: how many times as long a step may take, 1 or more. `times`: None where nothing is known, and the
-        share has no bound."""
+    def __init__(self, slowdown: float, estimate: StepEstimate | None) -> None:
+        """`slowdown`: how many times as long a step may take, 1 or more. `estimate`: of `MeasuredSteps`; None where
+        nothing is known, and the share has no bound."""
         self._slowdown = slowdown
-        self._estimate = None if times is None else StepEstimate(times)
+        self._estimate = estimate
         self._passed_over = 0  # steps, one after the other
         self._since_left_out = LEFT_OUT_FIRST  # steps
-        self.in_flight: deque[StepLoad] = deque()  # steps that are measured once they are committed
-        self._last_end = (-1, 0.0)  # the last step that has ended while any was in flight, and when
 
     def of_step(self, rows: int, prompts: int, background: int) -> tuple[int, int]:
         """How many background rows a step may have, and how many tokens of background prompts.
@@ -60,28 +55,6 @@ class BackgroundShare:
         if most_rows or most_tokens:
             return most_rows, most_tokens
         return (1, 0) if background else (0, 1)  # background requests go on, however slow it is
-
-    def note_plan(self, plan: StepPlan, is_background: BoolArray) -> None:
-        """A step beside background requests has been planned. `is_background`: by row, bool [max_rows]."""
-        if self._estimate is None or self._slowdown <= 1:
-            return
-        tokens = [0, 0]
-        for chunk in plan.prefill:
-            tokens[int(is_background[chunk.row])] += len(chunk.token_ids)
-        rows = int(is_background.take(plan.decode_rows).sum())
-        is_plain = not (len(plan.draft_tokens) or plan.num_proposed)
-        self.in_flight.append(StepLoad(plan.step, len(plan.decode_rows) - rows, tokens[0], rows, tokens[1], is_plain))
-
-    def note_end(self, step: int, now: float) -> None:
-        """A step has been committed at `now`, in seconds, while some are in flight here: it has taken the time since
-        the step before was, whether it was launched before that or after."""
-        before, end = self._last_end
-        self._last_end = step, now
-        if self.in_flight[0].step != step:
-            return
-        load = self.in_flight.popleft()
-        if before == step - 1 and self._estimate is not None:
-            self._estimate.note(load, now - end)
 
     def _leaves_out(self, estimate: StepEstimate) -> bool:
         self._since_left_out += 1

@@ -15,8 +15,9 @@ from minisgl_backend.request import Content
 from minisgl_backend.scheduler.encoder_costs import EncoderCosts
 from minisgl_backend.scheduler.image_share import ImageShare
 from minisgl_backend.scheduler.sequence import Sequence
+from minisgl_backend.scheduler.step_estimate import StepEstimate
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
-from minisgl_backend.step import EncodeSlice, StepPlan, StepTimes, vectors_key
+from minisgl_backend.step import EncodeSlice, StepPlan, vectors_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,11 @@ class _Passed:
 class ImageBudget:
     """Owns the encoder's books. Costs are in prompt tokens, as budgets are."""
 
-    def __init__(self, limits: EncoderLimits, times: StepTimes | None = None, multiple: int = 1) -> None:
-        """multiple: `SchedulerLimits.chunk_multiple`; the cache holds all images within as many tokens."""
-        self.limits, self.share = limits, ImageShare(times, multiple, limits.context_cost)
-        self._costs = EncoderCosts(limits, self.share.in_tokens(() if times is None else times.encoder))
+    def __init__(self, limits: EncoderLimits, estimate: StepEstimate | None = None, multiple: int = 1) -> None:
+        """estimate: of `MeasuredSteps`; multiple: `SchedulerLimits.chunk_multiple`; the cache holds all images within
+        as many tokens."""
+        self.limits, self.share = limits, ImageShare(estimate, multiple, limits.context_cost)
+        self._costs = EncoderCosts(limits, self.share.encoder_calls())
         self._multiple = multiple
         self.books = EncoderBooks(limits.capacity, limits.num_ranks)
         self._passed: list[_Passed] = []
@@ -76,7 +78,7 @@ class ImageBudget:
         """Tokens, `most` at most, that a long step beside decoding rows computes of a prompt from `start` on; 0: no
         such step is due, or images are not encoded. See `ImageShare`."""
         behind = [one for one in sequence.contents if one.end > start]
-        if not behind or not all(self.books.is_held(vectors_key(one, sequence.params.cache_salt)) for one in behind):
+        if not all(self.books.is_held(vectors_key(one, sequence.params.cache_salt)) for one in behind):
             return 0
         tokens = self.share.long_chunk(min(most, len(sequence.token_ids) - start), start)
         if tokens <= self.share.prompt_tokens(most, start):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import bisect
 
-from minisgl_backend.scheduler.step_estimate import Curve, StepEstimate
-from minisgl_backend.step import StepTimes
+from minisgl_backend.scheduler.step_estimate import StepEstimate
 
 BESIDE = 0.5  # of what a step of the decoding rows alone takes: how much longer steps may be
 EVERY = 150  # steps beside decoding rows, of which one may be long
@@ -24,22 +23,22 @@ _LEAST = 32  # prompt tokens that a step has even so
 class ImageShare:
     """Of one step at a time. Without measured times there is no limit."""
 
-    def __init__(self, times: StepTimes | None, multiple: int = 1, context_cost: float = 0.0) -> None:
-        """multiple: of tokens, that a chunk has at least; context_cost: `EncoderLimits.context_cost`."""
+    def __init__(self, estimate: StepEstimate | None, multiple: int = 1, context_cost: float = 0.0) -> None:
+        """estimate: of `MeasuredSteps`; multiple: of tokens, that a chunk has at least; context_cost:
+        `EncoderLimits.context_cost`."""
         self._least, self._context_cost = max(_LEAST, multiple), context_cost
-        self._estimate = None if times is None else StepEstimate(times)
-        # Here what is free counts as that, unlike in the estimate: chunks are short, and the last ones of few tokens.
-        self._prompts = Curve(((0, 0.0),) if times is None else times.prompts, 0.0)
-        self._token_s = 0.0 if self._estimate is None else max(self._estimate.token_s, self._prompts.steepest)
+        self._estimate = estimate
+        # What costs are counted in stays as it was at start, when the encoder was timed too.
+        self._token_s = 0.0 if estimate is None else estimate.steepest_token_s
         self._short, self._step = _MOST_SAVED * EVERY, 0  # short steps that no long one has followed, and the last step
         self._left: float | None = None  # seconds; None: no limit
         self._is_fresh = True  # nothing is spent yet
 
-    def in_tokens(self, calls: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    def encoder_calls(self) -> tuple[tuple[float, float], ...]:
         """`StepTimes.encoder`, in prompt tokens that take as long."""
         if self._estimate is None:
             return ()
-        return tuple((fixed / self._token_s, of_seen / self._token_s) for fixed, of_seen in calls)
+        return tuple((fixed / self._token_s, of_seen / self._token_s) for fixed, of_seen in self._estimate.encoder)
 
     def begin(self, step: int, num_decoding: int, *, is_limited: bool) -> None:
         """A step in which so many rows decode; `is_limited`: no backlog waits."""
@@ -62,7 +61,7 @@ class ImageShare:
 
     def prompt_tokens(self, budget: int, start: int) -> int:
         """Of `budget`, for a chunk of a prompt that has images, behind `start` tokens that it attends to."""
-        if self._left is None or self._estimate is None:
+        if self._left is None:
             return budget
         least = min(budget, self._least if self._is_fresh else 0)
         if self._seconds(budget, start) <= self._left:
@@ -71,18 +70,19 @@ class ImageShare:
 
     def encoding(self, budget: int) -> int:
         """Of `budget`, for encoding, in prompt tokens that multiply as much: rows that decode do not hide it, as they
-        do a chunk's first tokens."""
-        if self._left is None or self._estimate is None:
+        do a chunk's first tokens. Something as long as the step has nothing else of prompts: else an image would wait
+        for ever where one token takes longer."""
+        if self._left is None:
             return budget
-        return min(budget, int(self._left / self._token_s))
+        return min(budget, max(int(self._left / self._token_s), int(self._is_fresh)))
 
     def spend(self, encoding: int, prompt_tokens: int, start: int) -> None:
         self._is_fresh &= not (encoding or prompt_tokens)
-        if self._left is not None and self._estimate is not None:
+        if self._left is not None:
             taken = encoding * self._token_s + self._seconds(prompt_tokens, start)
             self._left = max(0.0, self._left - taken)
 
     def _seconds(self, tokens: int, start: int) -> float:
         """Of a chunk behind `start` tokens."""
         context = tokens * (start + tokens / 2) * self._context_cost * self._token_s
-        return self._prompts.seconds(tokens) - self._prompts.seconds(0) + context
+        return context + (0.0 if self._estimate is None else self._estimate.chunk_part(tokens))

@@ -58,7 +58,7 @@ class Planner:
         self.preemption = Preemption(running, admission)
         self.admitter = Admitter(limits, running, queue, admission, self.preemption, shares)
         self._preempted_before = 0  # this step, for running sequences
-        self.background = BackgroundShare(limits.background_slowdown, limits.step_times)
+        self.background = BackgroundShare(limits.background_slowdown, running.steps.estimate)
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
@@ -80,8 +80,8 @@ class Planner:
         self._running.send_page_changes(builder)
         images = self._running.images
         plan = builder.build(step, () if images is None else images.books.take_freed())
-        if has_background:
-            self.background.note_plan(plan, self._running.rows.background)
+        if has_background or images is not None:
+            self._running.steps.note_plan(plan, self._running.rows.background)
         return plan
 
     def _plan_shares(self, builder: StepPlanBuilder, step: int, shares: Iterator[Share]) -> None:
@@ -198,7 +198,8 @@ class Planner:
         """Chunked prefill: continues prompts that have begun, then admits, within the budget. `background`: True: only
         background requests, False: only others, None: all."""
         running = self._running
-        if running.images is not None:
+        if running.images is not None and not (builder.has_prefill or builder.num_encoding):
+            # Once a step: a second share of prompts has what the first has left.
             running.images.share.begin(step, builder.num_decoding, is_limited=not self._prompts.in_backlog)
         for sequence in list(running.prefilling):
             if sequence.state is not SequenceState.RUNNING:
@@ -206,22 +207,23 @@ class Planner:
             if background is not None and sequence.is_background is not background:
                 continue
             start = int(running.rows.planned[sequence.row])
-            if sequence.contents and running.images is not None and not builder.has_prefill:
-                budget = max(budget, running.images.long_chunk(sequence, start, self._limits.max_prefill_length))
+            images = running.images_ahead(sequence, start)
+            if images is not None and not builder.has_prefill:
+                budget = max(budget, images.long_chunk(sequence, start, self._limits.max_prefill_length))
             end = chunk_end(sequence, start, budget, builder, self._limits.chunk_multiple)
             if end == start:
                 return
-            if sequence.contents and running.images is not None:
-                end = running.images.whole_spans(sequence, start, end)
-                end, spent = running.images.reach(sequence, sequence.row, start, end, budget, builder, step)
+            if images is not None:
+                end = images.whole_spans(sequence, start, end)
+                end, spent = images.reach(sequence, sequence.row, start, end, budget, builder, step)
                 budget -= spent
                 if spent and end == start:
                     running.plan_encoding(sequence, step)
                 if end == start:
                     continue
             end = self.preemption.for_window_pages(sequence, start, end)
-            if sequence.contents and running.images is not None:
-                end = running.images.before_spans(sequence, start, end)
+            if images is not None:
+                end = images.before_spans(sequence, start, end)
             if end == start:
                 continue
             running.plan_chunk(sequence, end, step, builder)

@@ -16,6 +16,7 @@ from minisgl_backend.scheduler.adapters import AdapterBook
 from minisgl_backend.scheduler.checkpoints import states_to_keep
 from minisgl_backend.scheduler.image_budget import ImageBudget
 from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.measured_steps import MeasuredSteps
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
@@ -45,8 +46,9 @@ class RunningSet:
             record_changes=limits.record_cache_changes,
             num_state_slots=limits.num_state_slots,
         )
+        self.steps = MeasuredSteps(limits.step_times)
         self.images = (
-            None if limits.encoder is None else ImageBudget(limits.encoder, limits.step_times, limits.chunk_multiple)
+            None if limits.encoder is None else ImageBudget(limits.encoder, self.steps.estimate, limits.chunk_multiple)
         )
         self._columns: Int32Array = np.arange(most_pages, dtype=np.int32)  # columns of a row of the page table
         self._columns.flags.writeable = False
@@ -138,6 +140,10 @@ class RunningSet:
                 return
             self._decode_index = np.concatenate((self._decode_index, (row,)))
             self._decode_arrays = None
+
+    def images_ahead(self, sequence: Sequence, start: int) -> ImageBudget | None:
+        """Of a sequence that has tokens of images from `start` on; None: what is left of its prompt is text."""
+        return self.images if any(content.end > start for content in sequence.contents) else None
 
     def plan_encoding(self, sequence: Sequence, step: int) -> None:
         """This step computes nothing of the row but layers of the encoder for one of its images."""

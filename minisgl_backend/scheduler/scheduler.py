@@ -186,8 +186,8 @@ class Scheduler:
         if not self._in_flight or plan is not self._in_flight[0] or result.step != plan.step:
             raise RuntimeError(f"step {plan.step} cannot be committed with the result of step {result.step} now")
         self._in_flight.popleft()
-        if self._planner.background.in_flight:
-            self._planner.background.note_end(plan.step, self._clock())
+        if self._running.steps.in_flight:
+            self._running.steps.note_end(plan.step, self._clock())
         self._last_prefill_tokens = self._last_decode_tokens = 0
         if (images := self._running.images) is not None:
             self._end_unencoded(plan, result)

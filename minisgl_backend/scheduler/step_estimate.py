@@ -29,14 +29,14 @@ LEAST_SLOPE = 1 / 256
 
 
 class StepLoad(NamedTuple):
-    """What a step computes, while background requests run beside others."""
+    """What a step computes, of background requests and of others."""
 
     step: int
     rows: int  # of others, that decode
     prompts: int  # tokens of prompts of others
     background_rows: int
     background_tokens: int  # of prompts
-    is_plain: bool = True  # False: it has drafts, and takes what nothing here says
+    is_plain: bool = True  # False: it has drafts or encodes images, and takes what nothing here says
 
 
 class StepEstimate:
@@ -44,7 +44,10 @@ class StepEstimate:
 
     def __init__(self, times: StepTimes) -> None:
         least = LEAST_SLOPE * min(times.prompts[0][1], times.rows[0][1])
+        self.encoder = times.encoder  # as it was timed: nothing corrects it
         self._prompts = Curve(times.prompts, least)
+        # Short chunks take what they were seen to: what is free counts as that.
+        self._chunks = Curve(times.prompts, 0.0)
         # Of rows few are timed; one more costs at least what a prompt token does.
         self._rows = Curve(times.rows, least, beyond=self._prompts.slope)
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
@@ -60,6 +63,11 @@ class StepEstimate:
         """Seconds of one more prompt token in a long step."""
         return self._token_factor * self._prompts.slope
 
+    @property
+    def steepest_token_s(self) -> float:
+        """Likewise, of the longest chunks that were timed."""
+        return max(self.token_s, self._token_factor * self._chunks.steepest)
+
     def alone(self, rows: int, prompts: int) -> float:
         """Seconds of a step without background requests: `rows` decode, `prompts` prompt tokens are computed."""
         return self._factor * self._rows.seconds(rows) + self.prompt_part(prompts)
@@ -71,6 +79,10 @@ class StepEstimate:
     def prompt_part(self, tokens: int) -> float:
         """Seconds that `tokens` prompt tokens add to a step."""
         return self._token_factor * (self._prompts.seconds(tokens) - self._prompts.seconds(0))
+
+    def chunk_part(self, tokens: int) -> float:
+        """Likewise of one chunk, whose first tokens may be free."""
+        return self._token_factor * (self._chunks.seconds(tokens) - self._chunks.seconds(0))
 
     def rows_within(self, rows: int, seconds: float) -> int:
         """How many background rows add at most `seconds` to such a step."""

@@ -9,6 +9,7 @@ import pytest
 from minisgl_backend.request import Request
 from minisgl_backend.scheduler.background import PASSED_OVER, UNLIMITED, BackgroundShare
 from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.measured_steps import MeasuredSteps
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.scheduler.step_estimate import REMEMBERED
 from minisgl_backend.step import StepPlan, StepResult, StepTimes
@@ -47,13 +48,13 @@ BATCH = 1000
 def test_the_share_is_a_time(
     slowdown: float, times: StepTimes | None, others: int, background: int, share: tuple[int, int]
 ) -> None:
-    found = BackgroundShare(slowdown, times)
+    found = BackgroundShare(slowdown, MeasuredSteps(times).estimate)
     found.of_step(others, 0, background)  # the first has nothing, and shows what a step takes without
     assert found.of_step(others, 0, background) == share
 
 
 def test_first_tokens_come_first_but_not_for_ever() -> None:
-    share = BackgroundShare(1.5, READS_WEIGHTS)
+    share = BackgroundShare(1.5, MeasuredSteps(READS_WEIGHTS).estimate)
     found = [share.of_step(1, 8, 0) for _ in range(2 * (PASSED_OVER + 1))]
     assert found == [*[(0, 0)] * PASSED_OVER, (4, 9)] * 2, "half of 18 ms"
 
@@ -146,8 +147,9 @@ def test_with_a_slowdown_of_1_a_batch_waits() -> None:
 
 
 def test_where_nothing_is_in_the_background_no_share_is_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("of_step", "note_plan", "note_end"):
-        monkeypatch.delattr(BackgroundShare, name)
+    monkeypatch.delattr(BackgroundShare, "of_step")
+    for name in ("note_plan", "note_end"):
+        monkeypatch.delattr(MeasuredSteps, name)
     loop = streams_and_batch(batch=0)
     loop.scheduler.add(make_request(5, [3] * 10, max_tokens=3, ignore_eos=True))
     loop.run()

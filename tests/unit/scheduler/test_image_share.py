@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl_backend.scheduler.image_share import BESIDE, EVERY, LONG_S, ImageShare
+from minisgl_backend.scheduler.step_estimate import StepEstimate
 from minisgl_backend.step import StepTimes
 
 TIMES = StepTimes(prompts=((0, 0.007), (256, 0.008), (512, 0.0144), (1024, 0.0272)), rows=((16, 0.008),))
@@ -11,8 +12,8 @@ TIMES = StepTimes(prompts=((0, 0.007), (256, 0.008), (512, 0.0144), (1024, 0.027
 def test_without_decoding_rows_or_times_or_in_a_backlog_there_is_no_limit() -> None:
     for share, rows, is_limited in (
         (ImageShare(None), 16, True),
-        (ImageShare(TIMES), 0, True),
-        (ImageShare(TIMES), 9, False),
+        (ImageShare(StepEstimate(TIMES)), 0, True),
+        (ImageShare(StepEstimate(TIMES)), 9, False),
     ):
         share.begin(0, rows, is_limited=is_limited)
         assert (share.prompt_tokens(5000, 0), share.encoding(5000)) == (5000, 5000)
@@ -21,7 +22,7 @@ def test_without_decoding_rows_or_times_or_in_a_backlog_there_is_no_limit() -> N
 
 
 def test_a_step_becomes_so_much_longer_at_most() -> None:
-    share = ImageShare(TIMES)
+    share = ImageShare(StepEstimate(TIMES))
     share.begin(0, 16, is_limited=True)
     chunk, encoding = share.prompt_tokens(5000, 0), share.encoding(5000)
     token_s = 0.007 / 256  # what a token costs at least
@@ -37,15 +38,15 @@ def test_a_step_becomes_so_much_longer_at_most() -> None:
 
 
 def test_something_is_computed_where_a_token_takes_longer() -> None:
-    share = ImageShare(StepTimes(prompts=((0, 0.001), (32, 0.1)), rows=((1, 0.001),)))
+    share = ImageShare(StepEstimate(StepTimes(prompts=((0, 0.001), (32, 0.1)), rows=((1, 0.001),))))
     share.begin(0, 1, is_limited=True)
-    assert share.prompt_tokens(5000, 0) == 32
+    assert (share.prompt_tokens(5000, 0), share.encoding(5000)) == (32, 1)
     share.spend(0, 32, 0)
-    assert share.prompt_tokens(5000, 0) == 0
+    assert (share.prompt_tokens(5000, 0), share.encoding(5000)) == (0, 0)
 
 
 def test_what_a_chunk_attends_to_counts() -> None:
-    share = ImageShare(TIMES, context_cost=1e-4)
+    share = ImageShare(StepEstimate(TIMES), context_cost=1e-4)
     chunks = []
     for start in (0, 1000, 10_000, 1_000_000):
         share.begin(0, 16, is_limited=True)
@@ -58,7 +59,7 @@ def test_what_a_chunk_attends_to_counts() -> None:
 
 
 def test_one_of_many_steps_may_be_long() -> None:
-    share, taken = ImageShare(TIMES, context_cost=1e-4), []
+    share, taken = ImageShare(StepEstimate(TIMES), context_cost=1e-4), []
     for step in range(10 * EVERY):
         share.begin(step, 16, is_limited=True)
         if tokens := share.long_chunk(50_000, 1000):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.scheduler.background import LEFT_OUT, BackgroundShare
+from minisgl_backend.scheduler.measured_steps import MeasuredSteps
 from minisgl_backend.scheduler.step_estimate import LEAST_FACTOR, MOST_FACTOR, REMEMBERED, StepEstimate, StepLoad
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import PrefillChunk, StepTimes
@@ -49,8 +50,10 @@ class Machine:
 class Batch:
     """Lines beside streams that decode in each step; a line's prompt may take several steps."""
 
-    def __init__(self, machine: Machine, share: BackgroundShare, most_streams: int = STREAMS) -> None:
-        self.machine, self.share, self._first = machine, share, most_streams  # the row of the first line
+    def __init__(self, machine: Machine, slowdown: float, times: StepTimes, most_streams: int = STREAMS) -> None:
+        self.machine, self._first = machine, most_streams  # the row of the first line
+        self.steps = MeasuredSteps(times)
+        self.share = BackgroundShare(slowdown, self.steps.estimate)
         self._is_background = np.arange(most_streams + LINES) >= most_streams
         self.now, self.step, self.lines_done = 0.0, 0, 0
         self._prompts = [PROMPT] * LINES  # tokens to be computed
@@ -70,9 +73,9 @@ class Batch:
                     builder.add_chunk(PrefillChunk(self._first + line, 0, np.zeros(part, dtype=np.int32), 0))
                     self._prompts[line], tokens, chunks = self._prompts[line] - part, tokens + part, chunks + 1
             plan = builder.build(self.step)
-            self.share.note_plan(plan, self._is_background)
+            self.steps.note_plan(plan, self._is_background)
             self.now += self.machine.taken(streams + len(rows), tokens, chunks)
-            self.share.note_end(self.step, self.now)
+            self.steps.note_end(self.step, self.now)
             self.step += 1
             self._answer(rows)
             full, without = (
@@ -95,7 +98,7 @@ def test_steps_take_what_the_option_says_however_wrong_the_start_was(seed: int, 
     """Each time at start is up to 40% too long or too short, and one step of 50 is disturbed."""
     chance = random.Random(seed)
     machine = Machine(outliers=0.02, chance=chance)
-    batch = Batch(machine, BackgroundShare(slowdown, machine.timed(lambda: chance.uniform(0.6, 1.4))))
+    batch = Batch(machine, slowdown, machine.timed(lambda: chance.uniform(0.6, 1.4)))
     list(batch.run(CONVERGED))
     found = [(ratio, rows or tokens) for rows, tokens, ratio in batch.run(600)]
     ratios = [ratio for ratio, any_of_them in found if any_of_them]
@@ -106,7 +109,7 @@ def test_steps_take_what_the_option_says_however_wrong_the_start_was(seed: int, 
 
 def test_without_noise_a_right_start_stays() -> None:
     machine = Machine(noise=0.0)
-    batch = Batch(machine, BackgroundShare(2.0, machine.timed()))
+    batch = Batch(machine, 2.0, machine.timed())
     ratios = [ratio for rows, tokens, ratio in batch.run(200) if rows or tokens]
     assert 1.8 < min(ratios) <= max(ratios) < 2.1
     assert batch.lines_done / batch.now > 0.5 / machine.seconds(LINES, PROMPT, 1), "half of its speed alone"
@@ -116,7 +119,7 @@ def test_without_noise_a_right_start_stays() -> None:
 def test_the_share_follows_when_more_or_fewer_streams_run(streams: int) -> None:
     chance = random.Random(1)
     machine = Machine(chance=chance)
-    batch = Batch(machine, BackgroundShare(2.0, machine.timed(lambda: chance.uniform(0.6, 1.4))), most_streams=12)
+    batch = Batch(machine, 2.0, machine.timed(lambda: chance.uniform(0.6, 1.4)), most_streams=12)
     list(batch.run(CONVERGED))
     list(batch.run(REMEMBERED * LEFT_OUT, streams))
     ratios = [ratio for rows, tokens, ratio in batch.run(200, streams) if rows or tokens]
@@ -126,7 +129,7 @@ def test_the_share_follows_when_more_or_fewer_streams_run(streams: int) -> None:
 def test_the_share_follows_when_the_machine_gets_slower() -> None:
     """As when contexts grow."""
     machine = Machine()
-    batch = Batch(machine, BackgroundShare(2.0, machine.timed()))
+    batch = Batch(machine, 2.0, machine.timed())
     list(batch.run(CONVERGED))
     machine.row *= 3
     list(batch.run(REMEMBERED * LEFT_OUT))
@@ -150,7 +153,7 @@ def test_times_that_mean_nothing_leave_the_share_within_bounds(seconds: float) -
 
 def test_background_requests_go_on_where_steps_take_much_longer_than_they_should() -> None:
     machine = Machine(row=0.1, noise=0.0)
-    batch = Batch(machine, BackgroundShare(1.1, Machine().timed()))
+    batch = Batch(machine, 1.1, Machine().timed())
     found = list(batch.run(20 * LEFT_OUT))
     having = [rows or tokens for rows, tokens, _ in found]
     assert having.count(0) == pytest.approx(20, abs=7)
