@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from minisgl_backend.adapters.served import ServedAdapter
 from minisgl_backend.encoder_limits import EncoderLimits
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.kinds import FULL, CacheKind
 from minisgl_backend.step import Backlog, StepTimes
 
@@ -45,3 +46,13 @@ class SchedulerLimits:
     num_adapter_slots: int = 0  # of the device
     adapters_change: bool = False  # others may be loaded while it serves
     sparse_step_sizes: tuple[int, ...] = ()  # ascending; steps between the first and the last are cut to one of them
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an encoder whose images would wait for ever."""
+        whole_pages = self.num_state_slots or self.chunk_multiple > 1
+        if whole_pages and self.encoder is not None and self.encoder.bidirectional:
+            raise ConfigError(
+                f"num_state_slots is {self.num_state_slots} and chunk_multiple {self.chunk_multiple} with an encoder "
+                "whose images' tokens see each other; allowed: 0 and 1, since a chunk that ends with a page may end "
+                "inside of such an image"
+            )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.encoder_limits import EncoderLimits
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import Content, Request
 from minisgl_backend.scheduler.encoder_costs import EncoderCosts
 from minisgl_backend.scheduler.image_share import BESIDE, LONG_S
@@ -166,6 +167,13 @@ def encoding_steps(step_s: float) -> int:
     first = len(loop.runner.plans)
     steps_to_first_token(loop, asking(100, PHOTO, 48))
     return sum(bool(plan.encode) for plan in loop.runner.plans[first:])
+
+
+@pytest.mark.parametrize("changes", [{"num_state_slots": 4}, {"chunk_multiple": 64}])
+def test_images_whose_tokens_see_each_other_need_chunks_that_end_anywhere(changes: dict[str, int]) -> None:
+    limits_of(QWEN3, H200.times(), **changes)
+    with pytest.raises(ConfigError, match="num_state_slots"):
+        limits_of(dataclasses.replace(QWEN3, bidirectional=True), H200.times(), **changes)
 
 
 def seconds(plan: StepPlan, machine: Machine, encoder: EncoderLimits) -> float:
