@@ -73,9 +73,14 @@ class ImageFront:
         self._loader.close()
         self._reader.close()
 
+    @property
+    def max_images(self) -> int:
+        """Of a request."""
+        return self._reader.limits.num_images
+
     def load(self, sources: Sequence[Source]) -> list[Source]:
         """The same with the data of their URLs. Raises InvalidRequestError, CapacityError."""
-        check_number(sources, self._reader.limits.num_images)
+        check_number(sources, self.max_images)
         return self._loader.load(sources)
 
     def are_written_in(self, value: Any) -> bool:

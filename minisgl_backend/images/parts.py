@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -110,10 +110,14 @@ def take_images(
 
 def check_number(sources: Sequence[Source], max_images: int) -> None:
     """Raises InvalidRequestError where a request has more."""
-    if len(sources) > max_images:
+    check_count(len(sources), max_images, lambda at: sources[at].name)
+
+
+def check_count(count: int, max_images: int, name: Callable[[int], str]) -> None:
+    """`check_number` before there are sources. `name`: of an image, by its index."""
+    if count > max_images:
         raise InvalidRequestError(
-            f"{sources[max_images].name} is image {max_images + 1} of {len(sources)}; allowed: {max_images} a request "
-            "(max_images)"
+            f"{name(max_images)} is image {max_images + 1} of {count}; allowed: {max_images} a request (max_images)"
         )
 
 

@@ -50,7 +50,7 @@ class ImageCodec:
         if given:
             if data or has_images(listed):
                 raise InvalidRequestError(f"{given} is given together with images in messages; allowed: one of them")
-            tensors = given_images(fields, asked, self._images.load)
+            tensors = given_images(fields, asked, self._images.load, self._images.max_images)
             seen = self._of_text_or_ids(fields, tensors)
             tensors.check_sizes([image.upright for image in seen.images])
             return self._checked(seen)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.images.parts import Asked, Source, base64_data, image_source
+from minisgl_backend.images.parts import Asked, Source, base64_data, check_count, image_source
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.tensors import IMAGES
 
@@ -40,25 +40,38 @@ class GivenImages:
 
 
 def given_images(
-    fields: Mapping[str, Any], asked: Asked, load: Callable[[Sequence[Source]], list[Source]]
+    fields: Mapping[str, Any], asked: Asked, load: Callable[[Sequence[Source]], list[Source]], max_images: int
 ) -> GivenImages:
-    """The images of a request that has some as tensors, none of them decoded. `load`: reads those of URLs. Raises
-    InvalidRequestError, and what `load` does."""
+    """The images of a request that has some as tensors, none of them decoded. `load`: reads those of URLs. Too many are
+    refused before any is looked at. Raises InvalidRequestError, and what `load` does."""
     names = [name for name in IMAGES if len(fields.get(name, ()))]
     if len(names) > 1:
         raise InvalidRequestError(f"{names[1]} is given together with {names[0]}; allowed: one of them")
     if not names:
         raise InvalidRequestError(f"{_SIZES} is given without images; allowed: with one of {', '.join(IMAGES)}")
     (name,) = names
-    sizes = fields.get(_SIZES)
-    listed = None if sizes is None or not sizes.size else [(int(h), int(w)) for h, w in sizes.reshape(-1, 2)]
+    items = _pixels(name, fields[name]) if name == "image_bytes_input" else fields[name]
+    check_count(len(items), max_images, lambda at: f"{name}[{at}]")
+    sizes = _sizes(fields.get(_SIZES), len(items))
     if name == "image_bytes_input":
-        return GivenImages(name, _of_pixels(name, fields[name], listed, asked), None)
-    items = [(f"{name}[{number}]", one) for number, one in enumerate(fields[name])]
-    if listed is not None and len(listed) != len(items):
-        raise InvalidRequestError(f"{_SIZES} has {len(listed)} sizes for {len(items)} images; allowed: one for each")
+        return GivenImages(name, _of_pixels(name, items, sizes, asked), None)
     make = _of_file if name == "image" else _of_url
-    return GivenImages(name, load([make(place, one, asked) for place, one in items]), listed)
+    return GivenImages(name, load([make(f"{name}[{at}]", one, asked) for at, one in enumerate(items)]), sizes)
+
+
+def _sizes(given: Any, num_images: int) -> list[tuple[int, int]] | None:
+    """`given`: whole numbers [images, 2], also with a batch dimension of 1, or [2] of one image; empty: there are
+    none. Raises InvalidRequestError."""
+    if given is None or not given.size:
+        return None
+    if given.dtype.kind not in "iu" or given.shape[-1:] != (2,) or any(one != 1 for one in given.shape[:-2]):
+        raise InvalidRequestError(
+            f"{_SIZES} is {given.dtype} {list(given.shape)}; allowed: int64 [images, 2], height and width of each"
+        )
+    sizes = given.reshape(-1, 2)
+    if len(sizes) != num_images:
+        raise InvalidRequestError(f"{_SIZES} has {len(sizes)} sizes for {num_images} images; allowed: one for each")
+    return [(int(height), int(width)) for height, width in sizes]
 
 
 def _of_url(name: str, url: str | bytes, asked: Asked) -> Source:
@@ -73,21 +86,24 @@ def _of_file(name: str, given: str | bytes, asked: Asked) -> Source:
     return Source(name, base64_data(given, name), background=asked.background, options=asked.options)
 
 
-def _of_pixels(name: str, given: Any, sizes: Sequence[tuple[int, int]] | None, asked: Asked) -> list[Source]:
-    """`given`: uint8 [images, height, width, 3] or [images, 3, height, width], also with a batch dimension of 1.
-    `sizes`: what of each, from its upper left on, is the image."""
+def _pixels(name: str, given: Any) -> Any:
+    """`given`: uint8 [images, height, width, 3] or [images, 3, height, width], also with a batch dimension of 1; as the
+    first of these. Raises InvalidRequestError."""
     shape = given.shape[-4:]
     last, first = shape[-1:] == (3,), shape[1:2] == (3,)
-    if given.dtype != np.uint8 or given.ndim not in (4, 5) or given.size == 0 or last == first:
+    is_shaped = given.ndim == 4 or (given.ndim == 5 and given.shape[0] == 1)
+    if given.dtype != np.uint8 or not is_shaped or given.size == 0 or last == first:
         raise InvalidRequestError(
             f"{name} is {given.dtype} {list(given.shape)}; allowed: uint8 [images, height, width, 3] or "
             "[images, 3, height, width], of which one alone has 3 channels"
         )
-    pixels = given.reshape(shape) if last else np.moveaxis(given.reshape(shape), 1, 3)
+    return given.reshape(shape) if last else np.moveaxis(given.reshape(shape), 1, 3)
+
+
+def _of_pixels(name: str, pixels: Any, sizes: Sequence[tuple[int, int]] | None, asked: Asked) -> list[Source]:
+    """`pixels`: uint8 [images, height, width, 3]. `sizes`: what of each, from its upper left on, is the image."""
     height, width = pixels.shape[1:3]
     parts = sizes or [(height, width)] * len(pixels)
-    if len(parts) != len(pixels):
-        raise InvalidRequestError(f"{_SIZES} has {len(parts)} sizes for {len(pixels)} images; allowed: one for each")
     found = []
     for number, ((rows, columns), image) in enumerate(zip(parts, pixels, strict=True)):
         if not (1 <= rows <= height and 1 <= columns <= width):

@@ -190,11 +190,27 @@ def test_urls_of_allowed_hosts_are_fetched(model, monkeypatch):
         assert len(asked) == 4
 
 
+@pytest.mark.parametrize("name", ["image", "image_url", "image_url_input", "image_bytes_input"])
+def test_too_many_images_are_refused_before_one_is_looked_at(codec, monkeypatch, name):
+    monkeypatch.setattr("minisgl_backend.serving.image_tensors.Source", lambda *_, **__: pytest.fail("looks at one"))
+    monkeypatch.setattr("minisgl_backend.images.parts.Source", lambda *_, **__: pytest.fail("looks at one"))
+    given = (
+        np.ones((1, 30, 4, 4, 3), np.uint8) if name == "image_bytes_input" else np.array([[b"data:,x"] * 30], object)
+    )
+    with pytest.raises(InvalidRequestError, match=rf"^{name}\[20\] is image 21 of 30; allowed: 20 a request"):
+        codec.decode({**_tensors(text_input="x"), name: given, "image_sizes_input": np.ones((1, 7, 2), int)})
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
         ({"image_bytes_input": np.zeros((1, 1, 4, 4, 4), np.uint8)}, r"image_bytes_input is uint8 \[1, 1, 4, 4, 4\]"),
         ({"image_bytes_input": np.zeros((1, 1, 3, 8, 3), np.uint8)}, "of which one alone has 3"),
+        ({"image_bytes_input": np.zeros((2, 1, 4, 4, 3), np.uint8)}, r"\[2, 1, 4, 4, 3\]; allowed: .* width, 3\]"),
+        ({"image_bytes_input": PIXELS[None], "image_sizes_input": np.ones((1, 3), int)}, r"int64 \[1, 3\]; allowed"),
+        ({"image_url_input": URLS, "image_sizes_input": np.ones((3,), int)}, r"sizes_input is int64 \[3\]; allowed"),
+        ({"image_url_input": URLS, "image_sizes_input": np.ones((2, 1, 2), int)}, r"put is int64 \[2, 1, 2\]; allowed"),
+        ({"image_url_input": URLS, "image_sizes_input": np.ones((1, 2, 2))}, "image_sizes_input is float64"),
         ({"image_bytes_input": PIXELS[None], "image_sizes_input": np.ones((1, 1, 2), int)}, "has 1 sizes for 2 images"),
         ({"image_bytes_input": PIXELS[None], "image_sizes_input": np.full((1, 2, 2), 61)}, "1 to 60, 1 to 90"),
         ({"image_bytes_input": np.zeros((1, 1, 7100, 7100, 3), np.uint8)}, r"image_bytes_input\[0\] is 7100x7100"),
