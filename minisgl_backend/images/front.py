@@ -78,6 +78,11 @@ class ImageFront:
         """Of a request."""
         return self._reader.limits.num_images
 
+    @property
+    def max_fetching(self) -> int:
+        """Calls of `load` that wait for URLs at a time; more are refused."""
+        return self._loader.max_fetching
+
     def load(self, sources: Sequence[Source]) -> list[Source]:
         """The same with the data of their URLs. Raises InvalidRequestError, CapacityError."""
         check_number(sources, self.max_images)

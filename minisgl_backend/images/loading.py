@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from minisgl_backend.errors import CapacityError
 from minisgl_backend.images.parts import Source, loaded
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 WEB = ("http:", "https:")
 MAX_BYTES = 64 << 20  # of a request's images by URL
+MAX_FETCHING = 32  # requests that wait for their URLs: each holds a thread of its caller's
 
 
 def is_on_the_web(source: Source) -> bool:
@@ -29,19 +31,34 @@ class SourceLoader:
         """domains: hosts that images are fetched from, as `ImageFetcher` has them; none: no URL is."""
         self._domains = domains
         self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(MAX_FETCHING)
+
+    @property
+    def max_fetching(self) -> int:
+        """Calls of `load` that wait for URLs at a time."""
+        return MAX_FETCHING if self._domains else 0
 
     def load(self, sources: Sequence[Source]) -> list[Source]:
-        """The same with their data. Raises InvalidRequestError, CapacityError."""
+        """The same with their data; waits for URLs alone. Raises InvalidRequestError, CapacityError."""
         found = list(sources)
         web = [number for number, one in enumerate(found) if is_on_the_web(one)] if self._domains else []
         if web:
             urls = [(found[number].name, found[number].url.strip()) for number in web]
-            with self._lock:
-                loop, fetcher = self._loop, self._fetcher
-            asked = asyncio.run_coroutine_threadsafe(fetcher.fetch_all(urls, MAX_BYTES), loop)
-            for number, data in zip(web, asked.result(), strict=True):
+            for number, data in zip(web, self._fetched(urls), strict=True):
                 found[number] = replace(found[number], data=data, url="")
         return [loaded(one) for one in found]
+
+    def _fetched(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
+        if not self._room.acquire(blocking=False):
+            raise CapacityError(
+                f"{urls[0][0]} is a URL, and {MAX_FETCHING} requests wait for theirs, all at a time; try again later"
+            )
+        try:
+            with self._lock:
+                loop, fetcher = self._loop, self._fetcher
+            return asyncio.run_coroutine_threadsafe(fetcher.fetch_all(urls, MAX_BYTES), loop).result()
+        finally:
+            self._room.release()
 
     def close(self) -> None:
         """Safe to call twice."""

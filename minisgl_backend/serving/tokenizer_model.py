@@ -40,10 +40,11 @@ from minisgl_backend.serving.responses import error_response
 from minisgl_backend.serving.tensors import IMAGES
 
 if TYPE_CHECKING:
+    from minisgl_backend.images.front import ImageFront
     from minisgl_backend.text.prompt_borders import PromptBorders
     from minisgl_backend.text.tokenizer import Tokenizer
 
-IMAGE_REQUESTS = 16  # requests whose images are read at a time
+IMAGE_REQUESTS = 16  # requests whose images are read at a time, beside those that wait for URLs
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,19 +76,17 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
-        self._images = images
         borders = _borders(tokenizer) if model.has_states else None
         directory = socket_directory(repository)
         self._adapters = ServedAdapters(config, directory)
         most = config.max_adapter_tasks
         most_bytes = most_task_bytes(model, config.adapter_rank)
         tasks = AdapterTasks(task_root(directory), most, most_bytes) if most else None
-        fields = AdapterFields(self._adapters, tasks)
-        self._codec = RequestCodec(tokenizer, settings, pooling, images, borders, fields)
-        # Requests with images wait for their decoding there; those without never do.
-        self._threads = ThreadPoolExecutor(IMAGE_REQUESTS, thread_name_prefix="images") if images is not None else None
-        self._wire = Codec()
-        self._tokenizer = tokenizer
+        self.start(
+            RequestCodec(tokenizer, settings, pooling, images, borders, AdapterFields(self._adapters, tasks)),
+            tokenizer,
+            images,
+        )
         self._info = {
             "model": model_name(config, repository),
             "max_model_len": settings.max_seq_len,
@@ -97,6 +96,15 @@ class TritonPythonModel:
             "tokenizer": tokenizer.info(),
             "max_images": 0 if images is None else config.max_images,
         }
+
+    def start(self, codec: RequestCodec, tokenizer: Tokenizer, images: ImageFront | None) -> None:
+        """The part of `initialize` that requests need."""
+        self._codec, self._tokenizer, self._images, self._wire = codec, tokenizer, images, Codec()
+        # Requests with images wait for their decoding there; those without never do. As many threads as may wait for
+        # URLs are more than those that decode, so that no slow host holds up a request that has its images in it.
+        self._threads = None
+        if images is not None:
+            self._threads = ThreadPoolExecutor(IMAGE_REQUESTS + images.max_fetching, thread_name_prefix="images")
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One response per request, or one error that names the field; of requests with images, a thread sends it."""
