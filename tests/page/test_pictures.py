@@ -132,6 +132,64 @@ def test_pictures_that_are_gone_are_told_by_name(desk: Browser, server: PageServ
     assert len(server.asked) == 1
 
 
+IMPORT = (
+    "const data = new DataTransfer(), field = document.getElementById('import-file');"
+    "data.items.add(new File([arguments[0]], 'chats.json')); field.files = data.files;"
+    "field.dispatchEvent(new Event('change'))"
+)
+
+
+def test_imported_pictures_get_ids_of_their_own(desk: Browser, server: PageServer, files: dict[str, Path]) -> None:
+    attach(desk, files["red.png"])
+    desk.answer(server, "seen", question="mine")
+    (kept,) = desk.js("return JSON.parse(localStorage.getItem(Object.keys(localStorage)[0])).turns[0].files")
+    theirs = {"newest and largest": "zzzzzzzzz-zzzzzz-1", "same": kept["data"]}
+    chats = [
+        {"id": name, "turns": [{"question": name, "answer": "", "thoughts": "", "files": [{**kept, "data": id}]}]}
+        for name, id in theirs.items()
+    ]
+    pictures = dict.fromkeys(theirs.values(), url_of(files["blue.jpg"], "jpeg"))
+    desk.js(IMPORT, json.dumps({"chats": chats, "pictures": pictures}))
+    desk.wait(lambda: desk.text("#notice span") == "2 chats are imported")
+    for _ in range(2):
+        desk.driver.refresh()  # drops pictures that are too many
+        desk.wait(lambda: are_seen(desk, ".user img", 1))
+        assert desk.js("return document.querySelector('.user img').src") == url_of(files["red.png"], "png")
+    for name in theirs:
+        next(title for title in desk.all("#chat-list .title") if title.text == name).click()
+        desk.wait(lambda name=name: desk.text(".user .text") == name and are_seen(desk, ".user img", 1))
+        assert desk.js("return document.querySelector('.user img').src") == url_of(files["blue.jpg"], "jpeg")
+
+
+@pytest.mark.parametrize("kind", ["constructor", "__proto__", "video"])
+def test_imported_attachments_of_unknown_kinds_are_seen_by_name(desk: Browser, server: PageServer, kind: str) -> None:
+    turn = {"question": "q", "answer": "a", "thoughts": "", "files": [{"kind": kind, "name": "a name", "data": "x"}]}
+    desk.js(IMPORT, json.dumps({"chats": [{"id": "one", "turns": [turn]}]}))
+    desk.wait(lambda: desk.all("#chat-list .title"))
+    desk.one("#chat-list .title").click()
+    desk.wait(lambda: desk.text(".user summary") == "a name")
+    desk.answer(server, "more", question="And?")
+    assert server.messages()[0] == ("user", "q")
+
+
+def test_files_that_come_at_the_same_time_are_counted_together(desk: Browser, server: PageServer) -> None:
+    desk.js(
+        "window.paste = names => {"
+        "  const data = new DataTransfer(); for (const name of names) data.items.add(new File(['x'], name));"
+        "  const event = new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true});"
+        "  document.getElementById('prompt').dispatchEvent(event); };"
+        "paste(['0', '1', '2', '3', '4', '5']); paste(['6', '7', '8', '9', '10', '11']);"
+    )
+    desk.wait(lambda: desk.text("#notice span") == "at most 10 files go with a question")
+    assert [name.text for name in desk.all("#files summary")] == list("012345")
+    desk.js("paste(['6']); document.querySelector('#files .chip > button').click()")
+    desk.wait(lambda: [name.text for name in desk.all("#files summary")] == list("123456"))
+    desk.answer(server, "read", question="mine")
+    desk.js("paste(['late']); document.getElementById('new').click()")
+    desk.js("paste(['own'])")
+    desk.wait(lambda: [name.text for name in desk.all("#files summary")] == ["own"])
+
+
 def test_exports_have_the_pictures(desk: Browser, server: PageServer, files: dict[str, Path]) -> None:
     attach(desk, files["red.png"])
     desk.answer(server, "seen", question="What?")
@@ -148,12 +206,7 @@ def test_exports_have_the_pictures(desk: Browser, server: PageServer, files: dic
         "import('/page/pictures.js').then(({tidyPictures}) => tidyPictures(new Set(), 0)).then(done)"
     )
     desk.driver.get(desk.url)
-    desk.js(
-        "const data = new DataTransfer(), field = document.getElementById('import-file');"
-        "data.items.add(new File([arguments[0]], 'chats.json')); field.files = data.files;"
-        "field.dispatchEvent(new Event('change'))",
-        exported,
-    )
+    desk.js(IMPORT, exported)
     desk.wait(lambda: desk.all("#chat-list .title"))
     desk.one("#chat-list .title").click()
     desk.wait(lambda: are_seen(desk, ".user img", 1))

@@ -56,14 +56,19 @@ async function asJpeg(file) {
   return canvas.convertToBlob({type: "image/jpeg", quality: 0.92});
 }
 
+// Throws Error with words for the reader where a question has too many attachments.
+export function checkNumber(attached, maxImages) {
+  if (attached.length > MAX_FILES) throw new Error(`at most ${MAX_FILES} files go with a question`);
+  const pictures = attached.filter(file => file.kind === "image").length;
+  if (maxImages !== null && pictures > maxImages)
+    throw new Error(maxImages ? `this server takes at most ${maxImages} pictures` : "this model sees no pictures");
+}
+
 // The attachments of `files`, beside `held` that are there. `maxImages`: that the model takes in a request; null: not known.
 // Throws Error with words for the reader.
 export async function read(files, held, maxImages) {
-  if (held.length + files.length > MAX_FILES) throw new Error(`at most ${MAX_FILES} files go with a question`);
   const kinds = [...files].map(file => Object.keys(KINDS).find(kind => KINDS[kind].takes(file)));
-  const pictures = [...held.map(file => file.kind), ...kinds].filter(kind => kind === "image").length;
-  if (maxImages !== null && pictures > maxImages)
-    throw new Error(maxImages ? `this server takes at most ${maxImages} pictures` : "this model sees no pictures");
+  checkNumber([...held, ...kinds.map(kind => ({kind}))], maxImages);
   return Promise.all([...files].map(async (file, index) => {
     const kind = kinds[index], {maxBytes, read: readFile, refusal} = KINDS[kind];
     if (file.size > maxBytes) throw new Error(`${file.name} has ${sizeOf(file.size)}; a file may have ${sizeOf(maxBytes)}`);
@@ -73,20 +78,33 @@ export async function read(files, held, maxImages) {
   }));
 }
 
+// The row of an attachment; null for a kind of another version, or of none: chats are imported.
+const kindOf = file => Object.hasOwn(KINDS, file.kind) ? KINDS[file.kind] : null;
+
 // How an attachment is seen.
 export function boxOf(file) {
-  return (KINDS[file.kind] ?? KINDS.text).box(file);
+  return (kindOf(file) ?? KINDS.text).box(file);
 }
+
+const picturesIn = chats => chats.flatMap(chat => chat.turns).flatMap(turn => turn.files).filter(file => file.kind === "image");
 
 // The ids of the pictures that chats name.
 export function picturesOf(chats) {
-  return new Set(chats.flatMap(chat => chat.turns).flatMap(turn => turn.files).filter(file => file.kind === "image").map(file => file.data));
+  return new Set(picturesIn(chats).map(file => file.data));
+}
+
+// Keeps the pictures of imported chats, [id, data URL], under ids of this browser's own, by which the chats name them then:
+// an id from elsewhere may lie about time and length, or be that of another picture.
+export async function takePictures(chats, pictures) {
+  const named = picturesOf(chats), taken = new Map();
+  for (const [id, url] of pictures) if (named.has(id)) taken.set(id, await keepPicture(url));
+  for (const file of picturesIn(chats)) file.data = taken.get(file.data) ?? file.data;
 }
 
 // A question with its files, as the content of a message: a text, or parts where there are pictures. Throws Error with words
 // for the reader.
 export async function contentOf({question, files}) {
-  const parts = await Promise.all(files.map(file => KINDS[file.kind]?.inMessage(file) ?? ""));
+  const parts = await Promise.all(files.map(file => kindOf(file)?.inMessage(file) ?? ""));
   const filled = [...parts, question].filter(Boolean);
   if (filled.every(part => typeof part === "string")) return filled.join("\n\n");
   return filled.map(part => typeof part === "string" ? {type: "text", text: part} : part);

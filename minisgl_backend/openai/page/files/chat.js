@@ -1,5 +1,5 @@
 // The page: the chat that is shown, what is asked, and what answers.
-import {boxOf, picturesOf, read} from "./attachments.js";
+import {boxOf, checkNumber, picturesOf, read} from "./attachments.js";
 import {addTurn, allChats, branches, deleteChat, loadChat, mergeInto, newChat, path, saveChat, titleOf, watchOtherTabs} from "./chats.js";
 import {$, button, element, grows, words} from "./elements.js";
 import {watchEngine} from "./engine.js";
@@ -227,7 +227,13 @@ watchOtherTabs((id, isDeleted) => {
 
 async function attach(added) {
   if (!added.length) return;
-  try { files.push(...await read(added, files, maxImages)); } catch (error) { notice(error.message); }
+  const ofChat = chat;
+  try {
+    const taken = await read(added, files, maxImages);
+    if (chat !== ofChat) return;
+    checkNumber([...files, ...taken], maxImages);  // others may have come meanwhile
+    files = [...files, ...taken];
+  } catch (error) { notice(error.message); }
   showFiles();
 }
 

@@ -120,7 +120,7 @@ export function imported(text) {
   if (!Array.isArray(chats)) throw new Error("this is no file of exported chats");
   const good = chats.map(asChat).filter(Boolean);
   if (good.length < chats.length) throw new Error(`${chats.length - good.length} of ${chats.length} chats in this file are damaged`);
-  return {chats: good, pictures: Object.entries(pictures ?? {}).filter(([, url]) => /^data:image\//.test(url))};
+  return {chats: good, pictures: Object.entries(pictures ?? {}).filter(([, url]) => typeof url === "string" && /^data:image\//.test(url))};
 }
 
 function ids() {

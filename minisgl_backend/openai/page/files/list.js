@@ -1,9 +1,9 @@
 // The list of chats: search, titles, deletion, export and import.
 import {allChats, contains, deleteChat, exported, imported, loadChat, mergeInto, saveChat, titleOf} from "./chats.js";
-import {picturesOf} from "./attachments.js";
+import {picturesOf, takePictures} from "./attachments.js";
 import {$, button, element} from "./elements.js";
 import {notice} from "./notice.js";
-import {keepPicture, keptPicture} from "./pictures.js";
+import {keptPicture} from "./pictures.js";
 
 const MAX_IMPORT_BYTES = 300_000_000;
 
@@ -94,7 +94,7 @@ async function load(file) {
   try {
     if (file.size > MAX_IMPORT_BYTES) throw new Error(`the file has more than ${MAX_IMPORT_BYTES / 1e6} MB`);
     const {chats, pictures} = imported(await file.text());
-    for (const [id, picture] of pictures) await keepPicture(picture, id);
+    await takePictures(chats, pictures);
     let kept = 0;
     for (const chat of chats.reverse()) {
       const stored = loadChat(chat.id);

@@ -22,7 +22,8 @@ function settled(request) {
 }
 
 // The id of a picture, a data URL, under which it is kept. Without a database it lasts as long as the page.
-export async function keepPicture(data, id = newId(data)) {
+export async function keepPicture(data) {
+  const id = newId(data);
   try { await ask("readwrite", store => store.put(data, id)); } catch { held.set(id, data); }
   return id;
 }
@@ -37,8 +38,9 @@ export async function tidyPictures(used, unusedMs = UNUSED_MS) {
   try {
     let room = MAX_CHARACTERS;
     for (const id of (await ask("readonly", store => store.getAllKeys())).sort((a, b) => timeOf(b) - timeOf(a))) {
-      room -= lengthOf(id);
-      if (room < 0 || !used.has(id) && Date.now() - timeOf(id) >= unusedMs) await ask("readwrite", store => store.delete(id));
+      const goes = lengthOf(id) > room || !used.has(id) && Date.now() - timeOf(id) >= unusedMs;
+      if (goes) await ask("readwrite", store => store.delete(id));
+      else room -= lengthOf(id);
     }
   } catch { /* nothing is kept */ }
 }
