@@ -35,10 +35,11 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(tensors=tensors, error=error),
         TritonError=type("TritonError", (str,), {"__new__": lambda cls, text, *_: str(text), "UNAVAILABLE": 14}),
     )
-    name = "minisgl_backend.serving.tokenizer_model"
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    names = [f"minisgl_backend.serving.{name}" for name in ("tokenizer_model", "responses")]
+    for name in names:  # another test's may have that one's backend
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    made = importlib.import_module(name).TritonPythonModel()
+    made = importlib.import_module(names[0]).TritonPythonModel()
     seeing = SeeingModel("qwen2_vl", "bytes", tmp_path)
     front = ImageFront(seeing.path, seeing.tokenizer, num_workers=1, media_domains=["a.example"])
     settings = CodecSettings(
@@ -48,7 +49,8 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         made.start(RequestCodec(seeing.tokenizer, settings, images=front), seeing.tokenizer, front)
         yield made
         made.finalize()
-    sys.modules.pop(name)
+    for name in names:
+        sys.modules.pop(name)
 
 
 def request(url: str, answers: queue.SimpleQueue[tuple[str, Any]]) -> SimpleNamespace:
